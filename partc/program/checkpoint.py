@@ -8,12 +8,10 @@ and loads under any other mesh or plan.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,18 +21,34 @@ from torch import Tensor
 
 from partc.data.loader import Loader
 from partc.data.sampler import RowSampler
-from partc.errors import LoadError, RunError
-from partc.plan.mesh import PP, Mesh
-from partc.plan.sharding import cut, dtype_name, join_pieces
+from partc.errors import LoadError, RunError, UsageError
+from partc.plan.mesh import PP
+from partc.plan.sharding import dtype_name
 from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
-from partc.program.role import Shard, dtype_of
+from partc.program.role import Shard
 from partc.program.runtime import Stage
-from partc.program.same_optimizer import CLASS, PLAIN, check_same_optimizer
-from partc.program.tensorfile import TensorFile, write_tensors
+from partc.program.same_optimizer import (
+    CLASS,
+    check_same_groups,
+    check_same_optimizer,
+    plain_values,
+    take_values,
+)
+from partc.program.saved_checkpoint import (
+    CUTS,
+    MANIFEST,
+    SCHEMA,
+    Saved,
+    cuts_text,
+    digest_of,
+    file_name,
+    refuse,
+    sha256_of,
+)
+from partc.program.tensorfile import write_tensors
+from partc.program.together import Together
 
-MANIFEST = "checkpoint.json"
-SCHEMA = 1
 STEP = re.compile(r"step-(\d{8,})\Z", re.ASCII)
 Optimizer = torch.optim.Optimizer
 
@@ -67,26 +81,23 @@ def save_checkpoint(
 
     Raises:
         RunError: a checkpoint of this step exists already; none is overwritten. Or the optimizer
-            has parameters that are none of the stage's.
+            has parameters that are none of the stage's, ranks differ in the step or the optimizer,
+            or a rank cannot write. It is raised on all ranks.
+        UsageError: the step is no whole number from 0 on.
     """
-    target = Path(folder) / f"step-{step:08d}"
+    ranks = Together("save_checkpoint", stage.device, RunError)
+    target = ranks.do(lambda: _target(folder, stage, optimizer, step))
+    ranks.check_alike(_facts(stage, optimizer, loader) | {"step": step})
     partial = target.with_name(f".{target.name}.partial")
     held = {**_model(stage), **_optimizer(stage, optimizer)}
-    _first_rank_makes(partial, target, stage.device)
-    mine = {k: piece for k, (shard, piece) in held.items() if stage.is_first_copy(shard)}
-    file = partial / _file_name(dist.get_rank())
-    write_tensors(file, mine)
-    _flush(file)  # on disk before the rename that commits it
-    digests = _gather_digests(bytes.fromhex(_sha256(file)), stage.device)
+    ranks.do(lambda: _first_rank_makes(partial, target))
+    file = partial / file_name(dist.get_rank())
+    digest = ranks.do(lambda: _write(file, held, stage))
+    digests = exchange_texts(digest, dist.group.WORLD, stage.device)
     contents = _contents(stage, held, _groups(stage, optimizer))
-    if dist.get_rank() == 0:
-        contents["data"] = None if loader is None else loader.state_dict()
-        text = _manifest(stage, contents, digests, step)
-        (partial / MANIFEST).write_text(text, encoding="utf-8")
-        _flush(partial / MANIFEST)
-        partial.rename(target)
-        _flush(target.parent)
-    dist.barrier()
+    contents["data"] = None if loader is None else loader.state_dict()
+    text = _manifest(stage, contents, digests, step)
+    ranks.do(lambda: _first_rank_commits(partial, target, text))
     return target
 
 
@@ -109,23 +120,23 @@ def load_checkpoint(
         The number of the step.
 
     Raises:
-        LoadError: there is no checkpoint, a file is damaged, or it is of another model, other data
-            or another optimizer.
+        LoadError: there is no checkpoint, a file is damaged, it is of another model, other data or
+            another optimizer, or ranks find different steps. It is raised on all ranks, before
+            anything is loaded.
     """
-    saved = Saved.read(latest(folder))
-    saved.verify(stage.device)
-    _check_model(saved, stage)
-    if optimizer is not None:
-        check_same_optimizer(saved.path, optimizer, saved.groups)
+    ranks = Together("load_checkpoint", stage.device, LoadError)
+    saved = ranks.do(lambda: _accepted(folder, stage, optimizer))
+    given = {"optimizer": _class(optimizer), "loader": loader is not None}
+    ranks.check_alike({"step": saved.step, "content of a step": saved.digest, **given})
+    ranks.do(lambda: saved.verify(_wanted(saved, stage, optimizer), stage))
     if loader is not None:
-        loader.load_state_dict(saved.data or {})
+        ranks.do(lambda: loader.load_state_dict(saved.data or {}))
     for key, (shard, piece) in _model(stage).items():
         with torch.no_grad():
             piece.copy_(saved.piece(key, shard, stage))
     if optimizer is not None:
         _load_optimizer(saved, stage, optimizer)
-    if saved.random is not None:
-        stage.seed(*saved.random)
+    stage.seed(*saved.random)
     return saved.step
 
 
@@ -136,83 +147,43 @@ def latest(folder: str | Path) -> Path:
         return path
     steps = [p for p in path.glob("step-*") if STEP.match(p.name) and (p / MANIFEST).is_file()]
     if not steps:
-        _refuse(path, "there is no committed step in it", "Name the folder that was saved to.")
+        refuse(path, "there is no committed step in it", "Name the folder that was saved to.")
     return max(steps, key=lambda p: int(p.name.removeprefix("step-")))
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The manifest of a checkpoint; shards are read from the ranks' files when asked for."""
+def _accepted(folder: str | Path, stage: Stage, optimizer: Optimizer | None) -> Saved:
+    """The newest step as this rank sees it; LoadError if it is none of this model or optimizer."""
+    saved = Saved.read(latest(folder))
+    _check_model(saved, stage)
+    if optimizer is not None:
+        check_same_optimizer(saved.path, optimizer, saved.groups)
+        check_same_groups(saved.path, _names(stage, optimizer), saved.groups)
+    return saved
 
-    path: Path
-    step: int
-    mesh: Mesh
-    shards: Mapping[str, Shard]
-    stages: Mapping[str, int]  # by tensor the pipeline rank whose files have it
-    digests: tuple[str, ...]  # by rank
-    groups: tuple[dict[str, Any], ...]
-    files: dict[int, TensorFile]
-    random: tuple[int, int] | None = None  # the seed of random numbers, and the steps since
-    data: dict[str, Any] | None = None  # the state of a loader
 
-    @classmethod
-    def read(cls, path: Path) -> Saved:
-        """Check and read ``checkpoint.json``."""
-        try:
-            fields = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            if fields["schema"] != SCHEMA:
-                _refuse(path, f"it has schema {fields['schema']!r}", f"This partc reads {SCHEMA}.")
-            mesh = Mesh(tuple((name, size) for name, size in fields["mesh"]))
-            tensors = fields["tensors"]
-            shards = {key: _shard(key, *entry[:3]) for key, entry in tensors.items()}
-            stages = {key: int(entry[3]) for key, entry in tensors.items() if entry[3:]}
-            digests, groups = tuple(fields["files"]), tuple(fields["optimizer"])
-            if len(digests) != mesh.num_ranks:
-                _refuse(path, "it does not name a file for each rank", "Restore it.")
-            step, drawn = int(fields["step"]), fields.get("random")
-            random = None if drawn is None else (int(drawn["seed"]), int(drawn["step"]))
-            data = fields.get("data")
-            return cls(path, step, mesh, shards, stages, digests, groups, {}, random, data)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _refuse(path, repr(error), "Restore the folder, or load an older step.")
+def _facts(
+    stage: Stage, optimizer: Optimizer | None, loader: Loader | RowSampler | None
+) -> dict[str, Any]:
+    """What ranks must have alike when they save, by name; the states of each pipeline rank."""
+    states = {} if optimizer is None else {
+        name: sorted(optimizer.state.get(param, {}))
+        for name, param in _trained(stage, optimizer).items()
+    }  # fmt: skip
+    groups = _groups(stage, optimizer)
+    return {
+        "optimizer": _class(optimizer),
+        "hyperparameters": [{k: v for k, v in g.items() if k != "params"} for g in groups],
+        f"parameters of the optimizer (pipeline rank {stage.coords.get(PP, 0)})": digest_of(
+            {"groups": [group["params"] for group in groups]}
+        ),
+        f"states of the optimizer (pipeline rank {stage.coords.get(PP, 0)})": digest_of(states),
+        "seed and count of steps": list(stage.seeded),
+        "place of the loader": None if loader is None else loader.state_dict(),
+    }
 
-    def verify(self, device: torch.device) -> None:
-        """Check the digests of all files, some on each rank; all ranks raise if one is damaged."""
-        num = len(self.digests)
-        bad = torch.zeros(num, dtype=torch.int32, device=device)
-        for rank in range(dist.get_rank(), num, dist.get_world_size()):
-            file = self.path / _file_name(rank)
-            whole = file.is_file() and not file.is_symlink()
-            bad[rank] = not whole or _sha256(file) != self.digests[rank]
-        dist.all_reduce(bad, dist.ReduceOp.MAX)
-        if bad.any():
-            file = self.path / _file_name(int(bad.argmax()))
-            _refuse(file, "it is missing or damaged", "Restore it, or load an older step.")
 
-    def piece(self, key: str, wanted: Shard, stage: Stage) -> Tensor:
-        """This rank's shard of one tensor, whatever mesh the tensor was saved under."""
-        shard = self.shards[key]
-        if self.mesh == stage.mesh and shard.cuts == wanted.cuts:
-            axes = [axis for axis, _, _ in shard.cuts]
-            return self._read(key, {axis: stage.coords[axis] for axis in axes})
-        return wanted.take(self._join(key, shard, 0, {}), stage.mesh, stage.coords)
-
-    def _join(self, key: str, shard: Shard, num_cuts: int, at: dict[str, int]) -> Tensor:
-        """Join a tensor's saved shards; ``at`` fixes coordinates of its first ``num_cuts`` axes."""
-        if num_cuts == len(shard.cuts):
-            return self._read(key, at)
-        axis, dim, outer = shard.cuts[num_cuts]
-        indices = range(self.mesh.size(axis))
-        parts = [self._join(key, shard, num_cuts + 1, {**at, axis: i}) for i in indices]
-        return join_pieces(parts, cut(dim, outer), outer)
-
-    def _read(self, key: str, at: Mapping[str, int]) -> Tensor:
-        """Read a shard from the file of the first rank that holds it."""
-        start = {**dict.fromkeys(self.mesh.names, 0), PP: self.stages.get(key, 0)}
-        rank = self.mesh.rank({**start, **at})
-        if rank not in self.files:
-            self.files[rank] = TensorFile(self.path / _file_name(rank))
-        return self.files[rank][key]
+def _class(optimizer: Optimizer | None) -> str:
+    return "no optimizer" if optimizer is None else type(optimizer).__name__
 
 
 # what is saved -------------------------------------------------------------------------------
@@ -235,13 +206,17 @@ def _optimizer(stage: Stage, optimizer: Optimizer | None) -> dict[str, tuple[Sha
 
 def _groups(stage: Stage, optimizer: Optimizer | None) -> list[dict[str, Any]]:
     """Hyperparameters that JSON can say, and the names of each group's parameters."""
+    if optimizer is None:
+        return []
+    pairs = zip(optimizer.param_groups, _names(stage, optimizer), strict=True)
+    mine = type(optimizer).__name__
+    return [{**plain_values(group), CLASS: mine, "params": names} for group, names in pairs]
+
+
+def _names(stage: Stage, optimizer: Optimizer) -> list[list[str]]:
+    """The names of each group's parameters that this rank has."""
     names = {param: name for name, param in _trained(stage, optimizer).items()}
-    groups = []
-    for group in optimizer.param_groups if optimizer is not None else []:
-        plain = {k: v for k, v in group.items() if isinstance(v, PLAIN)}
-        plain[CLASS] = type(optimizer).__name__
-        groups.append({**plain, "params": [names[p] for p in group["params"] if p in names]})
-    return groups
+    return [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups]
 
 
 def _contents(
@@ -282,11 +257,11 @@ def _check_model(saved: Saved, stage: Stage) -> None:
     wanted = {f"model/{name}": shard.shape for name, shard in stage.shards.items()}
     missing = sorted(set(wanted) - set(saved.shards))
     if missing:
-        _refuse(saved.path, f"it lacks {', '.join(missing[:5])}", "Load one of this model.")
+        refuse(saved.path, f"it lacks {', '.join(missing[:5])}", "Load one of this model.")
     for key, shape in wanted.items():
         if saved.shards[key].shape != shape:
             sizes = f"{key} is {list(saved.shards[key].shape)}, not {list(shape)}"
-            _refuse(saved.path, sizes, "Load a checkpoint of this model.")
+            refuse(saved.path, sizes, "Load a checkpoint of this model.")
 
 
 def _load_optimizer(saved: Saved, stage: Stage, optimizer: Optimizer) -> None:
@@ -301,8 +276,21 @@ def _load_optimizer(saved: Saved, stage: Stage, optimizer: Optimizer) -> None:
                 piece = saved.piece(key, wanted, stage).clone()
                 optimizer.state[param][field] = states.from_piece(field, name, wanted, piece)
     for group, plain in zip(optimizer.param_groups, saved.groups, strict=True):
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-        group.update({k: v for k, v in values.items() if k not in ("params", CLASS)})
+        take_values(group, plain)
+
+
+def _wanted(saved: Saved, stage: Stage, optimizer: Optimizer | None) -> dict[str, Shard]:
+    """How the tensors that this rank reads are cut for it, by key."""
+    wanted = {key: shard for key, (shard, _) in _model(stage).items()}
+    if optimizer is None:
+        return wanted
+    names, states = _trained(stage, optimizer), stage.states_of(optimizer)
+    for key, shard in saved.shards.items():
+        kind, _, rest = key.partition("/")
+        name = rest.partition("/")[2]
+        if kind == "optimizer" and name in names:
+            wanted[key] = states.wanted(name, shard)
+    return wanted
 
 
 def _trained(stage: Stage, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -323,49 +311,63 @@ def _manifest(stage: Stage, contents: Mapping[str, Any], digests: list[str], ste
         "tensors": dict(sorted(contents["tensors"].items())), "files": digests,
         "optimizer": contents["optimizer"], "data": contents["data"],
     }  # fmt: skip
-    return json.dumps(fields, indent=1) + "\n"
+    return json.dumps({**fields, "sha256": digest_of(fields)}, indent=1) + "\n"
 
 
-def _shard(key: str, shape: Any, dtype: str, cuts: Any) -> Shard:
-    sizes = tuple(int(size) for size in shape)
-    return Shard(
-        "", key, sizes, dtype_of(dtype), tuple((str(a), int(d), int(o)) for a, d, o in cuts)
-    )
+def _target(folder: str | Path, stage: Stage, optimizer: Optimizer | None, step: int) -> Path:
+    """The folder of a step; the errors that this rank can see by itself."""
+    if type(step) is not int or step < 0:
+        raise UsageError(
+            where=f"save_checkpoint(step={step!r})",
+            what="is not the number of a step",
+            why="the number names the checkpoint, and load_checkpoint takes the largest",
+            do="Pass a whole number from 0 on.",
+        )
+    _trained(stage, optimizer)
+    return Path(folder) / f"step-{step:08d}"
 
 
-def _file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def _first_rank_makes(partial: Path, target: Path, device: torch.device) -> None:
-    """Rank 0 makes the directory to write in; if the step is there already, all ranks refuse."""
-    taken = torch.tensor(0, device=device)
-    if dist.get_rank() == 0:
-        taken.fill_(target.exists())
-        if not target.exists():
-            partial.mkdir(parents=True, exist_ok=True)
-            for left in partial.iterdir():  # of a save that was cut off
-                left.unlink()
-    dist.broadcast(taken, src=0)
-    if taken.item():
+def _first_rank_makes(partial: Path, target: Path) -> None:
+    """Rank 0 makes the directory to write in; RunError if the step is there already."""
+    if dist.get_rank() != 0:
+        return
+    if target.exists():
         raise RunError(
             where=str(target),
             what="this step was saved before",
             why="a checkpoint is never overwritten",
             do="Save under another step number, or move it away.",
         )
+    partial.mkdir(parents=True, exist_ok=True)
+    for left in partial.iterdir():  # of a save that was cut off
+        left.unlink()
 
 
-def _gather_digests(digest: bytes, device: torch.device) -> list[str]:
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return [bytes(each.tolist()).hex() for each in found]
+def _write(file: Path, held: Mapping[str, tuple[Shard, Tensor]], stage: Stage) -> str:
+    """Write the shards of which this rank has the first copy; the file's sha256."""
+    mine = {key: pair for key, pair in held.items() if stage.is_first_copy(pair[0])}
+    notes = {CUTS: cuts_text({key: shard for key, (shard, _) in mine.items()})}
+    write_tensors(file, {key: piece for key, (_, piece) in mine.items()}, notes)
+    _flush(file)  # on disk before the rename that commits it
+    return sha256_of(file)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+def _first_rank_commits(partial: Path, target: Path, text: str) -> None:
+    """Rank 0 writes the list and gives the folder its name; RunError if it lacks a file."""
+    if dist.get_rank() != 0:
+        return
+    for rank in range(dist.get_world_size()):
+        if not (partial / file_name(rank)).is_file():
+            raise RunError(
+                where=str(target.parent),
+                what=f"rank 0 does not see the file that rank {rank} has written there",
+                why="a checkpoint is one folder of all ranks",
+                do="Name a folder on a file system that all hosts share.",
+            )
+    (partial / MANIFEST).write_text(text, encoding="utf-8")
+    _flush(partial / MANIFEST)
+    partial.rename(target)
+    _flush(target.parent)
 
 
 def _flush(path: Path) -> None:
@@ -375,10 +377,6 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _refuse(path: Path, why: str, do: str) -> NoReturn:
-    raise LoadError(where=str(path), what="cannot be loaded", why=why, do=do) from None
 
 
 def _refuse_field(field: str, value: Any) -> NoReturn:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from partc.errors import LoadError
 
 CLASS = "optimizer"  # of a saved group: the name of the optimizer's class
 PLAIN = (bool, int, float, str, tuple)  # hyperparameters that are saved
+SCHEDULED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 Optimizer = torch.optim.Optimizer
 
 
@@ -30,13 +32,65 @@ def check_same_optimizer(
     wanted = {name for name, value in optimizer.defaults.items() if isinstance(value, PLAIN)}
     saved = {name for group in groups for name in group} - {CLASS, "params"}
     known = {name for group in optimizer.param_groups for name in group}
-    missing, left = sorted(wanted - saved), sorted(saved - known - {"initial_lr"})
+    missing, left = sorted(wanted - saved), sorted(saved - known - SCHEDULED)
     theirs = {str(group[CLASS]) for group in groups if CLASS in group}
     differ = bool(missing or left) if theirs else bool(missing and left)
-    if groups and differ and mine not in theirs:
+    if groups and (left if mine in theirs else differ):
         their = " and ".join(sorted(theirs)) or "another optimizer"
         names = ", ".join((left or missing)[:3])
-        raise _other(path, f"it has the states of {their}, not of {mine} ({names})")
+        has = f"it has the states of {their}, not of {mine} ({names})"
+        raise _other(path, has if mine not in theirs else f"this {mine} does not know {names}")
+    for number, (group, values) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for name in values.keys() & group.keys() - {CLASS, "params"}:
+            if not _fits(values[name], group[name]):
+                said = f"{name} of group {number} is {values[name]!r}, here it is {group[name]!r}"
+                raise _other(path, said)
+
+
+def check_same_groups(
+    path: Path, names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """LoadError if a parameter is in another group than it was when the checkpoint was saved.
+
+    ``names``: of this rank's parameters, by group.
+    """
+    for number, (mine, group) in enumerate(zip(names, groups, strict=True)):
+        odd = next((name for name in mine if name not in {*group["params"]}), None)
+        if odd is not None:
+            raise _other(path, f"{odd} is in group {number} here, and was not when it was saved")
+
+
+def plain_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group that JSON can say; a tensor ``f32[]`` as its number."""
+    numbers = {
+        name: value.item()
+        for name, value in group.items()
+        if isinstance(value, Tensor) and not value.shape
+    }
+    return {**{n: v for n, v in group.items() if isinstance(v, PLAIN)}, **numbers}
+
+
+def take_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Give a group the hyperparameters of a checkpoint; one that is a tensor stays one."""
+    for name, value in values.items():
+        if name in (CLASS, "params"):
+            continue
+        if isinstance(group.get(name), Tensor):
+            group[name].fill_(value)
+        else:
+            group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def _fits(value: Any, here: Any) -> bool:
+    """Whether a saved hyperparameter can stand where `here` stands."""
+    if here is None:
+        return True
+    if isinstance(here, (tuple, list)):
+        pairs = isinstance(value, list) and len(value) == len(here)
+        return pairs and all(map(_fits, value, here))
+    if isinstance(here, (bool, str)):
+        return type(value) is type(here)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _other(path: Path, what: str) -> LoadError:

@@ -1,4 +1,7 @@
-"""Read and write the safetensors format: named tensors in a file that cannot contain code."""
+"""Read and write the safetensors format: named tensors in a file that cannot contain code.
+
+The safetensors package reads the header, and refuses a file with a byte that no tensor has, or two.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partc.errors import LoadError
@@ -16,81 +20,119 @@ from partc.errors import LoadError
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# Dtypes that the format has no word for are kept as bytes, `u8[..., itemsize]`. This entry of the
+# file's metadata says which: {"name of the tensor": "complex128"}.
+OTHER_DTYPES = "partc.dtypes"
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors sorted by name, so that equal tensors make byte-identical files."""
-    header, chunks, end = {}, [], 0
+def write_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors sorted by name, so that equal tensors make byte-identical files.
+
+    ``notes``: texts that ``TensorFile.notes`` gives back.
+    """
+    header: dict[str, Any] = {}
+    chunks, end, others = [], 0, {}
     for name, tensor in sorted(tensors.items()):
-        flat = tensor.detach().cpu().contiguous().flatten()
-        data = flat.view(torch.uint8).numpy().tobytes()
+        data = _bytes_of(tensor)
         start, end = end, end + len(data)
-        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        entry = {"dtype": NAMES.get(tensor.dtype, "U8"), "shape": list(tensor.shape)}
+        if tensor.dtype not in NAMES:
+            entry["shape"] = [*tensor.shape, tensor.dtype.itemsize]
+            others[name] = str(tensor.dtype).removeprefix("torch.")
         header[name] = {**entry, "data_offsets": [start, end]}
         chunks.append(data)
+    said = {**(notes or {}), **({OTHER_DTYPES: json.dumps(others)} if others else {})}
+    header |= {"__metadata__": said} if said else {}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, as the format asks
     Path(path).write_bytes(len(text).to_bytes(8, "little") + text + b"".join(chunks))
 
 
+def _bytes_of(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().flatten()
+    data: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return data
+
+
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of one file by name; each is read from disk when asked for."""
+    """The tensors of one file by name; each is read from disk when asked for.
+
+    Attributes:
+        notes: the texts that were written beside the tensors.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._entries = self._read_header()
+        if not self.path.is_file():  # a pipe, a device, a folder
+            self._refuse("there is no such file" if not self.path.exists() else "it is no file")
+        try:
+            self._file = safe_open(str(self.path), framework="pt")
+            self.notes: dict[str, str] = dict(self._file.metadata() or {})
+            self._known = dict.fromkeys(sorted(self._file.keys()))
+            self._check_names()
+        except (OSError, SafetensorError, UnicodeError) as error:
+            self._refuse(str(error))
+        self._others = self._dtypes_of(self.notes.pop(OTHER_DTYPES, "{}"))
 
     def __getitem__(self, name: str) -> Tensor:
-        dtype, shape, start, end = self._entries[name]
-        with self.path.open("rb") as file:
-            file.seek(start)
-            data = bytearray(file.read(end - start))
-        if not data:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(data, dtype=dtype).view(shape)
+        if name not in self._known:
+            raise KeyError(name)
+        self.typed(name)
+        try:
+            found: Tensor = self._file.get_tensor(name).clone()  # not a view of the file
+        except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
+            self._refuse(f"{name!r} cannot be read: {error}")
+        if name not in self._others:
+            return found
+        return _of_bytes(found, self._others[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._known)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._known)
 
-    def _read_header(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-        try:
-            file_bytes = self.path.stat().st_size
-            with self.path.open("rb") as file:
-                header_bytes = int.from_bytes(file.read(8), "little")
-                if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
-                    self._refuse("its header is longer than the file")
-                header = json.loads(file.read(header_bytes))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            self._refuse(str(error))
-        if not isinstance(header, dict):
-            self._refuse("its header is not a table of tensors")
-        header.pop("__metadata__", None)
-        offset = 8 + header_bytes
-        return {n: self._entry(n, e, offset, file_bytes) for n, e in header.items()}
+    def typed(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a tensor, which is not read."""
+        part = self._file.get_slice(name)
+        shape = tuple(part.get_shape())
+        if name in self._others:
+            return shape[:-1], self._others[name]
+        if part.get_dtype() not in DTYPES:
+            self._refuse(f"the entry of {name!r} has the unknown dtype {part.get_dtype()}")
+        return shape, DTYPES[part.get_dtype()]
 
-    def _entry(
-        self, name: str, entry: Any, offset: int, file_bytes: int
-    ) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-        """The checked dtype, shape and place in the file of one header entry."""
+    def _check_names(self) -> None:
+        """Refuse a header with a name twice, of which the package takes the last."""
+        with self.path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            json.loads(file.read(size), object_pairs_hook=self._without_doubles)
+
+    def _without_doubles(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            self._refuse("a name stands in its header twice")
+        return found
+
+    def _dtypes_of(self, text: str) -> dict[str, torch.dtype]:
+        """The dtypes of tensors that are kept as bytes."""
         try:
-            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            start, end = entry["data_offsets"]
-        except (KeyError, TypeError, ValueError):
-            self._refuse(f"the entry of {name!r} is malformed or of an unknown dtype")
-        if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
-            self._refuse(f"the entry of {name!r} holds something else than sizes")
-        if end - start != prod(shape) * dtype.itemsize:
-            self._refuse(f"{name!r} has {end - start} bytes for shape {list(shape)}")
-        if offset + end > file_bytes:
-            self._refuse(f"{name!r} would end at byte {offset + end} of {file_bytes}")
-        return dtype, shape, offset + start, offset + end
+            found = {str(n): getattr(torch, dtype) for n, dtype in json.loads(text).items()}
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            self._refuse(f"its list {OTHER_DTYPES} is malformed")
+        for name, dtype in found.items():
+            raw = self._file.get_slice(name) if name in self._known else None
+            fits = raw is not None and isinstance(dtype, torch.dtype) and raw.get_dtype() == "U8"
+            if not fits or raw.get_shape()[-1:] != [dtype.itemsize]:
+                self._refuse(f"its list {OTHER_DTYPES} does not fit {name!r}")
+        return found
 
     def _refuse(self, why: str) -> NoReturn:
         raise LoadError(
@@ -99,6 +141,14 @@ class TensorFile(Mapping[str, Tensor]):
             why=why,
             do="Copy or write it again.",
         ) from None
+
+
+def _of_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """``u8[..., itemsize]`` as a tensor of another dtype."""
+    shape = data.shape[:-1]
+    return (
+        data.flatten().view(dtype).view(shape) if prod(shape) else torch.empty(shape, dtype=dtype)
+    )
 
 
 class TensorFiles(Mapping[str, Tensor]):
@@ -130,8 +180,34 @@ class TensorFiles(Mapping[str, Tensor]):
 def _files_of(path: Path) -> list[Path]:
     """The tensor files that a path names: itself, those of an index file, or those in a folder."""
     if path.is_dir():
-        return sorted(path.glob("*.safetensors"))
+        found = sorted(path.glob("*.safetensors"))
+        if not found:
+            raise _no_weights(path, "there is no .safetensors file in it")
+        return found
     if path.name.endswith(".index.json"):
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        return [path.parent / Path(name).name for name in names]
+        return [path.parent / name for name in _indexed(path)]
     return [path]
+
+
+def _indexed(path: Path) -> list[str]:
+    """The names of the files that an index lists, which stand beside it."""
+    try:
+        names = sorted({*json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _no_weights(path, f"it is no index of weights: {error!r}") from None
+    for name in names:
+        if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
+            raise _no_weights(path, f"{name!r} is not the name of a safetensors file")
+        if Path(name).name != name:
+            raise _no_weights(path, f"{name!r} does not stand beside it")
+    return names
+
+
+def _no_weights(path: Path, why: str) -> LoadError:
+    return LoadError(
+        where=str(path),
+        what="these weights cannot be read",
+        why=why,
+        do='Name a safetensors file, a folder of some, or an index ({"weight_map": '
+        '{"name of a tensor": "file.safetensors"}}).',
+    )

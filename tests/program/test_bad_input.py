@@ -20,7 +20,7 @@ from partc import program as program_module
 from partc.errors import LoadError, PartcError, RunError, UsageError
 from partc.program import load
 from partc.program.manifest import _digest_of
-from partc.program.tensorfile import TensorFile
+from partc.program.tensorfile import TensorFile, TensorFiles
 from partc.verification.processes import Processes
 from tests.example_program import example_model, example_program
 from tests.patience import patience
@@ -136,7 +136,9 @@ def test_a_users_file_in_a_programs_folder_is_never_lost(folder: Path) -> None:
     for name in ("train.py", "my.toml", "results.json", "programs/0/train.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
-        with pytest.raises(UsageError, match=f"it also holds {name}, which partc did not write"):
+        with pytest.raises(
+            UsageError, match=f"it also holds {name.partition('0')[0]}, which partc did not write"
+        ):
             example_program().save(folder)
         assert (folder / name).read_text() == "mine"
         (folder / name).unlink()
@@ -164,6 +166,11 @@ HEADERS = {
     "sizes that do not fit": {"a": {**ENTRY, "shape": [3]}},
     "an entry that is no table": {"a": 3},
     "backwards": {"a": {**ENTRY, "data_offsets": [8, 0]}},
+    "a hole": {"a": {**ENTRY, "shape": [1], "data_offsets": [4, 8]}},
+    "bytes of no tensor": {"a": {**ENTRY, "shape": [1], "data_offsets": [0, 4]}},
+    "bytes of two tensors": {"a": ENTRY, "b": ENTRY},
+    "a code as a dtype": {"a": ENTRY, "__metadata__": {"partc.dtypes": '{"a": "load"}'}},
+    "a dtype that does not fit": {"a": ENTRY, "__metadata__": {"partc.dtypes": '{"a": "int8"}'}},
 }
 
 
@@ -179,6 +186,29 @@ def test_bytes_that_are_no_tensor_file_are_refused(tmp_path: Path, content: byte
     (tmp_path / "t.safetensors").write_bytes(content)
     with pytest.raises(LoadError, match="not a whole safetensors file"):
         TensorFile(tmp_path / "t.safetensors")
+
+
+def test_a_name_twice_in_a_tensor_file_is_refused(tmp_path: Path) -> None:
+    entry = json.dumps(ENTRY)
+    text = f'{{"a": {entry}, "a": {entry}}}'.encode()
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 8)
+    with pytest.raises(LoadError, match="stands in its header twice"):
+        TensorFile(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "[" * 100_000, "\x00", '{"weight_map": 5}', '{"weight_map": {"a": 5}}',
+     '{"weight_map": {"a": "../w.safetensors"}}', '{"weight_map": {"a": "w.bin"}}',
+     '{"weight_map": {"a": ["w"]}}', '{"weight_map": {"a": "no.safetensors"}}'],
+)  # fmt: skip
+def test_a_malformed_index_of_weights_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "m.index.json").write_text(text)
+    with pytest.raises(LoadError, match=r"m\.index\.json|no\.safetensors: not a whole"):
+        TensorFiles(tmp_path / "m.index.json")
+    with pytest.raises(LoadError, match=r"no \.safetensors file in it"):
+        TensorFiles(tmp_path)
 
 
 # runs ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -173,12 +175,35 @@ def test_tensor_files_round_trip(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu,
+     torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128],
+    ids=str,
+)  # fmt: skip
+def test_every_dtype_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Those too for which the format has no word; `run.py` reads them as partc does."""
+    numbers = torch.arange(64, dtype=torch.uint8).view(dtype)
+    tensors = {"one": numbers[:1].reshape(()), "two": numbers[:4].view(2, 2), "none": numbers[:0]}
+    write_tensors(tmp_path / "t.safetensors", tensors)
+    example_program(1, 1).save(tmp_path / "build")
+    run: Any = runpy.run_path(str(tmp_path / "build/run.py"))
+    for found in (
+        TensorFile(tmp_path / "t.safetensors"),
+        run["read_tensors"](tmp_path / "t.safetensors"),
+    ):
+        for name, tensor in tensors.items():
+            assert (found[name].dtype, found[name].shape) == (dtype, tensor.shape)
+            assert bytes(found[name].flatten().view(torch.uint8)) == bytes(
+                tensor.flatten().view(torch.uint8)
+            )
+
+
 def test_tensor_files_agree_with_the_safetensors_package(tmp_path: Path) -> None:
-    package = pytest.importorskip("safetensors.torch")
     tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "h": torch.randn(2).half()}
     write_tensors(tmp_path / "ours.safetensors", tensors)
-    package.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    theirs = package.load_file(tmp_path / "ours.safetensors")
+    safetensors.torch.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    theirs = safetensors.torch.load_file(tmp_path / "ours.safetensors")
     ours = TensorFile(tmp_path / "theirs.safetensors")
     for name, tensor in tensors.items():
         torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=0)
