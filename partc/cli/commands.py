@@ -123,17 +123,21 @@ def simulate_command(args: argparse.Namespace) -> int:
     from partc.atomic import atomic_write
     from partc.machines.what_if import Change
     from partc.program import load
+    from partc.program.saved_cost import saved_numbers
     from partc.reports.simulate_saved import simulate_saved
 
     change = Change.parse(
         bandwidth=args.bandwidth, latency=args.latency, peak=args.peak,
         memory_bandwidth=args.memory_bandwidth, devices=args.devices,
     )  # fmt: skip
-    shown = simulate_saved(load(args.folder), change, args.folder)
-    for path, kind in ((args.trace, "trace"), (args.svg, "svg")):
-        if path:
-            atomic_write(Path(path), shown.file(kind, args.folder))
-    _tell(args, shown.text, shown.told)
+    program = load(args.folder)
+    with saved_numbers(args.folder):
+        shown = simulate_saved(program, change, args.folder)
+        files = {"trace": args.trace, "svg": args.svg}
+        for kind, path in files.items():
+            if path:
+                atomic_write(Path(path), shown.file(kind, args.folder))
+        _tell(args, shown.text, shown.told)
     return 0
 
 
@@ -212,9 +216,11 @@ def check_command(args: argparse.Namespace) -> int:
     from partc.audit.audit import audit
     from partc.audit.edits import audit_edits
     from partc.program import edited_files, load, load_edited, write_digests
+    from partc.program.written import refuse_code_beside
     from partc.verification.verification import TOLERANCE
 
     program = load_edited(args.folder) if args.accept_edits else load(args.folder)
+    refuse_code_beside(Path(args.folder))
     with _progress(f"checking {args.folder}"):
         if args.accept_edits:
             found = audit_edits(args.folder, program, verified=bool(args.model))
@@ -265,6 +271,7 @@ def diff_command(args: argparse.Namespace) -> int:
 def _explain_program(args: argparse.Namespace) -> None:
     """Print plan, cost, roles and explanation of a saved program, or one rank's source."""
     from partc.program import load
+    from partc.program.saved_cost import saved_numbers
     from partc.reports.explanation import explain_program
 
     program = load(args.what)
@@ -286,15 +293,16 @@ def _explain_program(args: argparse.Namespace) -> None:
         roles.append(f"ranks {first} to {first + num - 1}: {name}")
         first += num
     text = [f"{program.model} on {program.mesh}", f"inputs {', '.join(inputs)}", *roles]
-    why = explain_program(program)
-    told = {
-        "model": program.model, "mesh": dict(program.mesh.axes), "plan": program.plan,
-        "cost": cost.as_json(), "explanation": why.as_json(),
-        "roles": [list(run) for run in program.roles],
-        "inputs": {name: [list(s), d] for name, (s, d) in program.inputs.items()},
-        "batch": "local" if program.dealt else "global",
-    }  # fmt: skip
-    _tell(args, "\n".join([*text, "", program.plan, str(cost), str(why)]), told)
+    with saved_numbers(args.what):
+        why = explain_program(program)
+        told = {
+            "model": program.model, "mesh": dict(program.mesh.axes), "plan": program.plan,
+            "cost": cost.as_json(), "explanation": why.as_json(),
+            "roles": [list(run) for run in program.roles],
+            "inputs": {name: [list(s), d] for name, (s, d) in program.inputs.items()},
+            "batch": "local" if program.dealt else "global",
+        }  # fmt: skip
+        _tell(args, "\n".join([*text, "", program.plan, str(cost), str(why)]), told)
 
 
 def _with_formulas(args: argparse.Namespace, program: Program) -> CostReport:

@@ -33,6 +33,7 @@ SCHEMA = 5
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
 MAX_BYTES = 64_000_000
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
+NEEDED = {"plan.toml", "run.py", "constants.safetensors"}  # files of every program
 COMPILE_AGAIN = "Compile the program again, or copy the folder again."
 
 
@@ -135,7 +136,12 @@ class Manifest:
         files = {_file_name(name): _text(digest) for name, digest in fields["files"].items()}
         roles = tuple((_size(num), _text(name)) for num, name in fields["roles"])
         _need(sum(num for num, _ in roles) == mesh.num_ranks, "its roles do not cover its mesh")
-        _need({name for _, name in roles} <= set(files), "a role has no file")
+        texts = {name for _, name in roles}
+        _need(texts <= set(files), "a role has no file")
+        lacking = sorted(NEEDED - set(files))
+        _need(not lacking, f"it has no digest of {', '.join(lacking)}")
+        odd = sorted(name for name in set(files) - texts - NEEDED if name.endswith(".py"))
+        _need(not odd, f"no rank runs {', '.join(odd)}")
         return cls(
             model=_text(fields["model"]),
             mesh=mesh,

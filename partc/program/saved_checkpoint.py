@@ -79,7 +79,7 @@ class Saved:
         tensors, digests = fields["tensors"], tuple(map(_digest, fields["files"]))
         if len(digests) != mesh.num_ranks:
             refuse(path, "it does not name a file for each rank", "Restore it.")
-        shards = {key: _shard(key, *entry[:3], mesh) for key, entry in tensors.items()}
+        shards = {key: _shard(mesh, key, *entry[:3]) for key, entry in tensors.items()}
         stages = {key: _stage(mesh, *entry[3:]) for key, entry in tensors.items()}
         return cls(
             path, _whole(fields["step"]), mesh, shards, stages, digests,
@@ -195,7 +195,7 @@ def _fields(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _shard(key: str, shape: Any, dtype: Any, cuts: Any, mesh: Mesh) -> Shard:
+def _shard(mesh: Mesh, key: str, shape: Any, dtype: Any, cuts: Any) -> Shard:
     """A tensor's entry; ValueError for cuts that its mesh or shape does not allow."""
     sizes, left = tuple(map(_whole, shape)), [*map(_whole, shape)]
     each = tuple((axis, _whole(dim), _whole(outer)) for axis, dim, outer in cuts)

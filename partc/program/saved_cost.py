@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from partc.errors import LoadError, PartcError
 
 
 class Cost(Protocol):
@@ -24,3 +28,24 @@ class SavedCost:
 
     def as_json(self) -> Any:
         return self.data
+
+
+@contextmanager
+def saved_numbers(folder: str) -> Iterator[None]:
+    """Inside, what is computed from a saved program's predictions; LoadError where these are
+    malformed, which is found only when they are computed with.
+    """
+    try:
+        yield
+    except PartcError:
+        raise
+    except (
+        TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    ) as error:  # fmt: skip
+        raise LoadError(
+            where=f"{folder}, program.json",
+            what="its predictions cannot be computed with",
+            why=repr(error),
+            do="Compile the program again. If nobody has changed the file, this is a fault in "
+            "partc: report it with this message.",
+        ) from error

@@ -73,7 +73,8 @@ class TensorFile(Mapping[str, Tensor]):
         if not self.path.is_file():  # a pipe, a device, a folder
             self._refuse("there is no such file" if not self.path.exists() else "it is no file")
         try:
-            self._file = safe_open(str(self.path), framework="pt")
+            opened: Any = safe_open(str(self.path), framework="pt")
+            self._file = opened
             self.notes: dict[str, str] = dict(self._file.metadata() or {})
             self._known = dict.fromkeys(sorted(self._file.keys()))
             self._check_names()
@@ -128,7 +129,7 @@ class TensorFile(Mapping[str, Tensor]):
         except (ValueError, AttributeError, TypeError, RecursionError):
             self._refuse(f"its list {OTHER_DTYPES} is malformed")
         for name, dtype in found.items():
-            raw = self._file.get_slice(name) if name in self._known else None
+            raw: Any = self._file.get_slice(name) if name in self._known else None
             fits = raw is not None and isinstance(dtype, torch.dtype) and raw.get_dtype() == "U8"
             if not fits or raw.get_shape()[-1:] != [dtype.itemsize]:
                 self._refuse(f"its list {OTHER_DTYPES} does not fit {name!r}")

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from partc.atomic import CACHED
 from partc.errors import UsageError
 from partc.program import manifest
+
+CODE = (".py", ".pyc", ".pyo", ".so", ".pyd")  # files that Python could import
 
 
 def written_files(folder: Path) -> set[str]:
@@ -25,6 +28,28 @@ def written_files(folder: Path) -> set[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"its {manifest.NAME} does not say which files are partc's own: {error!r}"
         raise _refusal(folder, why) from None
+
+
+def refuse_code_beside(folder: Path) -> None:
+    """LoadError if a program's folder holds code that its list does not name.
+
+    ``python build/run.py`` could import it in the place of a library.
+    """
+    known = {*written_files(folder), manifest.OTHERS, CACHED}
+    for path in sorted(folder.iterdir()):
+        if path.name not in known and _is_code(path):
+            manifest.refuse(
+                path,
+                "is no part of the program",
+                f"it is code that {manifest.NAME} does not list, and Python could import it",
+                "Move it to another folder.",
+            )
+
+
+def _is_code(path: Path) -> bool:
+    return path.name.endswith(CODE) or (
+        path.is_dir() and any(each.name.endswith(CODE) for each in path.iterdir())
+    )
 
 
 def _listed(fields: Mapping[str, Any]) -> set[str]:

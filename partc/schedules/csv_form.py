@@ -49,7 +49,13 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
     PlanError names the row and column of a cell that is no action (sends and receives are none).
     PlanError as well if stages or microbatches are missing, occur twice, or occur on two ranks.
     """
-    rows = list(csv.reader(io.StringIO(text)))
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:  # a cell of more than 100,000 letters
+        raise PlanError(
+            where=f"schedule {name}", what="is no CSV text", why=str(error),
+            do="Write one row per pipeline rank, with cells such as 0F0.",
+        ) from None  # fmt: skip
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     orders = tuple(

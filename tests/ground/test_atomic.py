@@ -208,13 +208,12 @@ def test_empty_and_run_directories_are_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.txt/build", "x" * 256, "a\0b", "x/" * 3000])
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.txt").write_text("mine")
-    for write in (
-        lambda: _save(tmp_path / name, "1"),
-        lambda: atomic_write(tmp_path / name, "1"),
-        lambda: check_output(tmp_path / name, ours),
-    ):
-        with pytest.raises(UsageError, match="cannot be written"):
-            write()
+    with pytest.raises(UsageError, match="cannot be written"):
+        _save(tmp_path / name, "1")
+    with pytest.raises(UsageError, match="cannot be written"):
+        atomic_write(tmp_path / name, "1")
+    with pytest.raises(UsageError, match="cannot be written"):
+        check_output(tmp_path / name, ours)
     assert os.listdir(tmp_path) == ["a.txt"]
 
 

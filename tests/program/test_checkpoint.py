@@ -345,7 +345,8 @@ def disagree(folder: Path) -> None:
         ),
     }.items():
         refused(what, save, RunError)
-    for step in (-1, 1.0, True, None):
+    wrong: tuple[Any, ...] = (-1, 1.0, True, None)
+    for step in wrong:
         refused(
             "not the number of a step",
             partial(save_checkpoint, folder, stage, step=step),
@@ -382,13 +383,14 @@ def other_values(folder: Path) -> None:
     """Hyperparameters that this optimizer does not know, or in other groups."""
     stage, adamw = begin(1, 2, seed=0)
     path = save_checkpoint(folder, stage, adamw, step=1)
-    for change, why in (
+    cases: tuple[tuple[Callable[[dict[str, Any]], Any], str], ...] = (
         (lambda g: g.update(weight_deca=0.5), "this AdamW does not know weight_deca"),
         (lambda g: g.update(lr="fast"), "lr of group 0 is 'fast', here it is 0.001"),
         (lambda g: g.update(betas=[0.9]), r"betas of group 0 is \[0.9\]"),
         (lambda g: g.update(amsgrad=1), "amsgrad of group 0 is 1"),
         (lambda g: g["params"].remove("up.bias"), "up.bias is in group 0 here"),
-    ):
+    )
+    for change, why in cases:
         text = (path / "checkpoint.json").read_text()
         dist.barrier()
         if dist.get_rank() == 0:
