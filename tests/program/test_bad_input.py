@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from partc import program as program_module
+from partc.cli.main import main
 from partc.errors import LoadError, PartcError, RunError, UsageError
 from partc.program import load
 from partc.program.manifest import _digest_of
 from partc.program.tensorfile import TensorFile, TensorFiles
+from partc.program.written import refuse_code_beside
 from partc.verification.processes import Processes
 from tests.example_program import example_model, example_program
 from tests.patience import patience
@@ -72,6 +75,14 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a missing field": (lambda m: m.pop("cost"), r"its fields differ in .'cost'."),
     "a hostile axis": (lambda m: m.update(mesh=[["a b", 4]]), "cannot name an axis"),
     "a wrong type": (lambda m: m.update(inputs=[1]), "malformed"),
+    "no digest of the constants": (
+        lambda m: m["files"].pop("constants.safetensors"),
+        "no digest of constants.safetensors",
+    ),
+    "a source that no rank runs": (
+        lambda m: m["files"].update({"json.py": "0" * 64}),
+        "no rank runs json.py",
+    ),
     "a negative size": (lambda m: m.update(inputs={"x": [[-1], "float32"]}), "not a size"),
 }
 
@@ -276,3 +287,88 @@ def test_run_py_refuses_an_edited_role_with_exit_code_2(folder: Path) -> None:
     done = run_script(folder, WORLD_SIZE="4")
     assert done.returncode == 2
     assert "role0.py: missing, damaged or edited" in done.stderr
+
+
+def edit(folder: Path, name: str, change: Callable[[str], str]) -> None:
+    (folder / name).write_text(change((folder / name).read_text()))
+
+
+def linked(path: Path) -> None:
+    path.symlink_to(path.rename(path.parent.parent / "elsewhere"))
+
+
+RUN_REFUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a word": (
+        lambda f: edit(f, "program.json", lambda t: t.replace("GatedMLP", "MLP")), "digest"
+    ),
+    "a number": (lambda f: edit(f, "program.json", lambda t: t.replace("24", "25", 1)), "digest"),
+    "no JSON": (lambda f: edit(f, "program.json", lambda t: t[: len(t) // 2]), "program.json"),
+    "no text": (lambda f: (f / "program.json").write_bytes(b"\xff\xfe"), "program.json"),
+    "a list": (lambda f: edit(f, "program.json", lambda t: "[]"), "program.json"),
+    "brackets": (lambda f: edit(f, "program.json", lambda t: "[" * 100_000), "program.json"),
+    "nothing": (lambda f: (f / "program.json").unlink(), "program.json"),
+    "a pipe": (
+        lambda f: ((f / "program.json").unlink(), os.mkfifo(f / "program.json")), "program.json"
+    ),
+    "a role without its line": (
+        lambda f: rewrite_manifest(f, lambda m: m["files"].pop("role0.py")), "no digest of role0.py"
+    ),
+    "constants without their line": (
+        lambda f: rewrite_manifest(f, lambda m: m["files"].pop("constants.safetensors")),
+        "no digest of constants.safetensors",
+    ),
+    "a role that is a link": (lambda f: linked(f / "role0.py"), "role0.py"),
+    "a module beside": (lambda f: (f / "torch.py").write_text(""), "torch.py: is code that"),
+    "a package beside": (
+        lambda f: ((f / "json").mkdir(), (f / "json/__init__.py").write_text("")), "json: is code"
+    ),
+    "compiled code beside": (lambda f: (f / "json.so").write_text(""), "json.so: is code"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUN_REFUSES)
+def test_run_py_refuses_what_was_not_saved_so(
+    folder: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, why = RUN_REFUSES[case]
+    run: Any = runpy.run_path(str(folder / "run.py"))
+    assert run["read_manifest"]()[1].keys() > {"role0.py", "run.py"}
+    damage(folder)
+    with pytest.raises(SystemExit) as caught:
+        run["read_manifest"]()
+    assert caught.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_run_py_imports_nothing_from_its_folder(folder: Path) -> None:
+    for name in ("json.py", "torch.py", "argparse.py"):
+        (folder / name).write_text(f"open({str(folder.parent / 'ran')!r}, 'w')\n")
+    done = run_script(folder, WORLD_SIZE="4")
+    assert done.returncode == 2
+    assert "argparse.py: is code that program.json does not list" in done.stderr
+    assert not (folder.parent / "ran").exists()
+
+
+def test_code_beside_the_roles_does_not_pass_a_check(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "notes.txt").write_text("mine")
+    refuse_code_beside(folder)
+    (folder / "json.py").write_text("mine")
+    for options in ([], ["--accept-edits"]):
+        assert main(["check", str(folder), *options]) == 2
+        assert "json.py: is no part of the program" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", [*HEADERS, "all right"])
+def test_run_py_reads_weights_as_partc_does(
+    folder: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: Any = runpy.run_path(str(folder / "run.py"))
+    path = tensor_file(folder / "t.safetensors", HEADERS.get(case, {"a": ENTRY}))
+    if case == "all right":
+        assert torch.equal(run["read_tensors"](path)["a"], torch.zeros(2))
+        return
+    with pytest.raises(SystemExit):
+        run["read_tensors"](path)
+    assert "cannot be read as a safetensors file" in capsys.readouterr().err

@@ -186,7 +186,9 @@ def test_every_dtype_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
     numbers = torch.arange(64, dtype=torch.uint8).view(dtype)
     tensors = {"one": numbers[:1].reshape(()), "two": numbers[:4].view(2, 2), "none": numbers[:0]}
     write_tensors(tmp_path / "t.safetensors", tensors)
-    example_program(1, 1).save(tmp_path / "build")
+    replace(example_program(1, 1), constants=tensors).save(tmp_path / "build")
+    saved = tmp_path / "build/constants.safetensors"
+    assert saved.read_bytes() == (tmp_path / "t.safetensors").read_bytes()
     run: Any = runpy.run_path(str(tmp_path / "build/run.py"))
     for found in (
         TensorFile(tmp_path / "t.safetensors"),

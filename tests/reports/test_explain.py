@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
@@ -17,6 +18,7 @@ from partc.passes.search.plans.alternatives import CHOICES
 from partc.passes.search.plans.save_scaling_model import taken_as_json, taken_of_json
 from partc.passes.search.plans.scaling_model import Calls
 from partc.program import load
+from partc.program.manifest import _digest_of
 from partc.reports.explanation import Estimated, Explanation, explain_program
 from tests.towers import compiled
 
@@ -53,6 +55,42 @@ def test_a_saved_program_says_the_same(tmp_path: Path, capsys: pytest.CaptureFix
     told = json.loads(capsys.readouterr().out)["explanation"]
     assert told == json.loads(json.dumps(explained("open", "auto").as_json()))
     assert (tmp_path / "b" / "program.json").stat().st_size < 100_000
+
+
+def _leaves(entry: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    pairs = entry.items() if isinstance(entry, dict) else enumerate(entry)
+    return [
+        each
+        for key, inside in pairs
+        for each in [
+            (*path, key),
+            *(_leaves(inside, (*path, key)) if isinstance(inside, (dict, list)) else []),
+        ]
+    ]
+
+
+def test_forged_predictions_are_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever stands in ``cost`` and ``basis`` of a list whose digest is right."""
+    compiled("dp=2,tp=2", "fsdp+megatron").save(tmp_path)
+    whole = json.loads((tmp_path / "program.json").read_text())
+    whole.pop("sha256")
+    draw, refused = random.Random(5), 0
+    for _ in range(25):
+        forged = json.loads(json.dumps(whole))
+        *path, last = draw.choice(_leaves({n: forged[n] for n in ("cost", "basis")}))
+        entry = forged
+        for key in path:
+            entry = entry[key]
+        if entry is not forged:
+            entry[last] = draw.choice([None, -3, 1e308, float("inf"), "x", [], {}, [None], 10**30])
+        text = json.dumps({**forged, "sha256": _digest_of(forged)})
+        (tmp_path / "program.json").write_text(text)
+        for command in (["explain", str(tmp_path)], ["simulate", str(tmp_path)]):
+            refused += main(command) == 2  # any other error is raised here
+    assert refused > 5
+    capsys.readouterr()
 
 
 def test_saved_laws_are_read_as_they_were() -> None:

@@ -204,3 +204,8 @@ def test_svg_has_a_box_for_every_action() -> None:
     assert len(colours) == 6  # F, I and W, each in two shades
     named = Schedule("<mine> & yours", line.schedule.orders, line.schedule.rank_of, 5)
     ElementTree.fromstring(svg(timeline(named, line.costs)))
+
+
+def test_a_cell_that_is_too_long_is_refused() -> None:
+    with pytest.raises(PlanError, match="is no CSV text"):
+        read_csv("0F0," + "x" * 200_000)
