@@ -297,6 +297,16 @@ def linked(path: Path) -> None:
     path.symlink_to(path.rename(path.parent.parent / "elsewhere"))
 
 
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def package(path: Path) -> None:
+    path.mkdir()
+    (path / "__init__.py").write_text("")
+
+
 RUN_REFUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a word": (
         lambda f: edit(f, "program.json", lambda t: t.replace("GatedMLP", "MLP")), "digest"
@@ -307,9 +317,7 @@ RUN_REFUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a list": (lambda f: edit(f, "program.json", lambda t: "[]"), "program.json"),
     "brackets": (lambda f: edit(f, "program.json", lambda t: "[" * 100_000), "program.json"),
     "nothing": (lambda f: (f / "program.json").unlink(), "program.json"),
-    "a pipe": (
-        lambda f: ((f / "program.json").unlink(), os.mkfifo(f / "program.json")), "program.json"
-    ),
+    "a pipe": (lambda f: as_pipe(f / "program.json"), "program.json"),
     "a role without its line": (
         lambda f: rewrite_manifest(f, lambda m: m["files"].pop("role0.py")), "no digest of role0.py"
     ),
@@ -319,9 +327,7 @@ RUN_REFUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a role that is a link": (lambda f: linked(f / "role0.py"), "role0.py"),
     "a module beside": (lambda f: (f / "torch.py").write_text(""), "torch.py: is code that"),
-    "a package beside": (
-        lambda f: ((f / "json").mkdir(), (f / "json/__init__.py").write_text("")), "json: is code"
-    ),
+    "a package beside": (lambda f: package(f / "json"), "json: is code"),
     "compiled code beside": (lambda f: (f / "json.so").write_text(""), "json.so: is code"),
 }  # fmt: skip
 
