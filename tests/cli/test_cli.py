@@ -254,7 +254,7 @@ def test_a_path_that_cannot_be_written_is_an_error_not_a_traceback(
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "build")
     assert main(["compile", MODEL, "--mesh", "dp=2", "--out", out]) == 2
-    assert "cannot be read or written" in capsys.readouterr().err
+    assert "cannot be written (Not a directory" in capsys.readouterr().err
 
 
 # models --------------------------------------------------------------------------------------
