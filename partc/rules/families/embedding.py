@@ -12,9 +12,12 @@ from partc.rules.table import Windowed, rule
 
 
 def embedding_backward(call: Call) -> str:
-    """``...d, ... -> vd``; scaling by frequency needs all indices."""
-    lead = "!..." if call["scale_grad_by_freq"] else "..."
-    return f"{lead}d,... @v->vd"
+    """``...d, ... -> vd``; scaling by frequency needs all indices, and all rows.
+
+    There the kernel counts every index, those that it skips too: one outside of its rows would be
+    counted in memory that is not its own.
+    """
+    return "!...d,...->_d" if call["scale_grad_by_freq"] else "...d,... @v->vd"
 
 
 rule("aten.embedding", "vd,... @v->...d", linear="0", windowed=Windowed(masked_embedding))
