@@ -7,6 +7,7 @@ after its op (``gelu``). A gradient is named after its value: ``d_w1``.
 from __future__ import annotations
 
 import builtins
+import keyword
 import operator
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ from partc.codegen.calls.op_names import op_name, result_name
 from partc.codegen.calls.path_names import inside, is_within, last_words, module_name
 from partc.codegen.helpers import needed as helpers
 from partc.codegen.safety import FORBIDDEN
+from partc.errors import PlanError
 from partc.graph import Graph, fake_of, has_value, is_forward, is_tensor, value
 from partc.graph.moves import carried
 from partc.passes.overlap.write_pieces import taken_from
@@ -84,9 +86,25 @@ class Scope:
 
 
 def attributes(mesh: Mesh, *others: str) -> Scope:
-    """The names of a module's parameters and buffers; a program's own names are taken."""
-    axes = [name for axis in mesh.names for name in (axis, f"{axis}_rank")]
+    """The names of a module's parameters and buffers; a program's own names are taken.
+
+    PlanError for an axis that has such a name, as programs have an attribute for each axis.
+    """
+    axes: list[str] = []
+    for axis in mesh.names:
+        if axis in OWN or axis in axes or f"{axis}_rank" in axes or keyword.iskeyword(axis):
+            raise _no_axis(axis, mesh)
+        axes += axis, f"{axis}_rank"
     return Scope([*OWN, *axes, *others])
+
+
+def _no_axis(axis: str, mesh: Mesh) -> PlanError:
+    return PlanError(
+        where=f"mesh {mesh}",
+        what=f"an axis is called {axis!r}",
+        why="programs keep each axis as an attribute, and use this name for something else",
+        do="Rename the axis, for example to dp.",
+    )
 
 
 def wishes(

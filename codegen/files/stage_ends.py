@@ -19,7 +19,7 @@ from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
 from partc.codegen.text import Line, block
 from partc.errors import CheckError, PlanError
-from partc.graph import Graph, collectives, first_operand, value
+from partc.graph import Graph, collectives, fake_of, first_operand, value
 from partc.passes.stages.early_sums import Chain, Leaving, closing_chain, leaving
 from partc.quoting import literal
 
@@ -63,8 +63,8 @@ class Ends:
 
 
 def _way(chain: Chain) -> object:
-    """A key that is equal for chains which do the same: ops, axes and dims."""
-    return tuple((n.target, tuple(sorted(n.kwargs.items()))) for n in chain)
+    """A key that is equal for chains which do the same: ops, axes, dims and dtypes."""
+    return tuple((n.target, tuple(sorted(n.kwargs.items())), fake_of(n).dtype) for n in chain)
 
 
 def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:

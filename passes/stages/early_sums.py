@@ -19,7 +19,7 @@ from partc.cost.early_cost import EarlyBytes
 from partc.cost.flops import node_flops
 from partc.cost.stage_cost import StageCost
 from partc.errors import CheckError
-from partc.graph import Graph, Phase, collectives, value
+from partc.graph import Graph, Phase, collectives, fake_of, value
 from partc.graph.early import EarlyReduction
 from partc.graph.folds import list_member
 from partc.graph.moves import kind_of
@@ -33,7 +33,9 @@ REDUCTIONS = (collectives.all_reduce, collectives.reduce_scatter)
 def early_of(end: fx.Node, last: int) -> EarlyReduction:
     """The kind of early reduction that collective ``end`` is, begun in microbatch ``last``."""
     dim, outer = int(str(end.kwargs.get("dim", 0))), int(str(end.kwargs.get("outer", 1)))
-    return EarlyReduction(kind_of(end), str(end.kwargs["axis"]), dim, outer, last)
+    return EarlyReduction(
+        kind_of(end), str(end.kwargs["axis"]), dim, outer, last, fake_of(end).dtype
+    )
 
 
 def with_early_sums(
