@@ -2,6 +2,7 @@
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from partc.version import __version__ as __version__
@@ -56,10 +57,12 @@ if os.path.isfile(os.path.join(__path__[0], "passes")):  # git wrote the links a
 if not TYPE_CHECKING:  # type checkers would take every misspelt name for one of type Any
 
     def __getattr__(name: str) -> Any:
-        """One of the public names, from its module."""
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        """One of the public names, from its module; or a module, as ``partc.metrics``."""
+        if name in _MODULES:
+            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -369,7 +369,7 @@ def read_plan(plan: str | Path | Plan) -> Plan:
         return plan
     if isinstance(plan, Path) or plan.endswith(".toml"):
         return Plan.load(plan)
-    if "\n" in plan:
+    if "\n" in plan or "=" in plan:  # no preset and no path has one
         return Plan.parse(plan)
     if plan == AUTO_PLAN:
         return Plan(preset=AUTO_PLAN)

@@ -129,8 +129,9 @@ PTC050: check. The program was examined or run, and is not equivalent to the mod
 out no such program.
 Usual causes: a custom pass, schedule or rule that drops a wait or a reduction, a hand-edited
 source, or a model whose result depends on randomness or on batch statistics.
-What to do: compile without your own passes to find the one at fault, and look at the last dump
-that still verifies. If nothing of it is yours, it is our bug: report it with the plan.""",
+What to do: compile without your own passes (disable=...) to find the one at fault, and look at what
+it makes of the graph (dump=...). If nothing of it is yours, it is our bug: report it with the
+plan.""",
     "PTC060": """\
 PTC060: load. Saved programs carry a fingerprint of model, mesh, plan and schema, and a digest of
 each source.
@@ -143,7 +144,7 @@ PTC070: run. A rank program did not start or did not finish.
 Usual causes: torchrun with another number of processes than the mesh has, a missing backend, a
 batch of another shape than the example inputs, a peer that died, or a device out of memory.
 What to do: read the first failing rank's message, the others follow from it; start as many
-processes as the plan's mesh has ranks; `partc doctor` checks the machine.""",
+processes as the plan's mesh has ranks; `partc check` tells whether the files are whole.""",
     "PTC080": """\
 PTC080: usage. An argument of a command or a call is unknown, misspelt or of the wrong kind.
 Usual causes: a misspelt name (the message lists close ones), a model that is not

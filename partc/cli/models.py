@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary, extract_tb, format_exception_only
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partc.errors import UsageError
+from partc.errors import PartcError, UsageError
 
 AUTO = (  # the first class that has the configuration's model, and the name of its input
     ("AutoModelForCausalLM", "input_ids"),
@@ -27,6 +28,7 @@ AUTO = (  # the first class that has the configuration's model, and the name of 
     ("AutoModelForMaskedLM", "input_ids"),
     ("AutoModelForImageClassification", "pixel_values"),
 )
+LookingUp = ImportError, AttributeError
 LAYERS = (
     "num_hidden_layers",
     "num_layers",
@@ -75,19 +77,57 @@ def find_model(name: str, sizes: Sizes, values: bool = False) -> Target:
 
 def _called(module: str, attribute: str) -> Target:
     """The model that ``attribute`` of a module is, or returns when it is called."""
+    made = _found(module, attribute)
+    with _users_code(f"{module}:{attribute}"):
+        made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    if isinstance(made, nn.Module):
+        with _users_code(f"{module}:{attribute}"):
+            return Target(made, _own_inputs(made, module, attribute))
+    if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+        return Target(made[0], made[1], made[2] if len(made) == 3 else None)
+    raise _unknown(f"{module}:{attribute}", f"it gives a {type(made).__name__}")
+
+
+def _found(module: str, attribute: str) -> Any:
+    """What a module, perhaps of the current directory, has under a name."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        made = getattr(importlib.import_module(module), attribute)
+        with _users_code(module):
+            return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise _unknown(f"{module}:{attribute}", str(error)) from error
     finally:
         sys.path.pop(0)
-    made = made() if callable(made) and not isinstance(made, nn.Module) else made
-    if isinstance(made, nn.Module):
-        return Target(made, _own_inputs(made, module, attribute))
-    if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-        return Target(made[0], made[1], made[2] if len(made) == 3 else None)
-    raise _unknown(f"{module}:{attribute}", f"it gives a {type(made).__name__}")
+
+
+@contextmanager
+def _users_code(name: str) -> Iterator[None]:
+    """Tell of an error in the code that a name stands for, and where it was raised.
+
+    Not of those by which Python says that there is no such module or attribute.
+    """
+    try:
+        yield
+    except Exception as error:
+        frames = [f for f in extract_tb(error.__traceback__) if _is_users(f.filename)]
+        if isinstance(error, SyntaxError) and error.filename:
+            frames.append(FrameSummary(error.filename, error.lineno, ""))
+        if isinstance(error, PartcError) or (isinstance(error, LookingUp) and not frames):
+            raise
+        at = [f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in frames[-1:]]
+        raise UsageError(
+            where=name,
+            what=" ".join(["it raises", *format_exception_only(error)[-1].split()]),
+            why="; ".join(at),
+            do="The error is in the code that partc was to run; call it in Python to debug it.",
+        ) from error
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither partc's nor Python's own, nor of a package that is installed."""
+    others = {Path(__file__).parents[1], Path(importlib.__file__).parents[1]}
+    path = Path(file)
+    return path.is_file() and "site-packages" not in path.parts and others.isdisjoint(path.parents)
 
 
 def _own_inputs(model: nn.Module, module: str, attribute: str) -> Any:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from partc.errors import TraceError
 from partc.plan.sharding import dtype_name
 
 Kind = Literal["param", "buffer", "unsaved buffer"]
@@ -88,6 +90,18 @@ def table(lines: list[str], most: int = 20) -> str:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer of a model under each of its names."""
+    """Every parameter and buffer of a model under each of its names.
+
+    TraceError for one of a lazy module that has not run yet, as it has no shape.
+    """
     params = dict(model.named_parameters(remove_duplicate=False))
-    return {**params, **dict(model.named_buffers(remove_duplicate=False))}
+    found = {**params, **dict(model.named_buffers(remove_duplicate=False))}
+    for name, tensor in found.items():
+        if is_lazy(tensor):
+            raise TraceError(
+                where=name,
+                what="it has no shape yet",
+                why="a lazy module gets its parameters when it first runs",
+                do="Run the model once on a small batch, under torch.no_grad(), and compile then.",
+            )
+    return found

@@ -84,6 +84,8 @@ def is_noise(size: float, most: float, dtype: torch.dtype) -> bool:
 
 def take_step(params: Tensors, optimizer: str, lr: float, eps: Mapping[str, float]) -> None:
     """Take one step of ``SGD`` or ``AdamW`` with the parameters' gradients."""
+    if not params:  # torch refuses to make an optimizer of none
+        return
     made: torch.optim.Optimizer
     if optimizer == "SGD":
         made = torch.optim.SGD(params.values(), lr=lr)
@@ -169,7 +171,8 @@ def _trained(
     with draws.inside(model), norms.inside(model) if norms else nullcontext():
         whole, *others = objective(model, *inputs)
         extras = [each.clone() for each in others]
-        whole.backward()  # checkpointed blocks draw and normalise again
+        if any(param.requires_grad for param in model.parameters()):
+            whole.backward()  # checkpointed blocks draw and normalise again
     return [whole.detach(), *extras]
 
 
