@@ -159,7 +159,7 @@ class Estimator:
             waits += self._beside_messages_s(one, mesh, units, exposed)
         compute += self._adding_s(one, mesh, units)
         return StageTimes(
-            compute, waits, forward.waits + backward.waits, backward.closing,
+            compute, waits, forward.waits + backward.waits, forward.closing + backward.closing,
             float(times.weight_grads[list(units)].sum()),
         )  # fmt: skip
 
@@ -213,7 +213,9 @@ class Estimator:
                 if not turns:
                     between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
         if phase == FORWARD or one.data_ranks == 1:
-            return Waits(waited + self._slowed(moved - waited), 0.0)
+            waits = waited + self._slowed(moved - waited)
+            # What zero1 gathers serves all microbatches: they wait for it once a step.
+            return Waits(0.0, waits) if once and turns else Waits(waits, 0.0)
         # What is left of the last microbatch's sums is paid once a step, not once a microbatch.
         late = min(last, max(0.0, behind - now))
         late += self._slowed(last - late)

@@ -81,4 +81,4 @@ class Waits:
     """Seconds that a phase waits for transfers beside its compute."""
 
     waits: float
-    closing: float  # the transfers still under way when the phase ends
+    closing: float  # of these, or of transfers under way when the phase ends: once a step
