@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import linecache
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -275,6 +278,48 @@ def test_a_path_that_cannot_be_written_is_an_error_not_a_traceback(
 def test_names_that_are_no_model_are_explained(name: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         find_model(name, Sizes())
+
+
+USERS_MISTAKES = {
+    "def make():\n    raise ValueError('my own')": "it raises ValueError: my own (mistake.py:2: raise",
+    "def make(n):\n    pass": "it raises TypeError: make() missing 1 required",
+    "import not_installed": "it raises ModuleNotFoundError: No module named 'not_installed'",
+    "make = = 1": "it raises SyntaxError: invalid syntax (mistake.py:1: make = = 1)",
+    "": "does not name a model (module 'mistake' has no attribute 'make')",
+}
+
+
+@pytest.mark.parametrize("text", USERS_MISTAKES)
+def test_an_error_in_the_users_own_code_is_told(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mistake.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "mistake", raising=False)
+    importlib.invalidate_caches()
+    linecache.clearcache()
+    with pytest.raises(UsageError) as error:
+        find_model("mistake:make", Sizes())
+    assert USERS_MISTAKES[text] in str(error.value)
+
+
+def test_texts_name_commands_that_there_are() -> None:
+    root = Path(__file__).parents[2]
+    files = [*(root / "docs").rglob("*.md"), root / "README.md", *(root / "partc").rglob("*.py")]
+    named = {
+        word
+        for file in files
+        for word in re.findall(r"`partc ([a-z]+)", file.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert named <= COMMANDS.keys()
+
+
+def test_modules_of_partc_are_there_when_asked_for() -> None:
+    fresh = "import partc; print(partc.metrics.Meter.__name__, hasattr(partc, 'nothing'))"
+    done = subprocess.run([sys.executable, "-c", fresh], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["Meter", "False"]
 
 
 def test_a_configuration_becomes_a_small_model_without_values() -> None:

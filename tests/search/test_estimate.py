@@ -107,6 +107,19 @@ def test_programs_take_what_is_estimated(name: str) -> None:
     assert LEAST_BYTES < found.peak_bytes / peak < MOST_BYTES
 
 
+def test_what_zero1_gathers_is_waited_for_once_a_step() -> None:
+    """Over slow links, where gathers in every microbatch would take as long as all computing."""
+    machine, one = Topology.load("l40s-pcie", 8), Candidate(shard=8, data="zero1", microbatches=8)
+    with torch.device("meta"):
+        model, ids = Model().to(torch.bfloat16), torch.zeros(64, SEQ, dtype=torch.long)
+    traced = partc.Traced(model, (ids, ids.clone()), loss_of)
+    plan = Plan(preset="zero1", microbatches=8, recompute="cheap", pieces=1)
+    cost = partc.compile(traced, one.mesh(machine), plan=plan).cost.as_json()
+    (laws,) = scaling_models(traced.graph(), "", ["cheap"], table())
+    found = Estimator(laws, machine).estimate(one).step_s
+    assert found == pytest.approx(cost["prediction"]["seconds"], rel=0.1)
+
+
 # turns --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("send_s", [0.0, 0.2])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 16), (8, 64)])
