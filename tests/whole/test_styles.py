@@ -56,17 +56,16 @@ def test_a_style_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("axis", ["step", "seed", "stages", "forward", "lambda", "None"])
 def test_an_axis_cannot_have_a_name_of_the_programs(axis: str) -> None:
     model, batch = nn.Linear(4, 4), (torch.randn(4, 4),)
-    plan = f'[inputs]\n"input" = {{ {axis} = 0 }}'
+    plan = f'[inputs]\n"x" = {{ {axis} = 0 }}'
     with pytest.raises(PlanError, match=f"an axis is called '{axis}'"):
         partc.compile(model, {axis: 2}, batch, loss=lambda m, x: m(x).mean(), plan=plan)
 
 
 def test_nor_that_of_another_axis_with_its_rank() -> None:
     model, batch = nn.Linear(4, 4), (torch.randn(4, 4),)
-    with pytest.raises(PlanError, match="an axis is called 'dp"):
-        partc.compile(
-            model, "dp=2,dp_rank=2", batch, loss=lambda m, x: m(x).mean(), plan="ddp"
-        )
+    plan = '[inputs]\n"x" = { dp = 0, dp_rank = 1 }'
+    with pytest.raises(PlanError, match="an axis is called 'dp_rank'"):
+        partc.compile(model, "dp=2,dp_rank=2", batch, loss=lambda m, x: m(x).mean(), plan=plan)
 
 
 def test_a_plan_may_be_a_text_of_one_line() -> None:
