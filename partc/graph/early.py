@@ -12,7 +12,8 @@ class EarlyReduction:
     """Reduce the gradients of a stage's blocks in the backward (or the W) of microbatch ``last``.
 
     It applies to gradients that are finished by one collective of this ``kind`` over this ``axis``,
-    scattered along ``dim`` with the factor ``outer``, and have this ``dtype``. The collective starts block by block.
+    scattered along ``dim`` with the factor ``outer``, and have this ``dtype``. The collective
+    starts block by block.
     """
 
     kind: str

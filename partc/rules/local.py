@@ -144,6 +144,8 @@ class _Localizer:
             return
         whole = whole_call(self.node)
         notation, factors = applied(self.rule, whole)
+        if factors.sizes.keys().isdisjoint("".join(self.rule.scales.values())):
+            return  # none of the letters is cut in this call
         local = self._call()
         num = len(notation.operands)
         sizes = resolve(notation, (*local.shapes, *[None] * num)[:num], local.results).sizes

@@ -281,7 +281,7 @@ def test_names_that_are_no_model_are_explained(name: str, why: str) -> None:
 
 
 USERS_MISTAKES = {
-    "def make():\n    raise ValueError('my own')": "it raises ValueError: my own (mistake.py:2: raise",
+    "def make():\n    raise ValueError('my own')": "it raises ValueError: my own (mistake.py:2",
     "def make(n):\n    pass": "it raises TypeError: make() missing 1 required",
     "import not_installed": "it raises ModuleNotFoundError: No module named 'not_installed'",
     "make = = 1": "it raises SyntaxError: invalid syntax (mistake.py:1: make = = 1)",

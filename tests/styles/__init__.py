@@ -1,7 +1,7 @@
 """Small models in the styles of people who have never seen partc, each with a batch and a loss.
 
-``STYLES["mixture by sort"]()`` builds one. ``python -m tests.styles [NAME ...]`` compiles them under
-several plans and prints what becomes of each: right, refused by name, or a raw error.
+``STYLES["mixture by sort"]()`` builds one. ``python -m tests.styles [NAME ...]`` compiles them
+under several plans and prints what becomes of each: right, refused by name, or a raw error.
 """
 
 from __future__ import annotations

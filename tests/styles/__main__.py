@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def outcome(name: str, layout: str) -> tuple[str, str]:
-    """"right", "refused" or "RAW", and the message."""
+    """ "right", "refused" or "RAW", and the message."""
     torch.manual_seed(0)
     one, (mesh, given) = STYLES[name](), LAYOUTS[layout]
     try:
@@ -51,7 +51,8 @@ def main(names: list[str]) -> int:
             word, text = outcome(name, layout)
             counts[word] += 1
             if word != "right":
-                print(f"{name:<28} {layout:<18} {word:<8} {' '.join(text.split())[:400]}", flush=True)
+                told = " ".join(text.split())[:400]
+                print(f"{name:<28} {layout:<18} {word:<8} {told}", flush=True)
     print(", ".join(f"{word} {num}" for word, num in sorted(counts.items())))
     return 1 if counts.keys() - {"right", "refused"} else 0
 

@@ -72,7 +72,8 @@ def test_a_plan_may_be_a_text_of_one_line() -> None:
     model, batch = nn.Linear(4, 4), (torch.randn(4, 4),)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).mean()
+        result: torch.Tensor = model(x).mean()
+        return result
 
     program = partc.compile(model, "dp=2", batch, loss=loss, plan='preset = "ddp"')
     assert program.plan == partc.compile(model, "dp=2", batch, loss=loss, plan="ddp").plan
