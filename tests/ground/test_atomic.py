@@ -10,6 +10,7 @@ from partc import exchange as exchanges
 from partc.atomic import atomic_directory, atomic_write, check_output
 from partc.errors import UsageError
 from tests.house import HERE
+from tests.patience import patience
 
 FAILURES = [RuntimeError, KeyboardInterrupt]
 
@@ -129,7 +130,7 @@ def test_a_killed_save_leaves_one_program_whole_and_the_next_cleans_up(
 ) -> None:
     _save(tmp_path / "build", "1")
     done = subprocess.run(
-        [sys.executable, "-c", DIE, where], cwd=tmp_path, check=False, timeout=60,
+        [sys.executable, "-c", DIE, where], cwd=tmp_path, check=False, timeout=patience(),
         env={**os.environ, "PYTHONPATH": str(HERE)},
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL

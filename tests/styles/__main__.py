@@ -14,6 +14,7 @@ import torch
 
 import partc
 from partc.errors import CheckError, PartcError
+from tests.patience import patience
 from tests.styles import STYLES
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,7 +33,7 @@ def outcome(name: str, layout: str) -> tuple[str, str]:
     one, (mesh, given) = STYLES[name](), LAYOUTS[layout]
     try:
         program = partc.compile(one.model, mesh, one.inputs, loss=one.loss, **given)
-        partc.verify(program, one.model, one.inputs, loss=one.loss, timeout=60).check()
+        partc.verify(program, one.model, one.inputs, loss=one.loss, timeout=patience()).check()
     except CheckError as error:
         return "WRONG", str(error)
     except PartcError as error:
