@@ -62,7 +62,10 @@ if not TYPE_CHECKING:  # type checkers would take every misspelt name for one of
             return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from partc.wrong_calls import did_you_mean
+
+        meant = did_you_mean(name, _MODULES)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. {meant}".strip())
 
 
 def __dir__() -> list[str]:

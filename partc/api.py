@@ -16,7 +16,7 @@ from partc.compile_cache import Request, cache_of
 from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
-from partc.errors import MemoryLimitError, PlanError
+from partc.errors import MemoryLimitError, PlanError, UsageError
 from partc.graph.graph_edits import copied
 from partc.lowering import staged_plan, table, to_local_graph
 from partc.machines.objective import Objective, objective_of
@@ -33,8 +33,8 @@ from partc.passes.search.plans.search_plans import Taken
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.passes.stages.schedule_stages import stage_ways
 from partc.plan import Plan
+from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
-from partc.plan.plan_text import check_words
 from partc.printing import in_pieces
 from partc.program import Program
 from partc.program.check_complete import check_complete, trained
@@ -44,8 +44,10 @@ from partc.trace.fingerprint import Fingerprint
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
 from partc.whole_batch import first_step, step_of
+from partc.wrong_calls import as_path, known_arguments, quoted
 
 
+@known_arguments
 def compile(
     model: nn.Module | Traced,
     mesh: MeshLike,
@@ -148,23 +150,26 @@ def compile(
         program.save("build/mlp")
     """
     wanted = read_plan(plan)
+    check_texts("disable", disable)
+    for name, folder in (("dump", dump), ("cache", cache)):
+        _ = folder is None or as_path(folder, f"compile({name}=...)")
     given: dict[str, Any] = {
         "microbatches": microbatches,
-        "recompute": recompute if isinstance(recompute, str | None) else tuple(recompute),
+        "recompute": tuple(recompute) if isinstance(recompute, list) else recompute,
         "batch": batch,
         "batch_norm": batch_norm,
         "random": random,
         "compile": compile,
         "schedule": schedule,
-        "stages": None if stages is None else tuple(stages),
+        "stages": tuple(stages) if isinstance(stages, list) else stages,
         "chunks": chunks,
         "memory_bytes": memory_bytes,
     }
     if schedule is not None:
         given["order"] = ""  # that of another schedule
     given = {name: each for name, each in given.items() if each is not None}
+    check_fields(given, "compile")
     wanted = wanted.changed(**given).with_order()
-    check_words({n: x for n, x in given.items() if not isinstance(x, tuple)}, "compile")
     aim = objective_of(objective)
     if aim != "time" and wanted.preset != AUTO_PLAN:
         raise _nothing_to_choose(aim, wanted)
@@ -367,6 +372,8 @@ def read_plan(plan: str | Path | Plan) -> Plan:
     """A Plan from a Plan, a preset's words, a plan's text or the path of a plan.toml."""
     if isinstance(plan, Plan):
         return plan
+    if not isinstance(plan, str | Path):
+        raise _no_plan(plan)
     if isinstance(plan, Path) or plan.endswith(".toml"):
         return Plan.load(plan)
     if "\n" in plan or "=" in plan:  # no preset and no path has one
@@ -381,3 +388,21 @@ def read_plan(plan: str | Path | Plan) -> Plan:
             do='Name a preset, for example plan="fsdp+megatron".',
         )
     return Plan(preset=plan)
+
+
+def _no_plan(given: object) -> PlanError:
+    """The refusal of what is neither a text nor a Plan, with what to pass in its place."""
+    do = 'Pass "auto", a preset such as "fsdp", a Plan, or the path of a plan.toml.'
+    if isinstance(given, Program):
+        do = "Pass its text: plan=program.plan."
+    elif isinstance(given, dict):
+        do = "Pass partc.Plan(**fields), or the text of a plan.toml."
+    return PlanError(where="compile", what=f"plan is {quoted(given)}", why="it is no plan", do=do)
+
+
+def check_texts(name: str, given: object) -> None:
+    """UsageError if an argument is no list of texts, such as a single text."""
+    if not isinstance(given, list | tuple | set | frozenset):
+        what = f"{name} is {quoted(given)}"
+        do = f"Pass a list: {name}=[{quoted(given) if isinstance(given, str) else '...'}]."
+        raise UsageError(where="compile", what=what, why="it is a list of texts", do=do)

@@ -15,6 +15,7 @@ from partc.graph.folds import TracedStages
 from partc.lowering import table, traced
 from partc.passes.runner import State, Table
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.no_model import check_model
 from partc.trace.param_hooks import gradient_hooks
 from partc.trace.record import Kind, Source
 
@@ -61,6 +62,7 @@ class Traced:
     def of(cls, model: nn.Module | Traced, inputs: Any, loss: Callable[..., Any] | None) -> Traced:
         """The step of what ``compile`` is given."""
         if not isinstance(model, Traced):
+            check_model(model)
             if inputs is None:
                 raise TraceError(
                     where=f"compile({type(model).__name__})",
@@ -89,6 +91,7 @@ class Traced:
 
     def state(self, rows: Table, *, fold: bool = False, kept: TracedStages | None = None) -> State:
         """The graph with what the passes of this table made beside it, for the caller to change."""
+        check_model(self.model, "Traced")
         self._check_unchanged()
         wanted = fold, kept, torch.is_grad_enabled(), rows
         if wanted not in self._states:

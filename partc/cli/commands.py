@@ -65,7 +65,7 @@ def compile_command(args: argparse.Namespace) -> int:
 
 def _recompute(args: argparse.Namespace) -> str | list[str] | None:
     """The value of ``--recompute`` for a plan: one of its words, or a list of module paths."""
-    from partc.plan.plan_text import RECOMPUTES
+    from partc.plan.field_kinds import RECOMPUTES
 
     said: str | None = args.recompute
     return said if said is None or said in RECOMPUTES else said.split(",")

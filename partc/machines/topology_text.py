@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from importlib import resources
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from partc.errors import PlanError
+from partc.file_text import Unreadable, file_text, toml_table
 from partc.machines.topology import Device, Level, Points, Topology
 from partc.machines.topology_checks import check_keys, refusal
 
@@ -50,8 +50,8 @@ def parse_topology(text: str, where: str = "topology") -> Topology:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The table in a TOML file; PlanError if the file cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = file_text(Path(path))
+    except Unreadable as error:
         raise _unreadable(str(path), error) from None
     return parse_toml(text, str(path))
 
@@ -59,8 +59,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The table of a TOML text; PlanError if the text is not TOML."""
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return toml_table(text)
+    except Unreadable as error:
         raise _unreadable(where, error) from None
 
 

@@ -14,12 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from partc.file_text import Unreadable, file_text
+from partc.plan.field_kinds import plan_error
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.plan_text import (
     escape,
     list_lines,
     pass_lines,
-    plan_error,
     quote,
     read_fields,
     section_lines,
@@ -29,6 +30,7 @@ from partc.plan.plan_text import (
 from partc.plan.plan_values import PlannedLayout, Values, write_value
 from partc.plan.sharding import Layout, R, Sharding
 from partc.schedules.csv_form import CSV, load_csv, write_csv
+from partc.wrong_calls import as_path, quoted
 
 T = TypeVar("T")
 Cuts = Mapping[str, Layout]  # mesh axis -> shard, for one tensor
@@ -126,6 +128,9 @@ class Plan:
 
             partc.Plan.parse('preset = "fsdp"\\nmicrobatches = 4')
         """
+        if not isinstance(text, str):
+            do = "Give the text of a plan.toml; Plan.load takes its path, Plan(...) fields."
+            raise plan_error(where, f"{quoted(text)} is no text", "a plan is read from TOML", do)
         return cls(**read_fields(text, where))
 
     @classmethod
@@ -139,10 +144,13 @@ class Plan:
             PlanError: a file cannot be read, or as for ``parse``.
         """
         try:
-            plan = cls.parse(Path(path).read_text(), str(path))
-        except OSError as error:
-            raise plan_error(str(path), "the plan cannot be read", str(error)) from None
-        return plan.with_order(Path(path).parent)
+            text = file_text(as_path(path, "Plan.load"))
+        except Unreadable as error:
+            do = "Name a plan.toml, as program.save writes it."
+            if Path(path).is_dir():
+                do = f"Name the plan in it: {Path(path) / 'plan.toml'}."
+            raise plan_error(str(path), "the plan cannot be read", str(error), do) from None
+        return cls.parse(text, str(path)).with_order(Path(path).parent)
 
     def with_order(self, folder: Path = Path()) -> Plan:
         """The plan with the rows of the CSV file that ``schedule`` names, if it names a file.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from partc.errors import PlanError
 from partc.machines.topology import Topology
+from partc.wrong_calls import quoted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,7 @@ MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str | Path"
 
 DP, TP = "dp", "tp"
 PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
+MOST_RANKS = 2**20
 MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)  # "$" would allow a line break
 
@@ -48,6 +50,13 @@ class Mesh:
                 what="an axis name stands twice",
                 why="axes are found by name",
                 do="Rename one.",
+            )
+        if self.num_ranks > MOST_RANKS:
+            raise PlanError(
+                where=f"mesh {self}",
+                what=f"it has more than {MOST_RANKS:,} ranks",
+                why="files name meshes too, and what is made of one is as long as its ranks",
+                do="Take fewer ranks.",
             )
         if self.axes and self.topology and self.topology.num_devices != self.num_ranks:
             raise PlanError(
@@ -103,7 +112,7 @@ class Mesh:
             return cls(tuple(zip(names, map(int, mesh.mesh.shape), strict=True)))
         raise PlanError(
             where="mesh",
-            what=f"a {type(mesh).__name__} does not describe a mesh",
+            what=f"{quoted(mesh)} does not describe a mesh",
             why="no named axes could be read from it",
             do='Give a Mesh, a DeviceMesh with names, a dict, "dp=2,tp=4" or a .toml path.',
         )
@@ -114,12 +123,13 @@ class Mesh:
         axes = []
         for part in re.split(r"[,\s]+", text.strip()):
             name, equals, size = part.partition("=")
-            if not equals or not size.isdigit():
+            if not equals or not re.fullmatch(r"[0-9]{1,18}", size):
                 raise PlanError(
                     where=f"mesh {text!r}",
-                    what=f"{part!r} is not an axis",
+                    what=f"{quoted(part)} is not an axis",
                     why="an axis is written name=size",
-                    do='Write for example "dp=2,tp=4".',
+                    do='Write for example "dp=2,tp=4"; a file ends in .toml, and Mesh.load(name) '
+                    "takes a machine.",
                 )
             axes.append((name, int(size)))
         return cls(tuple(axes))
@@ -283,7 +293,7 @@ def _check_axis(name: str, size: int) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise PlanError(
             where=f"mesh axis {name}",
-            what=f"{size!r} is not a size",
+            what=f"{quoted(size)} is not a size",
             why="an axis has one rank or more",
             do="Give a whole number from 1.",
         )

@@ -5,47 +5,19 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from partc.errors import PlanError
+from partc.file_text import Unreadable, toml_table
+from partc.plan.field_kinds import FIELDS, check_fields, plan_error
 from partc.plan.mesh import Mesh
 from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
+from partc.wrong_calls import did_you_mean
 
-COMPILERS = ("none", "inductor")  # of the computing between two transfers
-RANDOM = ("pieces", "single-device")  # what ranks draw: their pieces, or the whole value
-RECOMPUTES = ("cheap", "none", "attention", "block")  # see Plan; module paths are possible too
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
 PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out: "))
-_FIELDS = {
-    "mesh",
-    "preset",
-    "microbatches",
-    "schedule",
-    "order",
-    "chunks",
-    "memory_bytes",
-    "stages",
-    "reduce",
-    "batch",
-    "batch_norm",
-    "random",
-    "recompute",
-    "compile",
-    "join_mb",
-    "messages",
-    "prefetch",
-    "pieces",
-    "inputs",
-    "params",
-    "gather",
-    "scatter",
-    "values",
-    "notes",
-}
 
 
 def read_fields(text: str, where: str) -> dict[str, Any]:
@@ -57,14 +29,16 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
         PlanError: this is not TOML, or an entry is unknown or has a wrong value.
     """
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = toml_table(text)
+    except Unreadable as error:
         raise plan_error(where, "this is not TOML", str(error)) from None
-    unknown = sorted(set(table) - _FIELDS)  # misspelt: the search would decide instead
+    unknown = sorted(set(table) - FIELDS)  # misspelt: the search would decide instead
     if unknown:
         raise plan_error(
-            where, f"there is no field {unknown[0]!r}", f"fields are {sorted(_FIELDS)}"
-        )
+            where, f"there is no field {unknown[0]!r}", f"fields are {', '.join(sorted(FIELDS))}",
+            did_you_mean(unknown[0], FIELDS),
+        )  # fmt: skip
+    check_fields(table, where)
     mesh = Mesh(tuple(table["mesh"].items())) if "mesh" in table else None
     for name in ("params", "inputs"):
         table[name] = {
@@ -73,7 +47,6 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     table["values"] = {
         k: _read_value(v, f"{where}, values.{k}") for k, v in table.get("values", {}).items()
     }
-    check_words(table, where)
     lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
     if isinstance(table.get("recompute"), list):
         lists["recompute"] = tuple(table["recompute"])
@@ -112,53 +85,6 @@ def _read_value(entry: Any, where: str) -> dict[str, PlannedLayout]:
         return read_value(entry)
     except ValueError as error:
         raise plan_error(where, f"{entry!r} is not understood", str(error)) from None
-
-
-def check_words(table: Mapping[str, Any], where: str) -> None:
-    """PlanError if an entry that is there is not one of its words, or no such number."""
-    allowed = {
-        "batch": ("global", "local"),
-        "batch_norm": ("global", "local"),
-        "random": RANDOM,
-        "recompute": RECOMPUTES,
-        "compile": COMPILERS,
-        "reduce": ("step", "microbatch"),
-    }
-    counts = ("prefetch", "pieces", "chunks", "memory_bytes")
-    for key, least in (("microbatches", 1), *((name, 0) for name in counts)):
-        count = table.get(key, least)
-        if not isinstance(count, int) or isinstance(count, bool) or count < least:
-            raise plan_error(
-                where, f"{key} = {count!r} is no such number", f"it is {least} or more"
-            )
-    paths = table.get("recompute")
-    if isinstance(paths, list) and all(isinstance(path, str) and path for path in paths):
-        del allowed["recompute"]
-    for key, words in allowed.items():
-        if table.get(key, words[0]) not in words:
-            raise plan_error(
-                where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}"
-            )
-    size = table.get("join_mb", 0)
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1e6:
-        raise plan_error(where, f"join_mb = {size!r} means nothing", "it is a number of megabytes")
-    if not isinstance(table.get("messages", True), bool):
-        raise plan_error(where, f"messages = {table['messages']!r} means nothing", "true or false")
-    for key in ("schedule", "order"):
-        if not isinstance(table.get(key, ""), str):
-            raise plan_error(where, f"{key} = {table[key]!r} means nothing", "it is a text")
-    for axis, life in table.get("gather", {}).items():
-        if life not in ("use", "step"):
-            raise plan_error(
-                where, f"gather.{axis} = {life!r} means nothing", 'it is "use" or "step"'
-            )
-
-
-def plan_error(where: str, what: str, why: str) -> PlanError:
-    """The refusal of a plan, which says how to see a correct one."""
-    return PlanError(
-        where=where, what=what, why=why, do="Correct the plan; `partc explain PTC020` shows one."
-    )
 
 
 def write_cuts(cuts: Mapping[str, Layout]) -> str:

@@ -20,16 +20,24 @@ from torch import Tensor, nn
 
 from partc.atomic import atomic_directory, atomic_write
 from partc.errors import LoadError, UsageError
+from partc.file_text import Unreadable, file_text
 from partc.graph.draws import Draw
 from partc.plan.batch import Dealt
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
 from partc.program import reads_rows
 from partc.program.basis import Basis
-from partc.program.choices import MOST_PROGRAMS, Choices, Pad, Partial, check_partial
+from partc.program.choices import (
+    MOST_PROGRAMS,
+    Choices,
+    Pad,
+    Partial,
+    check_pad,
+    check_partial,
+)
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
-from partc.program.manifest import OTHERS, Manifest, sha256
+from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
 from partc.program.origin import Origin
 from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
@@ -41,9 +49,11 @@ from partc.quoting import docstring
 from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import Fingerprint, table
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.no_model import check_model as check_given
 from partc.trace.record import Kind
 from partc.trace.returns import extras_in
 from partc.trace.trees import Tree
+from partc.wrong_calls import as_path, check_whole_number, known_arguments
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -164,6 +174,7 @@ class Program:
 
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""
+        check_whole_number(rank, "rank", -self.mesh.num_ranks)
         first = 0
         for num, name in self.roles:
             if first <= rank < first + num:
@@ -185,6 +196,7 @@ class Program:
         place = self.mesh.coords(rank).get(PP, 0)
         return Role.load(self.source(rank), self.role_of(rank), place)
 
+    @known_arguments
     def module(
         self, device: str = "cpu", mesh: DeviceMesh | None = None, *,
         partial: Partial | None = None, pad: Pad | None = None, most_programs: int = MOST_PROGRAMS,
@@ -220,6 +232,8 @@ class Program:
         from partc.program.start import start_stage
 
         check_partial(partial)
+        check_whole_number(most_programs, "module(most_programs=...)", 1)
+        check_pad(pad, self.inputs)
         return start_stage(self, device, mesh, Choices(partial, pad or {}, most_programs))
 
     data_world = property(reads_rows.data_world)
@@ -249,7 +263,7 @@ class Program:
             UsageError: the folder has files that the earlier program's ``program.json`` does not
                 list, or nothing can be written there.
         """
-        with atomic_directory(path, written_files) as folder:
+        with atomic_directory(as_path(path, "save"), written_files) as folder:
             texts = {**self.sources, PLAN: self.plan, RUN: self._run_script()}
             texts |= {SCHEDULE: self.schedule} if self.schedule else {}
             for name, text in sorted(texts.items()):
@@ -298,6 +312,7 @@ class Program:
         )  # fmt: skip
 
 
+@known_arguments
 def load(path: str | Path, model: nn.Module | None = None) -> Program:
     """Read a program that ``Program.save`` wrote.
 
@@ -314,9 +329,10 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
 
         program = partc.load("build", model)
     """
-    folder = Path(path)
+    folder = as_path(path, "load")
     manifest = Manifest.read(folder)
     if model is not None:
+        check_given(model, "load")
         check_model(folder, manifest.fingerprint, model)
     return replace(_program(folder, manifest), origin=Origin(model))
 
@@ -334,7 +350,7 @@ def write_digests(path: str | Path) -> None:
     """Write the digests of a saved program's files as they are now into ``program.json``."""
     folder = Path(path)
     manifest = Manifest.read(folder, edited=True)
-    digests = {name: sha256((folder / name).read_bytes()) for name in manifest.files}
+    digests = {name: sha256_of(folder / name) for name in manifest.files}
     atomic_write(folder / manifests.NAME, replace(manifest, files=digests).as_json())
 
 
@@ -342,7 +358,7 @@ def edited_files(path: str | Path) -> tuple[str, ...]:
     """The names of a saved program's files that are not as ``program.json`` says."""
     folder = Path(path)
     files = Manifest.read(folder, edited=True).files
-    return tuple(n for n, digest in files.items() if sha256((folder / n).read_bytes()) != digest)
+    return tuple(n for n, digest in files.items() if sha256_of(folder / n) != digest)
 
 
 def _program(folder: Path, manifest: Manifest) -> Program:
@@ -394,6 +410,6 @@ def check_model(folder: Path, fingerprint: Fingerprint, model: nn.Module) -> Non
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
+        return file_text(path)
+    except Unreadable as error:
         manifests.refuse(path, "is not a text", str(error))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from partc.errors import UsageError
+from partc.wrong_calls import did_you_mean, quoted
 
 Partial = Literal["replicate", "drop", "pad"]
 Pad = Mapping[str, float]
@@ -38,3 +39,23 @@ def check_partial(partial: str | None) -> None:
             why=f"there are {', '.join(get_args(Partial))}",
             do="Take one of these, or leave it out.",
         )
+
+
+def check_pad(pad: object, inputs: Mapping[str, Any]) -> None:
+    """UsageError unless ``pad`` has numbers by the names of inputs."""
+    if pad is None:
+        return
+    known = ", ".join(inputs)
+    numbers = pad.values() if isinstance(pad, Mapping) else [pad]
+    if not isinstance(pad, Mapping) or not all(isinstance(x, int | float) for x in numbers):
+        raise UsageError(
+            where="module(pad=...)", what=f"it is {quoted(pad)}",
+            why="it has the number with which each input is filled up, by its name",
+            do=f"Write pad={{{next(iter(inputs), 'ids')!r}: 0}}; the inputs are {known}.",
+        )  # fmt: skip
+    unknown = next((name for name in pad if name not in inputs), None)
+    if unknown is not None:
+        raise UsageError(
+            where=f"module(pad={{{quoted(unknown)}: ...}})", what="there is no such input",
+            why=f"the inputs are {known}", do=did_you_mean(unknown, inputs) or "Take one of these.",
+        )  # fmt: skip

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import RunError, UsageError
+from partc.wrong_calls import quoted
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -39,6 +40,16 @@ def clip_gradients(
         if param.grad is not None:
             param.grad.mul_(scale.to(param.grad.dtype))
     return norm
+
+
+def check_norm(name: str, given: object) -> None:
+    """UsageError unless an argument of ``clip_grad_norm_`` is a number."""
+    numbers = isinstance(given, int | float) or (isinstance(given, Tensor) and given.dim() == 0)
+    if not numbers or isinstance(given, bool):
+        raise UsageError(
+            where="clip_grad_norm_", what=f"{name} is {quoted(given)}", why="it is a number",
+            do=f"Write {name}=1.0, or max_norm=math.inf for the norm alone.",
+        )  # fmt: skip
 
 
 def total_norm(

@@ -38,6 +38,7 @@ from partc.program.family_errors import (
 )
 from partc.program.given import plain_inputs
 from partc.program.handshake import check_agreement
+from partc.program.loss_backward import check_scale
 from partc.program.members import Member
 from partc.program.results import results_of
 from partc.program.run_state import Guard
@@ -92,7 +93,9 @@ class Family:
     def scale_in(self, named: dict[str, Any]) -> Any:
         """Take ``scale`` from the arguments of a step, unless it is the name of an input."""
         arguments = self.first.program.arguments.each
-        return None if any(a.name == "scale" for a in arguments) else named.pop("scale", None)
+        if any(a.name == "scale" for a in arguments):
+            return None
+        return check_scale(named.pop("scale", None))
 
     def step(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Ready | None:
         """A training step, ready to run; None for a batch that is dropped."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from partc.errors import RunError
 from partc.program.shown import Shown, begin_all, end_all
+from partc.wrong_calls import quoted
 
 Run = Callable[[], Tensor]
 
@@ -44,6 +45,18 @@ def scaled_step(
             each.piece.grad = grad if old is None else old.add_(grad)
             each.show()
     return loss
+
+
+def check_scale(given: Any) -> Any:
+    """The ``scale`` of a step; RunError unless it is None, a number or a tensor ``f32[]``."""
+    is_one = isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex()
+    if given is None or is_one or isinstance(given, int | float):
+        return given
+    raise RunError(
+        where="step(scale=...)", what=f"it is {quoted(given)}",
+        why="it multiplies the gradients of the step: a number, or a tensor f32[]",
+        do="Pass 1 / 4 for the mean over 4 steps, or scaler.get_scale().",
+    )  # fmt: skip
 
 
 def _no_parameter() -> Tensor:

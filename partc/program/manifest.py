@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from partc.errors import LoadError, PartcError
+from partc.file_text import Unreadable, file_text
 from partc.graph.draws import SORTED, UNREAD, Draw
 from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
@@ -103,11 +104,9 @@ class Manifest:
         path = folder / NAME
         refuse_link(path)
         try:
-            if path.stat().st_size > MAX_BYTES:
-                refuse(path, "is too large to be a manifest", f"it may have {MAX_BYTES} bytes")
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            refuse(path, "cannot be read", str(error))
+            fields = json.loads(file_text(path, MAX_BYTES))
+        except (Unreadable, ValueError, RecursionError) as error:
+            refuse(path, "cannot be read", str(error), _instead(folder) or COMPILE_AGAIN)
         try:
             manifest = cls._checked(fields)
         except (_OutOfOrder, PartcError) as error:
@@ -185,6 +184,12 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, which may be larger than memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def refuse(path: Path, what: str, why: str, do: str = COMPILE_AGAIN) -> NoReturn:
     raise LoadError(where=str(path), what=what, why=why, do=do) from None
 
@@ -195,11 +200,20 @@ def refuse_link(path: Path) -> None:
         refuse(path, "is a symbolic link", "a saved program consists of plain files")
 
 
+def _instead(folder: Path) -> str:
+    """What to name in place of a folder without a program; "" if there is something else."""
+    if not folder.exists():
+        return "Name the folder that program.save(), or `partc compile --out`, wrote."
+    if folder.is_file():
+        return f"Name the folder, not a file in it: {folder.parent}."
+    return ""
+
+
 def _check_file(path: Path, digest: str | None) -> None:
     refuse_link(path)
     if not path.is_file():
         refuse(path, "is missing", f"{NAME} lists it")
-    if digest is not None and sha256(path.read_bytes()) != digest:
+    if digest is not None and sha256_of(path) != digest:
         do = f"Undo the change, or accept it with `partc check {path.parent} --accept-edits`."
         refuse(path, "was changed or damaged after it was saved", "its digest differs", do)
 

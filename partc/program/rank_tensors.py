@@ -140,7 +140,9 @@ class RankTensors:
         matched = replace(matched, missing=[n for n in matched.missing if n in needed])
         if strict:
             check_names(matched)
-        check_shapes(given, matched, {s.name: s.shape for s in self.all_shards.values()})
+        every = self.all_shards.values()
+        shapes, dtypes = {s.name: s.shape for s in every}, {s.name: s.dtype for s in every}
+        check_shapes(given, matched, shapes, dtypes)
         self.fill({name: given[key] for name, key in matched.found.items()})
         return Unmatched(matched.missing, matched.unexpected)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.program import Program
 from partc.program.agreement import Agreement
 from partc.program.choices import NO_CHOICES, Choices
-from partc.program.clip import clip_gradients
+from partc.program.clip import check_norm, clip_gradients
 from partc.program.cpp_compiler import check_compiler
 from partc.program.elsewhere import say_elsewhere
 from partc.program.family import Family
@@ -36,6 +36,7 @@ from partc.program.step_checks import check_default_dtype
 from partc.program.user_modules import UserModules
 from partc.program.weights import Source, whole_tensors
 from partc.program.whole_states import WholeStates
+from partc.wrong_calls import check_whole_number
 
 
 class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
@@ -150,6 +151,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
 
             stage.seed(1234)
         """
+        seed = check_whole_number(seed, "seed", -(2**63))
+        step = check_whole_number(step, "seed(step=...)")
         self._own.state.seed = seed, step
         if hasattr(self._rank_step, "seed"):
             self._rank_step.seed(seed, step)
@@ -163,6 +166,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
+        check_norm("max_norm", max_norm)
+        check_norm("norm_type", norm_type)
         held = self._tensors.held
         for shown in self._shown.values():
             shown.read()

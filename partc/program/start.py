@@ -17,6 +17,7 @@ from partc.program import Program
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.program.runtime import Stage
+from partc.wrong_calls import quoted
 
 LOG = logging.getLogger("partc")
 
@@ -67,6 +68,12 @@ def _check_backend(device: torch.device) -> None:
 
 def _check_mesh(mesh: DeviceMesh, compiled: Mesh) -> None:
     """RunError unless a DeviceMesh has the program's axes, and its ranks in their own order."""
+    if not isinstance(mesh, DeviceMesh):
+        raise RunError(
+            where=f"module(mesh={quoted(mesh)})", what="it is no DeviceMesh",
+            why=f"the program has its own mesh, {compiled}, and can take torch's groups of it",
+            do="Leave it out, or pass what torch's init_device_mesh gave.",
+        )  # fmt: skip
     if Mesh.of(mesh) != compiled:
         raise RunError(
             where=f"mesh {Mesh.of(mesh)}",
@@ -90,13 +97,25 @@ def _device_of(device: str) -> torch.device:
 
     Where there are fewer GPUs than processes, processes share them.
     """
-    here = torch.device(device)
+    try:
+        here = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise _no_device(device, "there is no such device") from None
+    if here.type == "cuda" and not torch.cuda.is_available():
+        raise _no_device(device, "this process sees no GPU")
     if here.type == "cuda" and here.index is None:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         here = torch.device("cuda", local % max(torch.cuda.device_count(), 1))
     if here.type == "cuda":
         torch.cuda.set_device(here)
     return here
+
+
+def _no_device(device: object, why: str) -> RunError:
+    return RunError(
+        where=f"module(device={quoted(device)})", what="it cannot run there", why=why,
+        do='Pass "cpu", or "cuda" where torch.cuda.is_available().',
+    )  # fmt: skip
 
 
 def _join(device: torch.device) -> None:

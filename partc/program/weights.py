@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from partc.errors import LoadError
+from partc.plan.sharding import dtype_name
 from partc.program.tensorfile import TensorFiles
 from partc.trace.fingerprint import Fingerprint, TensorSpec, named_tensors, table
+from partc.wrong_calls import quoted
 
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of wrappers around a model
+_NESTED = ("model", "state_dict", "model_state_dict", "module")
 Source = nn.Module | Mapping[str, Tensor] | str | Path | Sequence[str | Path]
 
 
@@ -33,8 +38,15 @@ def whole_tensors(source: Source) -> Mapping[str, Tensor]:
             )
         return tensors
     if isinstance(source, Mapping):
+        _check_tensors(source)
         return source
-    return TensorFiles(*([source] if isinstance(source, (str, Path)) else source))
+    paths = source if isinstance(source, list | tuple) else [source]
+    if not paths or not all(isinstance(path, str | Path) for path in paths):
+        raise LoadError(
+            where="load_full", what=f"the source is {quoted(source)}", why="it has no weights",
+            do="Give a model, its state dict, or the path of safetensors files.",
+        )  # fmt: skip
+    return TensorFiles(*paths)
 
 
 @dataclass(frozen=True)
@@ -72,29 +84,64 @@ def check_names(matched: Matched) -> None:
     """LoadError, with a table of names, if a name of either side has no partner."""
     if not matched.missing and not matched.unexpected:
         return
+    hint = _hint(matched)
     lines = [f"missing     {name}" for name in matched.missing]
     lines += [f"unexpected  {name}" for name in matched.unexpected]
     raise LoadError(
         where="weights",
         what=f"{len(matched.missing)} names are missing and {len(matched.unexpected)} unexpected",
         why="the program holds what the model had when it was compiled",
-        do=f"Rename or add them, or pass strict=False to keep what there is:{table(lines)}",
+        do=f"{hint or 'Rename or add them, or pass strict=False to keep what there is'}:"
+        f"{table(lines)}",
     )
 
 
+def _hint(matched: Matched) -> str:
+    """What was done to a state dict so that its names differ; "" if nobody knows."""
+    for name in matched.unexpected:
+        prefix = next((p for p in _PREFIXES if name.startswith(p)), None)
+        if prefix is not None:
+            inner = prefix.removesuffix(".")
+            return f"These are names of a wrapper: take the state dict of model.{inner}"
+        if name in _NESTED:
+            return f"This is a dict of several things: pass checkpoint[{name!r}]"
+    if "param_groups" in matched.unexpected:
+        return "This is the state of an optimizer: pass that of the model"
+    return ""
+
+
+def _check_tensors(given: Mapping[str, Any]) -> None:
+    """LoadError for a value of a state dict that is neither a tensor nor nested."""
+    for name, each in given.items():
+        if not isinstance(each, Tensor) and name not in (*_NESTED, "state", "param_groups"):
+            raise LoadError(
+                where=f"weights, {quoted(name)}", what=f"it is {quoted(each)}",
+                why="weights are tensors by name", do="Pass model.state_dict(), or make tensors of "
+                "its values: torch.as_tensor.",
+            )  # fmt: skip
+
+
 def check_shapes(
-    given: Mapping[str, Any], matched: Matched, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """LoadError, with a table, if a given tensor has another shape than the model's."""
+    given: Mapping[str, Any], matched: Matched, shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:  # fmt: skip
+    """LoadError, with a table, if a given tensor has another shape than the model's, or is complex
+    where the model's is not.
+    """
     wrong = [
         f"{name}: {list(shapes[name])} compiled, {list(given[key].shape)} given"
         for name, key in matched.found.items()
         if tuple(given[key].shape) != shapes[name]
     ]
+    wrong += [
+        f"{name}: {dtype_name(dtypes[name])} compiled, a complex tensor given"
+        for name, key in matched.found.items()
+        if given[key].is_complex() and not dtypes[name].is_complex
+    ]
     if wrong:
         raise LoadError(
             where="weights",
-            what=f"{len(wrong)} tensors have other shapes than the model's",
+            what=f"{len(wrong)} tensors have other shapes or dtypes than the model's",
             why="whole tensors are needed, not pieces",
             do=f"Load weights of the model that was compiled:{table(wrong)}",
         )

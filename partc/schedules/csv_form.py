@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from partc.errors import PlanError
+from partc.file_text import Unreadable, file_text
 from partc.schedules.actions import Action, Schedule, check_schedule
 
 CSV = ".csv"  # how the name of a schedule that is a file ends
@@ -34,8 +35,8 @@ def write_csv(schedule: Schedule) -> str:
 def load_csv(path: Path) -> Schedule:
     """The schedule in a CSV file, with the file's name as its name; PlanError if unreadable."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
+        text = file_text(path)
+    except Unreadable as error:
         raise PlanError(
             where=f"schedule={str(path)!r}", what="the file cannot be read", why=str(error),
             do="Check the path, or name a schedule that partc makes, for example 1f1b.",

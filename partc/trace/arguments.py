@@ -14,11 +14,13 @@ from functools import cached_property
 from inspect import BoundArguments, Signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from partc.errors import TraceError
 from partc.trace.capture import names_of
 from partc.trace.trees import Names, Tree, TreeError, filled, tensors_of, tree_of
+from partc.wrong_calls import quoted
 
 KINDS = {
     str(kind.name): kind
@@ -170,7 +172,9 @@ class Given:
             arguments = _arguments(bound, names)
         except TreeError as error:
             raise _no_input(error) from None
-        return cls(loss or _call, bound, arguments)
+        given = cls(loss or _call, bound, arguments)
+        _check_tensors(given.names, given.tensors)
+        return given
 
     @property
     def names(self) -> list[str]:
@@ -276,7 +280,7 @@ def _check_loss(loss: Any) -> None:
         name = str(getattr(loss, "__name__", "a function"))
     if name or (loss is not None and not callable(loss)):
         raise TraceError(
-            where=f"loss={name or type(loss).__name__}",
+            where=f"loss={name or quoted(loss)}",
             what="it takes no model" if name else "it is no function",
             why="a loss is called as loss(model, *inputs), and computes predictions too",
             do="Write loss=lambda model, x, y: criterion(model(x), y), for inputs (x, y).",
@@ -301,6 +305,25 @@ def _unbound(
         why=f"it takes ({taken})",
         do=do,
     )
+
+
+def _check_tensors(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """TraceError for sparse and quantised tensors, and for a batch without rows."""
+    for name, each in zip(names, tensors, strict=True):
+        if each.layout != torch.strided or each.is_quantized:
+            kind = "quantised" if each.is_quantized else str(each.layout).removeprefix("torch.")
+            raise TraceError(
+                where=f"input {name}", what=f"it is a {kind} tensor",
+                why="programs compute with dense tensors",
+                do="Pass x.dequantize()." if each.is_quantized else "Pass x.to_dense().",
+            )  # fmt: skip
+    if tensors and all(each.numel() == 0 for each in tensors):
+        shape = list(tensors[0].shape)
+        raise TraceError(
+            where=f"input {names[0]}", what=f"its shape is {shape}: the batch has no rows",
+            why="a mean over no rows is not a number",
+            do="Pass a batch of the size that a step takes; a DataLoader's last one may be empty.",
+        )  # fmt: skip
 
 
 def _no_input(error: TreeError) -> TraceError:

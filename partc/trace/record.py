@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -41,6 +41,7 @@ from partc.trace.known_values import SMALL_BYTES
 from partc.trace.returns import Returns
 from partc.trace.scan_blocks import skipping, spare_blocks
 from partc.trace.source_lines import module_of, source_of
+from partc.wrong_calls import did_you_mean, quoted
 
 # What is recorded: a training step, its loss without gradients, or what the model returns.
 Kind = Literal["step", "loss", "forward"]
@@ -72,6 +73,12 @@ class Source:
         """
         _check_default_dtype()
         kind = kind or kind_of(loss)
+        if kind not in get_args(Kind):
+            raise TraceError(
+                where=f"Traced(kind={quoted(kind)})", what="there is no such kind of step",
+                why=f"there are {', '.join(get_args(Kind))}",
+                do=did_you_mean(kind, get_args(Kind)) or "Leave it out for a training step.",
+            )  # fmt: skip
         loss = None if kind == "forward" else loss
         given, returns = Given.of(model, inputs, loss), Returns(own=loss is None)
         of = returns.forward if kind == "forward" else returns.objective

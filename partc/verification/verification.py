@@ -13,18 +13,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite, prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partc.errors import CheckError
+from partc.errors import CheckError, UsageError
 from partc.plan import Plan
 from partc.program import Program
 from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
 from partc.program.saved_cost import SavedCost
 from partc.trace.arguments import Given
+from partc.trace.no_model import check_model
 from partc.verification.piece_norms import Pieces
 from partc.verification.pieces_of_ranks import whole_batch
 from partc.verification.precision import Raised, convert, converted, raised_text
@@ -41,6 +43,7 @@ from partc.verification.reference import (
 )
 from partc.verification.same_draws import SEED, STEP, SameDraws
 from partc.verification.threads import ThreadMesh, run_ranks
+from partc.wrong_calls import known_arguments, quoted
 
 TOLERANCE = 1e-9  # for float64; one matmul with a sharded sum has an error of 2e-15
 
@@ -118,6 +121,7 @@ class Report:
         }
 
 
+@known_arguments
 def verify(
     program: Program,
     model: nn.Module,
@@ -161,9 +165,11 @@ def verify(
 
         partc.verify(program, model, batch, loss=loss_of).check()
     """
+    _check_program(program)
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     draws = SameDraws(program.draws, program.mesh.names)
+    check_model(model, "verify")
     inputs = whole_batch(program, Given.of(model, inputs, loss))
     reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program), draws)
     sources = program.sources
@@ -181,6 +187,18 @@ def verify(
     title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
     rows = _merge(found)
     return Report(title, (*rows, *_held_nowhere(reference, rows)))
+
+
+def _check_program(program: Program) -> None:
+    """UsageError for what is no program."""
+    if not isinstance(program, Program):
+        do = "Pass what partc.compile gave: verify(program, model, inputs, loss=loss)."
+        if isinstance(program, str | Path):
+            do = f"Load it first: partc.load({str(program)!r})."
+        raise UsageError(
+            where="verify", what=f"the program is {quoted(program)}", why="it is compared with a "
+            "model", do=do,
+        )  # fmt: skip
 
 
 def _pieces(program: Program) -> Pieces:

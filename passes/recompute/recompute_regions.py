@@ -18,7 +18,7 @@ from partc.graph.folds import list_member
 from partc.graph.moves import gathers_param
 from partc.passes.recompute.copy_forward import Copies, Home, may_repeat
 from partc.plan import Plan, fits
-from partc.plan.plan_text import RECOMPUTES
+from partc.plan.field_kinds import RECOMPUTES
 
 
 def recompute_regions(graph: Graph, plan: Plan) -> Graph:

@@ -22,6 +22,7 @@ from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
 from partc.plan.batch import DATA_AXES, is_pinned, spread_batch
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.sharding import DTYPE_NAMES, Layout, Sharding, cut
+from partc.wrong_calls import did_you_mean, quoted
 
 TENSOR_AXES = ("tp",)
 _DATA_WORDS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
@@ -132,10 +133,10 @@ def _words(preset: str) -> list[str]:
     for word in words:
         if word not in PRESETS:
             raise PlanError(
-                where=f"plan {preset!r}",
-                what=f"there is no preset {word!r}",
+                where=f"plan {quoted(preset)}",
+                what=f"there is no preset {quoted(word)}",
                 why=f"presets are {', '.join(PRESETS)}",
-                do="Name one of these, or several joined by '+'.",
+                do=_meant(preset, word),
             )
     for family in (_DATA_WORDS, _TENSOR_WORDS):
         if len({*words} & {*family}) > 1:
@@ -146,6 +147,25 @@ def _words(preset: str) -> list[str]:
                 do="Keep one.",
             )
     return words
+
+
+_OTHER_NAMES = {"zero3": "fsdp", "fsdp1": "fsdp", "fsdp2": "fsdp", "dp": "ddp", "tp": "megatron",
+                "sp": "megatron-sp", "zero": "zero1"}  # fmt: skip
+
+
+def _meant(preset: str, word: str) -> str:
+    """What somebody may have meant by a preset that there is not."""
+    joined = "+".join(preset.replace(",", " ").replace("+", " ").lower().split())
+    if joined != preset and joined and {*joined.split("+")} <= {*PRESETS}:
+        return f"Write {joined!r}."
+    if "auto" in preset.split("+"):
+        return "'auto' stands alone: it chooses among all presets."
+    if preset.endswith((".json", ".yaml", ".csv", "/")) or "\\" in preset or "/" in preset:
+        return "A plan in a file is named by a path that ends in .toml: 'build/plan.toml'."
+    if word.lower() in _OTHER_NAMES:
+        return f"Write {_OTHER_NAMES[word.lower()]!r}, as partc calls it."
+    near = did_you_mean(word, (*PRESETS, "auto"))
+    return near or "Name one of these, several joined by '+', or 'auto'."
 
 
 def store_cut(params: Mapping[str, Cuts], graph: Graph, mesh: Mesh, preset: str) -> dict[str, Cuts]:

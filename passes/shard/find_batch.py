@@ -192,10 +192,22 @@ class _Finder:
     def _ranks(self, seeds: Mapping[str, Layout]) -> int | None:
         """The least number of ranks that divides the first cut."""
         for name, layout in seeds.items():
-            size = self.shapes[name][layout.dim] // layout.outer if layout != R else 1
+            size = _size(self.shapes[name], name, layout) if layout != R else 1
             if size > 1:
                 return next(n for n in range(2, size + 1) if size % n == 0)
         return None
+
+
+def _size(shape: tuple[int, ...], name: str, layout: Layout) -> int:
+    """How many equal pieces of an input's dim there can be; ShardingError without that dim."""
+    if layout.dim is None or layout.dim >= len(shape):
+        raise ShardingError(
+            where=f"input {name}",
+            what=f"it has no dim {layout.dim}",
+            why=f"its shape is {list(shape)}",
+            do=f"Give [inputs] a dim below {len(shape)}, or leave the entry out.",
+        )
+    return shape[layout.dim] // layout.outer
 
 
 def _divides(shape: tuple[int, ...], layout: Layout, num: int) -> bool:

@@ -1,0 +1,67 @@
+"""Texts from files that anybody may have written: what is no file, and what is too long, is told
+before it is read."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 64_000_000
+# A dotted key of many parts, which a TOML reader takes very long for.
+_DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:["']?[\w-]++["']?\s*+\.\s*+){50}""", re.ASCII)
+
+
+class Unreadable(Exception):
+    """A file has no text that can be read; the message says why."""
+
+
+def file_text(path: Path, most: int = MOST_BYTES) -> str:
+    """The text of a file, as UTF-8.
+
+    Unreadable if it is missing, no plain file (a folder, a pipe, a device), longer than ``most``
+    bytes, or no text.
+    """
+    return text_of(file_bytes(path, most))
+
+
+def file_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a file; Unreadable as for ``file_text``."""
+    try:
+        # a pipe without a writer would be waited for; whoever replaces the file is not followed
+        number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(number, "rb") as file:
+            mode = os.fstat(number).st_mode
+            if not stat.S_ISREG(mode):
+                raise Unreadable("it is a folder" if stat.S_ISDIR(mode) else "it is no plain file")
+            content = file.read(most + 1)
+    except OSError as error:
+        raise Unreadable(error.strerror or str(error)) from None
+    except ValueError as error:  # a zero byte in the path
+        raise Unreadable(str(error)) from None
+    if len(content) > most:
+        raise Unreadable(f"it has more than {most:,} bytes")
+    return content
+
+
+def text_of(content: bytes) -> str:
+    """Bytes as UTF-8 with the line ends of Unix; Unreadable if they are none."""
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"byte {error.start} is no text in UTF-8") from None
+
+
+def toml_table(text: str) -> dict[str, Any]:
+    """The table of a TOML text; Unreadable if it is none, or nested without end."""
+    if _DEEP_KEY.search(text):
+        raise Unreadable("a key has more than 50 parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise Unreadable("it is nested too deeply") from None
+    except ValueError as error:  # no TOML, or a number of thousands of digits
+        raise Unreadable(str(error)) from None

@@ -1,0 +1,160 @@
+"""What the fields of a plan may be: words, numbers, texts, lists and tables, all of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from partc.errors import PlanError
+from partc.schedules import NAMES
+from partc.schedules.csv_form import CSV
+from partc.wrong_calls import did_you_mean, quoted
+
+COMPILERS = ("none", "inductor")  # of the computing between two transfers
+RANDOM = ("pieces", "single-device")  # what ranks draw: their pieces, or the whole value
+RECOMPUTES = ("cheap", "none", "attention", "block")  # see Plan; module paths are possible too
+OWN_ORDER = "auto"  # a schedule that is made for the stages' costs
+_SEE = "Correct the plan; `partc explain PTC020` shows one."
+_MOST_BYTES = 2**60
+
+_WORDS = {
+    "batch": ("global", "local"),
+    "batch_norm": ("global", "local"),
+    "random": RANDOM,
+    "compile": COMPILERS,
+    "reduce": ("step", "microbatch"),
+}
+# The least and the most. Plans come from strangers: a schedule lists every microbatch of a rank.
+_NUMBERS = {
+    "microbatches": (1, 65_536),
+    "prefetch": (0, 10_000),
+    "pieces": (0, 10_000),
+    "chunks": (0, 10_000),
+    "memory_bytes": (0, _MOST_BYTES),
+}
+_TEXTS = ("preset", "order")
+_LISTS = ("stages", "notes")
+_TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values")
+FIELDS = {
+    *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, *_TABLES, "schedule", "recompute", "join_mb", "messages"
+}  # fmt: skip
+
+
+def check_fields(table: Mapping[str, Any], where: str) -> None:
+    """PlanError if a field that is there is none of its words, no such number, or another thing.
+
+    ``where`` is what errors call the table.
+    """
+    for name, given in table.items():
+        _check_of(name)(name, given, where)
+
+
+def plan_error(where: str, what: str, why: str, do: str = "") -> PlanError:
+    """The refusal of a plan; ``do``: "" says how to see a correct one."""
+    return PlanError(where=where, what=what, why=why, do=do or _SEE)
+
+
+def _check_of(name: str) -> Callable[[str, Any, str], None]:
+    """The function that checks a field: of its own, or that of its kind."""
+    if name in _OWN:
+        return _OWN[name]
+    kinds = ((_WORDS, _word), (_NUMBERS, _number), (_TEXTS, _text), (_LISTS, _list))
+    return next((check for names, check in kinds if name in names), _table)
+
+
+def _word(name: str, given: Any, where: str) -> None:
+    if not isinstance(given, str) or given not in _WORDS[name]:
+        raise _no_word(name, given, where, _WORDS[name])
+
+
+def _no_word(name: str, given: Any, where: str, words: Iterable[str]) -> PlanError:
+    listed = ", ".join(map(repr, words))
+    return plan_error(
+        where, f"{name} = {quoted(given)} means nothing", f"it is one of {listed}",
+        did_you_mean(given, words) or f"Write one of {listed}.",
+    )  # fmt: skip
+
+
+def _number(name: str, given: Any, where: str) -> None:
+    least, most = _NUMBERS[name]
+    if isinstance(given, int) and not isinstance(given, bool) and least <= given <= most:
+        return
+    unit = " of bytes" if name == "memory_bytes" else ""
+    range_ = f"{least} or more" if most == _MOST_BYTES else f"from {least} to {most:,}"
+    do = f"Write a whole number{unit}, {range_}"
+    do += ", without quotation marks." if isinstance(given, str) else "."
+    if name == "memory_bytes" and not isinstance(given, int):
+        do += " 16 GB are 16_000_000_000."
+    raise plan_error(where, f"{name} = {quoted(given)} is no such number", f"it is {range_}", do)
+
+
+def _text(name: str, given: Any, where: str) -> None:
+    if not isinstance(given, str):
+        do = f'Write a text: {name} = "...".'
+        raise plan_error(where, f"{name} = {quoted(given)} means nothing", "it is a text", do)
+
+
+def _list(name: str, given: Any, where: str) -> None:
+    texts = given if isinstance(given, list | tuple) else [None]
+    if not all(isinstance(each, str) for each in texts):
+        do = f'Write a list: {name} = ["...", "..."].'
+        raise plan_error(
+            where, f"{name} = {quoted(given)} means nothing", "it is a list of texts", do
+        )
+
+
+def _table(name: str, given: Any, where: str) -> None:
+    if not isinstance(given, Mapping):
+        do = f"Write a line [{name}], and its entries below it."
+        raise plan_error(where, f"{name} = {quoted(given)} means nothing", "it is a table", do)
+
+
+def _gather(name: str, given: Any, where: str) -> None:
+    _table(name, given, where)
+    for axis, life in given.items():
+        if life not in ("use", "step"):
+            raise _no_word(f"gather.{axis}", life, where, ("use", "step"))
+
+
+def _scatter(name: str, given: Any, where: str) -> None:
+    _table(name, given, where)
+    for axis, dim in given.items():
+        if not isinstance(dim, int) or isinstance(dim, bool) or not 0 <= dim < 64:
+            what = f"scatter.{axis} = {quoted(dim)} is no dim"
+            raise plan_error(where, what, "dims are counted from 0", f"Write scatter.{axis} = 1.")
+
+
+def _recompute(name: str, given: Any, where: str) -> None:
+    paths = given if isinstance(given, list | tuple) else ["" if given not in RECOMPUTES else given]
+    if not all(isinstance(path, str) and path for path in paths):
+        raise _no_word(name, given, where, (*RECOMPUTES, '["modules", ...]'))
+
+
+def _join_mb(name: str, given: Any, where: str) -> None:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1e6:
+        what, why = f"join_mb = {quoted(given)} means nothing", "it is a number of megabytes"
+        raise plan_error(where, what, why, "Write a number below 1,000,000: join_mb = 100.")
+
+
+def _messages(name: str, given: Any, where: str) -> None:
+    if not isinstance(given, bool):
+        what = f"messages = {quoted(given)} means nothing"
+        raise plan_error(where, what, "it is true or false", "Write true or false, or nothing.")
+
+
+def _schedule(name: str, given: Any, where: str) -> None:
+    """A name that is registered, or that of a file."""
+    _text(name, given, where)
+    if given and given != OWN_ORDER and not given.endswith(CSV) and given not in NAMES:
+        known = (*NAMES, OWN_ORDER)
+        raise plan_error(
+            where, f"schedule = {quoted(given)}: there is no such schedule",
+            f"there are {', '.join(known)}", did_you_mean(given, known)
+            or 'Take one of these, or name a file of your own: "own.csv".',
+        )  # fmt: skip
+
+
+_OWN: dict[str, Callable[[str, Any, str], None]] = {
+    "gather": _gather, "scatter": _scatter, "recompute": _recompute, "join_mb": _join_mb,
+    "messages": _messages, "schedule": _schedule,
+}  # fmt: skip

@@ -1,0 +1,72 @@
+"""What a script passes for the model, and is none: a class, its weights, or a wrapper around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import jit, nn
+
+from partc.errors import TraceError
+from partc.wrong_calls import quoted
+
+_WRAPPERS = {  # the name of a wrapper's class, and where it keeps the model
+    "OptimizedModule": "_orig_mod",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+}
+_QUANTISED = ("torch.ao.nn.quantized", "torch.nn.quantized", "torch.nn.quantizable")
+_DO = "Pass the module itself, for example Net()."
+
+
+def check_model(model: Any, where: str = "compile") -> None:
+    """TraceError, with what to pass in its place, for what is no model that can be traced.
+
+    A model is an ``nn.Module`` of Python code with whole parameters: no wrapper around another one,
+    no script, no quantised weights, none that the first batch has still to make.
+    """
+    what = f"the model is {quoted(model)}"
+    if not isinstance(model, nn.Module):
+        raise TraceError(where=where, what=what, why="it has to be an nn.Module", do=_instead(model))
+    if isinstance(model, jit.TopLevelTracedModule):  # one straight line of torch's own calls
+        return
+    for path, module in model.named_modules():
+        at = f"the model's {path}" if path else "the model"
+        for why, do in _reasons(module, path):
+            raise TraceError(where=where, what=f"{at} is {quoted(module)}", why=why, do=do)
+
+
+def _instead(given: Any) -> str:
+    """What to pass for something that is no module."""
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        return f"Make one: {given.__name__}(...)."
+    if isinstance(given, str):
+        return f"{_DO} The command line takes names: partc compile package.module:callable."
+    if isinstance(given, Mapping):
+        return "Pass the module; weights are not needed: stage.load_full(weights) loads them."
+    if isinstance(given, list | tuple):
+        return "Make them one: nn.Sequential(*layers), or nn.ModuleList in a module of yours."
+    if isinstance(getattr(given, "__self__", None), nn.Module):
+        return f"Pass the module, without .{given.__name__}."
+    if type(given).__name__ == "ExportedProgram":
+        return "Pass the module that was exported."
+    return _DO
+
+
+def _reasons(module: nn.Module, path: str) -> Iterator[tuple[str, str]]:
+    """Why a module cannot be traced, and what to do; nothing where it can."""
+    kind, name = type(module), f"model.{path}" if path else "model"
+    if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+        inner = _WRAPPERS[kind.__name__]
+        do = f"Pass {name}.{inner}." if not path else f"Put {name}.{inner} in its place."
+        yield "it wraps the model for another way of running it", do
+    if isinstance(module, jit.ScriptModule):
+        yield "a script has no Python code to trace", "Pass the module that was scripted."
+    if kind.__module__.startswith(_QUANTISED):
+        why = "its weights are quantised, and have no gradients"
+        yield why, "Pass the model as it was before it was quantised."
+    held = (*module._parameters.values(), *module._buffers.values())
+    if any(nn.parameter.is_lazy(x) for x in held):
+        why = "its parameters get their shapes from the first batch"
+        yield why, "Run the model on a batch once before, without partc: model(*inputs)."
