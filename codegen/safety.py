@@ -67,11 +67,22 @@ def _checked(text: str) -> ast.Module:
     except (SyntaxError, ValueError) as error:
         line, message = getattr(error, "lineno", 0) or 0, getattr(error, "msg", str(error))
         raise _Unfit(line, f"the text does not parse: {message}") from None
+    _check_loops(tree)
     nodes, compilers = list(ast.walk(tree)), _compilers(tree)
     known = _defined(nodes) | BUILTINS
     for node in nodes:
         _check_node(node, known, compilers)
     return tree
+
+
+def _check_loops(tree: ast.Module) -> None:
+    """_Unfit for a loop that runs while the program is loaded, or that nothing ends."""
+    for node in tree.body:
+        if isinstance(node, ast.For | ast.While):
+            raise _Unfit(node.lineno, "a loop outside of functions does not belong in a program")
+    for each in ast.walk(tree):
+        if isinstance(each, ast.While) and isinstance(each.test, ast.Constant):
+            raise _Unfit(each.lineno, "a loop without an end does not belong in a program")
 
 
 def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> None:

@@ -105,7 +105,14 @@ PTC020: plan. A plan is a TOML file that holds every decision; it may pin some a
 Usual causes: a misspelt parameter pattern or axis, two pins that exclude each other, more stages
 than blocks, a batch that the data axes and microbatches do not divide, or too little memory.
 What to do: correct or delete the named line (the search fills in what is missing), or compile with
-plan="auto" and edit the plan that comes out.""",
+plan="auto" and edit the plan that comes out.
+For example:
+  preset = "fsdp+megatron"
+  microbatches = 4
+  schedule = "1f1b"
+  stages = ["blocks.4"]
+  [params]
+  "blocks.*.up.weight" = { tp = 0 }""",
     "PTC021": """\
 PTC021: memory. The predicted peak of a rank's program is above memory_bytes.
 Usual causes: optimizer states or parameters that are not sharded, large microbatches, many of them
@@ -165,7 +172,18 @@ def explain(code: str) -> str:
     return text
 
 
+def visible(text: str) -> str:
+    """The text without characters that a terminal obeys: escapes, or marks that turn lines round.
+
+    Names of models and files may come from strangers.
+
+    >>> visible("model \\x1b[2J")
+    'model \\\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def _sentence(where: str, what: str, why: str, do: str) -> str:
     """Join the parts that are not empty as `where: what (why). do`."""
     claim = what.rstrip(".") + (f" ({why.rstrip('.')})" if why else "")
-    return (f"{where}: " if where else "") + f"{claim}." + (f" {do}" if do else "")
+    return visible((f"{where}: " if where else "") + f"{claim}." + (f" {do}" if do else ""))

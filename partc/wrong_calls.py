@@ -36,7 +36,9 @@ def known_arguments(call: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def _unbound(name: str, of: inspect.Signature, named: Iterable[str], error: TypeError) -> UsageError:
+def _unbound(
+    name: str, of: inspect.Signature, named: Iterable[str], error: TypeError
+) -> UsageError:
     each = [p for p in of.parameters if p != "self"]
     unknown = next((n for n in named if n not in each), None)
     if unknown is None:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partc.errors import UsageError, explain
+from partc.errors import UsageError, explain, visible
 
 if TYPE_CHECKING:
     from partc.cli.models import Target
@@ -339,7 +339,7 @@ def _sizes(args: argparse.Namespace) -> Any:
 
 # output --------------------------------------------------------------------------------------
 def _tell(args: argparse.Namespace, text: str, told: Any) -> None:
-    print(json.dumps(told) if args.json else text)
+    print(json.dumps(told) if args.json else visible(text))
 
 
 @contextmanager

@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(args, error)
     except OSError as error:
         return _refuse(args, _of_system(error))
+    except (MemoryError, RecursionError) as error:
+        return _refuse(args, _too_much(error))
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
@@ -35,6 +37,14 @@ def _refuse(args: argparse.Namespace, error: PartcError) -> int:
         print(json.dumps({"error": error.as_dict()}))
     print(f"{error.code} {error}", file=sys.stderr)
     return 2
+
+
+def _too_much(error: BaseException) -> PartcError:
+    """What asks for more memory, or is nested deeper, than this process has."""
+    return RunError(
+        where=sys.argv[0], what="this process has not enough memory or stack for it",
+        why=type(error).__name__, do="Look at the sizes that the command and its files name.",
+    )  # fmt: skip
 
 
 def _of_system(error: OSError) -> PartcError:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from partc.cli import commands
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
+from partc.errors import visible
+from partc.wrong_calls import did_you_mean
 
 Command = Callable[[argparse.Namespace], int]
 EPILOG = """\
@@ -30,9 +33,32 @@ examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers what it does not know with what may be meant, in one line, and not with all options.
+
+    ``partc compile m:f --plans ddp`` asks whether ``--plan`` is meant.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"there is no option or argument {unknown[0]!r}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        for kind, words in (("int", "whole number"), ("float", "number")):
+            message = re.sub(rf"invalid {kind} value: (.*)", rf"\1 is no {words}", message)
+        given, _, choices = message.partition(" (choose from ")
+        known = re.findall(r"'([^']+)'", choices) or re.findall(r"--[\w-]+", self.format_usage())
+        word = re.findall(r"'([^']*)'", given)
+        meant = did_you_mean(word[-1], known) if word else ""
+        said = f"{self.prog}: {message}. {meant}".strip()
+        self.exit(2, f"PTC080 {visible(said)} See `{self.prog} --help`.\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of ``partc``; its result has ``command``, the function to call with the result."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="partc",
         description="Compile a single-device PyTorch model into readable distributed programs;\n"
         "explain, predict, measure and verify them.",
@@ -278,7 +304,8 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-edits", action="store_true",
         help="make files that you edited part of the program, if their text passes; without it "
-        "they are refused",
+        "they are refused. The text is read first; only one that does nothing but compute with torch "
+        "is run, on tensors without data or small ones",
     )  # fmt: skip
     parser.add_argument(
         "--model", help="also compare with this model, named as for partc compile, as verify does"

@@ -21,6 +21,12 @@ def plain_inputs(inputs: Sequence[Tensor], role: Role, *, known: bool = True) ->
 
     ``known``: they are the inputs of the role, and not of another program.
     """
+    for x in inputs:
+        if x.layout != torch.strided or x.is_quantized:
+            raise RunError(
+                where="step", what=f"an input is a {str(x.layout).removeprefix('torch.')} tensor",
+                why="programs compute with dense tensors", do="Pass x.to_dense().",
+            )  # fmt: skip
     if not any(isinstance(x, DTensor) for x in inputs):
         return tuple(inputs)
     of_role = [*(role.batch if known else ()), *[None] * len(inputs)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -19,6 +18,7 @@ from partc.data.streams import OwnStreamLoader, StreamLoader
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.holders import exchange_texts
+from partc.wrong_calls import check_whole_number
 
 if TYPE_CHECKING:
     from partc.program import Program
@@ -108,7 +108,7 @@ def loader(
             loss = stage.step(ids, labels)
     """
     asked = {
-        "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": index(seed),
+        "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": check_whole_number(seed, "loader(seed=...)", -(2**63)),
         "shuffle": shuffle, "last": last, "batch": batch, "rows_per_step": rows_per_step,
         "seed_samples": seed_samples, "split": split,
     }  # fmt: skip

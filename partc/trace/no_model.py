@@ -28,7 +28,9 @@ def check_model(model: Any, where: str = "compile") -> None:
     """
     what = f"the model is {quoted(model)}"
     if not isinstance(model, nn.Module):
-        raise TraceError(where=where, what=what, why="it has to be an nn.Module", do=_instead(model))
+        raise TraceError(
+            where=where, what=what, why="it has to be an nn.Module", do=_instead(model)
+        )
     if isinstance(model, jit.TopLevelTracedModule):  # one straight line of torch's own calls
         return
     for path, module in model.named_modules():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from partc.errors import UsageError
 from partc.plan.mesh import Mesh
-from partc.plan.sharding import cut, join_pieces
+from partc.plan.sharding import cut, dtype_name, join_pieces
 from partc.program import Program
 from partc.program.role import Role, Shard
 from partc.trace.arguments import Given
@@ -21,6 +21,7 @@ def whole_batch(program: Program, given: Given) -> Given:
     ranks that is missing shows.
     """
     role = program.role(0)
+    _check_kinds(given, role)
     shapes = [tuple(x.shape) for x in given.tensors]
     if shapes == [each.shape for each in role.batch]:
         return given
@@ -28,6 +29,20 @@ def whole_batch(program: Program, given: Given) -> Given:
         raise _other_shapes(shapes, role)
     pairs = zip(given.tensors, role.batch, strict=True)
     return given.with_tensors([_whole(x, of, program.mesh) for x, of in pairs])
+
+
+def _check_kinds(given: Given, role: Role) -> None:
+    """UsageError for whole numbers in place of floating-point ones, or the other way round."""
+    for name, x, of in zip(given.names, given.tensors, role.batch, strict=False):
+        if (
+            x.is_floating_point() != of.dtype.is_floating_point
+            or x.is_complex() != of.dtype.is_complex
+        ):
+            raise UsageError(
+                where="verify", what=f"the input {name} is {dtype_name(x.dtype)}",
+                why=f"the program was compiled for {dtype_name(of.dtype)}",
+                do="Pass a batch of this dtype.",
+            )  # fmt: skip
 
 
 def _other_shapes(shapes: Sequence[tuple[int, ...]], role: Role) -> UsageError:

@@ -85,12 +85,16 @@ class Report:
         """Return this report; CheckError with the worst tensors if it is not ``ok``."""
         if self.ok(tolerance):
             return self
-        wrong = sorted((row for row in self.rows if row.error > tolerance), reverse=True)
+        wrong = sorted((row for row in self.rows if not row.error <= tolerance), reverse=True)
+        least = min((row.error for row in wrong), default=0.0)
+        hint = "" if isfinite(least) else " No number of them is finite: are weights and batch?"
         raise CheckError(
             where=self.title,
             what=f"{len(wrong)} tensors differ from the model's",
             why=f"the tolerance is {tolerance:.1e}",
-            do="These differ most:\n" + "\n".join(f"  {row}" for row in wrong[:10]),
+            do="Verify with the model, the batch and the loss that were compiled; if these are "
+            f"the same, report it with the plan.{hint} These differ most:\n"
+            + "\n".join(f"  {row}" for row in wrong[:10]),
         )
 
     def kinds(self) -> dict[str, list[Row]]:

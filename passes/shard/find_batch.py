@@ -16,7 +16,7 @@ from math import inf, prod
 
 from torch import fx
 
-from partc.errors import PlanError
+from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, Outputs, results_of, tensor_args, value
 from partc.graph.graph_edits import copied, drop_dead
 from partc.graph.input_only import input_only
