@@ -304,8 +304,8 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-edits", action="store_true",
         help="make files that you edited part of the program, if their text passes; without it "
-        "they are refused. The text is read first; only one that does nothing but compute with torch "
-        "is run, on tensors without data or small ones",
+        "they are refused. The text is read first: only one that does nothing but compute with "
+        "torch is run",
     )  # fmt: skip
     parser.add_argument(
         "--model", help="also compare with this model, named as for partc compile, as verify does"

@@ -1,4 +1,4 @@
-"""What the fields of a plan may be: words, numbers, texts, lists and tables, all of bounded size."""
+"""What the fields of a plan may be: words, numbers, texts, lists, tables, all of bounded size."""
 
 from __future__ import annotations
 

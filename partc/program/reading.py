@@ -107,8 +107,9 @@ def loader(
         for ids, labels in loader:
             loss = stage.step(ids, labels)
     """
+    check_whole_number(seed, "loader(seed=...)", -(2**63))
     asked = {
-        "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": check_whole_number(seed, "loader(seed=...)", -(2**63)),
+        "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": seed,
         "shuffle": shuffle, "last": last, "batch": batch, "rows_per_step": rows_per_step,
         "seed_samples": seed_samples, "split": split,
     }  # fmt: skip

@@ -193,8 +193,10 @@ def _files_of(path: Path) -> list[Path]:
 def _indexed(path: Path) -> list[str]:
     """The names of the files that an index lists, which stand beside it."""
     try:
-        names = sorted({*json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = sorted({*json.loads(file_text(path))["weight_map"].values()})
+    except Unreadable as error:
+        raise _no_weights(path, str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _no_weights(path, f"it is no index of weights: {error!r}") from None
     for name in names:
         if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:

@@ -8,7 +8,7 @@ says the same of the arguments without any values.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import BoundArguments, Signature
@@ -173,7 +173,7 @@ class Given:
         except TreeError as error:
             raise _no_input(error) from None
         given = cls(loss or _call, bound, arguments)
-        _check_tensors(given.names, given.tensors)
+        _check_tensors(given.names, given.tensors, bound.arguments.values())
         return given
 
     @property
@@ -297,6 +297,12 @@ def _unbound(
     do = "Let the loss take the model and then the inputs." if loss is not None else (
         "Give inputs that the model takes, or a loss that does."
     )  # fmt: skip
+    if not args and not kwargs:
+        do = f"Pass example tensors for ({taken})."
+    elif len(args) == 1 and not isinstance(args[0], Tensor):
+        do += " Inputs are a tuple, of one batch: next(iter(loader))."
+    elif len(args) == 1 and str(error).startswith("missing"):
+        do += " Several inputs are a tuple: (x, y)."
     if kwargs:
         do += " Inputs that are a dict are given by name; as one argument they are ({...},)."
     return TraceError(
@@ -307,8 +313,10 @@ def _unbound(
     )
 
 
-def _check_tensors(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """TraceError for sparse and quantised tensors, and for a batch without rows."""
+def _check_tensors(names: Sequence[str], tensors: Sequence[Tensor], given: Iterable[Any]) -> None:
+    """TraceError for sparse and quantised tensors, for a batch without rows, and for shapes in the
+    place of tensors.
+    """
     for name, each in zip(names, tensors, strict=True):
         if each.layout != torch.strided or each.is_quantized:
             kind = "quantised" if each.is_quantized else str(each.layout).removeprefix("torch.")
@@ -317,6 +325,12 @@ def _check_tensors(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
                 why="programs compute with dense tensors",
                 do="Pass x.dequantize()." if each.is_quantized else "Pass x.to_dense().",
             )  # fmt: skip
+    if not tensors and any(isinstance(each, list | tuple) for each in given):
+        raise TraceError(
+            where="inputs of compile", what="there is no tensor in them",
+            why="they are example arguments, not shapes or lists of numbers",
+            do="Pass tensors: torch.empty(8, 256), or torch.as_tensor(numbers).",
+        )  # fmt: skip
     if tensors and all(each.numel() == 0 for each in tensors):
         shape = list(tensors[0].shape)
         raise TraceError(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import jit, nn
+from torch.jit._trace import TopLevelTracedModule
 
 from partc.errors import TraceError
 from partc.wrong_calls import quoted
@@ -31,7 +32,7 @@ def check_model(model: Any, where: str = "compile") -> None:
         raise TraceError(
             where=where, what=what, why="it has to be an nn.Module", do=_instead(model)
         )
-    if isinstance(model, jit.TopLevelTracedModule):  # one straight line of torch's own calls
+    if isinstance(model, TopLevelTracedModule):  # one straight line of torch's own calls
         return
     for path, module in model.named_modules():
         at = f"the model's {path}" if path else "the model"
@@ -69,6 +70,6 @@ def _reasons(module: nn.Module, path: str) -> Iterator[tuple[str, str]]:
         why = "its weights are quantised, and have no gradients"
         yield why, "Pass the model as it was before it was quantised."
     held = (*module._parameters.values(), *module._buffers.values())
-    if any(nn.parameter.is_lazy(x) for x in held):
+    if any(x is not None and nn.parameter.is_lazy(x) for x in held):
         why = "its parameters get their shapes from the first batch"
         yield why, "Run the model on a batch once before, without partc: model(*inputs)."

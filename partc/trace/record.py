@@ -34,6 +34,7 @@ from partc.trace.arguments import Given
 from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import Objective, Recording, names_of, record
 from partc.trace.distribution_checks import is_wanted_check
+from partc.trace.dtypes_meet import check_dtypes_meet
 from partc.trace.forward_lines import forward_of
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.kept_fakes import check_none_kept
@@ -215,6 +216,7 @@ def _build(
         set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
     _lift_constants(graph, recording, len(names.params) + len(names.buffers))
     _describe(graph)
+    check_dtypes_meet(graph)
     keep_order(graph)
     _set_outputs(graph, recording, model, extras)
     graph.frozen, graph.decided = tuple(recording.frozen), dict(recording.decided)
