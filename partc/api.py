@@ -16,7 +16,8 @@ from partc.compile_cache import Request, cache_of
 from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
-from partc.errors import MemoryLimitError, PlanError, UsageError
+from partc.errors import MemoryLimitError, PlanError
+from partc.given_plan import check_texts, read_plan
 from partc.graph.graph_edits import copied
 from partc.lowering import staged_plan, table, to_local_graph
 from partc.machines.objective import Objective, objective_of
@@ -44,7 +45,7 @@ from partc.trace.fingerprint import Fingerprint
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
 from partc.whole_batch import first_step, step_of
-from partc.wrong_calls import as_path, known_arguments, quoted
+from partc.wrong_calls import as_path, known_arguments
 
 
 @known_arguments
@@ -366,43 +367,3 @@ def compile_pipeline(state: State) -> Iterator[State]:
         each.made["staged"] = stages
         each.plan = in_pieces(state.plan, stages.pieces, each.stages)
         yield run(each, "check", "cost_pipeline")
-
-
-def read_plan(plan: str | Path | Plan) -> Plan:
-    """A Plan from a Plan, a preset's words, a plan's text or the path of a plan.toml."""
-    if isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, str | Path):
-        raise _no_plan(plan)
-    if isinstance(plan, Path) or plan.endswith(".toml"):
-        return Plan.load(plan)
-    if "\n" in plan or "=" in plan:  # no preset and no path has one
-        return Plan.parse(plan)
-    if plan == AUTO_PLAN:
-        return Plan(preset=AUTO_PLAN)
-    if not plan:
-        raise PlanError(
-            where="plan",
-            what="the plan is empty",
-            why="nothing says how to cut the model",
-            do='Name a preset, for example plan="fsdp+megatron".',
-        )
-    return Plan(preset=plan)
-
-
-def _no_plan(given: object) -> PlanError:
-    """The refusal of what is neither a text nor a Plan, with what to pass in its place."""
-    do = 'Pass "auto", a preset such as "fsdp", a Plan, or the path of a plan.toml.'
-    if isinstance(given, Program):
-        do = "Pass its text: plan=program.plan."
-    elif isinstance(given, dict):
-        do = "Pass partc.Plan(**fields), or the text of a plan.toml."
-    return PlanError(where="compile", what=f"plan is {quoted(given)}", why="it is no plan", do=do)
-
-
-def check_texts(name: str, given: object) -> None:
-    """UsageError if an argument is no list of texts, such as a single text."""
-    if not isinstance(given, list | tuple | set | frozenset):
-        what = f"{name} is {quoted(given)}"
-        do = f"Pass a list: {name}=[{quoted(given) if isinstance(given, str) else '...'}]."
-        raise UsageError(where="compile", what=what, why="it is a list of texts", do=do)

@@ -65,7 +65,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 def quoted(given: object) -> str:
     """A value as a message quotes it: its text, cut, without control characters; else its type."""
-    if given is None or isinstance(given, str | bytes | bool | int | float):
+    items = given if isinstance(given, list | tuple) else [given]
+    if all(x is None or isinstance(x, str | bytes | bool | int | float) for x in items):
         text = repr(given)
         return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     if isinstance(given, type):

@@ -66,6 +66,7 @@ _TOP_NAMES = [
     "cache_folder",
     "compile_cache",
     "dumps",
+    "given_plan",
     "lowering",
     "pass_calls",
     "printing",

@@ -27,14 +27,7 @@ from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
 from partc.program import reads_rows
 from partc.program.basis import Basis
-from partc.program.choices import (
-    MOST_PROGRAMS,
-    Choices,
-    Pad,
-    Partial,
-    check_pad,
-    check_partial,
-)
+from partc.program.choices import MOST_PROGRAMS, Pad, Partial, choices_of
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
@@ -231,10 +224,8 @@ class Program:
         """
         from partc.program.start import start_stage
 
-        check_partial(partial)
-        check_whole_number(most_programs, "module(most_programs=...)", 1)
-        check_pad(pad, self.inputs)
-        return start_stage(self, device, mesh, Choices(partial, pad or {}, most_programs))
+        choices = choices_of(partial, pad, most_programs, self.inputs)
+        return start_stage(self, device, mesh, choices)
 
     data_world = property(reads_rows.data_world)
     data_rank = reads_rows.data_rank

@@ -24,6 +24,7 @@ from partc.data.sampler import RowSampler
 from partc.errors import LoadError, RunError, UsageError
 from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
+from partc.program.checkpoint_call import check_arguments
 from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
 from partc.program.role import Shard
@@ -48,7 +49,7 @@ from partc.program.saved_checkpoint import (
 )
 from partc.program.tensorfile import write_tensors
 from partc.program.together import Together
-from partc.wrong_calls import as_path, known_arguments, quoted
+from partc.wrong_calls import as_path, known_arguments
 
 STEP = re.compile(r"step-(\d{8,})\Z", re.ASCII)
 Optimizer = torch.optim.Optimizer
@@ -87,7 +88,7 @@ def save_checkpoint(
             or a rank cannot write. It is raised on all ranks.
         UsageError: the step is no whole number from 0 on.
     """
-    _check_arguments("save_checkpoint", stage, optimizer)
+    check_arguments("save_checkpoint", stage, optimizer)
     folder = as_path(folder, "save_checkpoint")
     ranks = Together("save_checkpoint", stage.device, RunError)
     target = ranks.do(lambda: _target(folder, stage, optimizer, step))
@@ -129,7 +130,7 @@ def load_checkpoint(
             another optimizer, or ranks find different steps. It is raised on all ranks, before
             anything is loaded.
     """
-    _check_arguments("load_checkpoint", stage, optimizer)
+    check_arguments("load_checkpoint", stage, optimizer)
     folder = as_path(folder, "load_checkpoint")
     ranks = Together("load_checkpoint", stage.device, LoadError)
     saved = ranks.do(lambda: _accepted(folder, stage, optimizer))
@@ -145,22 +146,6 @@ def load_checkpoint(
         _load_optimizer(saved, stage, optimizer)
     stage.seed(*saved.random)
     return saved.step
-
-
-def _check_arguments(call: str, stage: object, optimizer: object) -> None:
-    """UsageError for what is no stage, or no optimizer."""
-    if not isinstance(stage, Stage):
-        raise UsageError(
-            where=call, what=f"the stage is {quoted(stage)}",
-            why="a checkpoint is made of the pieces that this rank has",
-            do=f"Pass what program.module() gave: {call}(folder, stage, optimizer).",
-        )  # fmt: skip
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise UsageError(
-            where=call, what=f"the optimizer is {quoted(optimizer)}",
-            why="it has no groups of parameters",
-            do="Pass the optimizer itself; save the state_dict() of a scheduler beside it.",
-        )  # fmt: skip
 
 
 def latest(folder: str | Path) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from partc.errors import UsageError
-from partc.wrong_calls import did_you_mean, quoted
+from partc.wrong_calls import check_whole_number, did_you_mean, quoted
 
 Partial = Literal["replicate", "drop", "pad"]
 Pad = Mapping[str, float]
@@ -59,3 +59,13 @@ def check_pad(pad: object, inputs: Mapping[str, Any]) -> None:
             where=f"module(pad={{{quoted(unknown)}: ...}})", what="there is no such input",
             why=f"the inputs are {known}", do=did_you_mean(unknown, inputs) or "Take one of these.",
         )  # fmt: skip
+
+
+def choices_of(
+    partial: Partial | None, pad: Pad | None, most_programs: int, inputs: Mapping[str, Any]
+) -> Choices:
+    """What ``module`` was told; UsageError for what says nothing."""
+    check_partial(partial)
+    check_whole_number(most_programs, "module(most_programs=...)", 1)
+    check_pad(pad, inputs)
+    return Choices(partial, pad or {}, most_programs)

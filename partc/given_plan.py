@@ -1,0 +1,51 @@
+"""What ``compile`` is given for a plan: a Plan, a preset's words, a text, or a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from partc.errors import PlanError, UsageError
+from partc.passes.search.plans.choose_plan import AUTO_PLAN
+from partc.plan import Plan
+from partc.program import Program
+from partc.wrong_calls import quoted
+
+
+def read_plan(plan: str | Path | Plan) -> Plan:
+    """A Plan from a Plan, a preset's words, a plan's text or the path of a plan.toml."""
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str | Path):
+        raise _no_plan(plan)
+    if isinstance(plan, Path) or plan.endswith(".toml"):
+        return Plan.load(plan)
+    if "\n" in plan or "=" in plan:
+        return Plan.parse(plan)
+    if plan == AUTO_PLAN:
+        return Plan(preset=AUTO_PLAN)
+    if not plan:
+        raise PlanError(
+            where="plan",
+            what="the plan is empty",
+            why="nothing says how to cut the model",
+            do='Name a preset, for example plan="fsdp+megatron".',
+        )
+    return Plan(preset=plan)
+
+
+def _no_plan(given: object) -> PlanError:
+    """The refusal of what is neither a text nor a Plan, with what to pass in its place."""
+    do = 'Pass "auto", a preset such as "fsdp", a Plan, or the path of a plan.toml.'
+    if isinstance(given, Program):
+        do = "Pass its text: plan=program.plan."
+    elif isinstance(given, dict):
+        do = "Pass partc.Plan(**fields), or the text of a plan.toml."
+    return PlanError(where="compile", what=f"plan is {quoted(given)}", why="it is no plan", do=do)
+
+
+def check_texts(name: str, given: object) -> None:
+    """UsageError if an argument is no list of texts, such as a single text."""
+    if not isinstance(given, list | tuple | set | frozenset):
+        what = f"{name} is {quoted(given)}"
+        do = f"Pass a list: {name}=[{quoted(given) if isinstance(given, str) else '...'}]."
+        raise UsageError(where="compile", what=what, why="it is a list of texts", do=do)

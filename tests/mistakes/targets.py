@@ -1,0 +1,23 @@
+"""Models that the mistakes of the command line name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.mistakes.things import Net, batch_of, loss_of
+
+
+def right() -> Any:
+    return Net(), batch_of(), loss_of
+
+
+def other() -> Any:
+    return Net(5), batch_of(8, 5), loss_of
+
+
+def nothing() -> None:
+    return None
+
+
+def alone() -> Net:
+    return Net()

@@ -1,0 +1,132 @@
+"""Mistakes on the command line: one line that names the culprit and the remedy, exit code 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from partc.cli.main import main
+from partc.errors import PartcError
+from partc.program import Program
+from tests.mistakes.things import Net, compiled, program
+
+MODELS = "tests.mistakes.targets:"
+COMPILE = ("compile", MODELS + "right", "--mesh", "dp=2", "--out", "OUT")
+MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "a command": (("complie", "m:f"), ("'complie'", "Did you mean 'compile'")),
+    "an option": ((*COMPILE, "--plann", "ddp"), ("'--plann'", "Did you mean '--plan'")),
+    "json": (("check", "BUILD", "--jsno"), ("'--jsno'", "Did you mean '--json'")),
+    "no mesh": (COMPILE[:2], ("--mesh", "partc compile --help")),
+    "a number": ((*COMPILE, "--microbatches", "two"), ("'two' is no whole number",)),
+    "a compiler": ((*COMPILE, "--compile", "inducter"), ("Did you mean 'inductor'",)),
+    "a preset": ((*COMPILE, "--plan", "mgatron"), ("Did you mean 'megatron'",)),
+    "a schedule": ((*COMPILE, "--schedule", "gipe"), ("Did you mean 'gpipe'",)),
+    "a plan": ((*COMPILE, "--plan", "no.toml"), ("no.toml", "program.save")),
+    "nothing": (("compile", MODELS + "nothing", *COMPILE[2:]), ("NoneType",)),
+    "no inputs": (("compile", MODELS + "alone", *COMPILE[2:]), ("(model, inputs, loss)",)),
+    "another model": (("verify", "BUILD", "--model", MODELS + "other"), ("up.weight", "Compile")),
+    "no folder": (("check", "nowhere"), ("nowhere", "partc compile --out")),
+    "a file": (("check", __file__), ("Not a directory", "Name the folder")),
+    "a factor": (("simulate", "BUILD", "--peak", "fast"), ("fast", "--peak 2")),
+}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "build"
+    program().save(folder)
+    return folder
+
+
+def said(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command that fails prints on stderr."""
+    try:
+        code = main(arguments)
+    except SystemExit as error:  # an option that nobody knows
+        code = int(error.code or 0)
+    assert code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_a_sentence(
+    mistake: str, build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, words = MISTAKES[mistake]
+    places = {"BUILD": str(build), "OUT": str(tmp_path / "out")}
+    text = said(tuple(places.get(each, each) for each in arguments), capsys)
+    assert [word for word in words if word not in text] == [], text
+    assert not (tmp_path / "out").exists()
+
+
+# strangers -----------------------------------------------------------------------------------
+EDITS = {
+    "raises": ("", "\nraise ValueError\n", "raise does not belong"),
+    "opens": ("open('canary', 'w')\n", "", "it reads the name open"),
+    "imports": ("import os\n", "", "it imports os"),
+    "ends": ("", "\nquit()\n", "it reads the name quit"),
+    "never ends": ("", "\nwhile True: pass\n", "a loop outside of functions"),
+    "no Python": ("", "\n)(\n", "does not parse"),
+    "no text": ("", "\0", "does not parse"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_accepting_edits_runs_nothing_before_it_is_checked(
+    edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program().save("build")
+    before, behind, words = EDITS[edit]
+    role = Path("build", program().role_of(0))
+    role.write_text(before + role.read_text() + behind)
+    text = said(("check", "build", "--accept-edits"), capsys)
+    assert words in text
+    assert f"{role.name}:" in text
+    assert not Path("canary").exists()
+
+
+def test_accepting_edits_refuses_a_mesh_without_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program().save(tmp_path / "build")
+    role = tmp_path / "build" / program().role_of(0)
+    role.write_text(role.read_text().replace('"dp": 2', '"dp": 1000000000000'))
+    assert "fewer ranks" in said(("check", str(tmp_path / "build"), "--accept-edits"), capsys)
+
+
+@pytest.mark.parametrize("content", ["pipe", "device"])
+def test_a_manifest_that_is_no_file_is_not_read(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.json").symlink_to("/dev/zero")
+    if content == "pipe":
+        (tmp_path / "program.json").unlink()
+        os.mkfifo(tmp_path / "program.json")
+    assert "program.json" in said(("explain", str(tmp_path)), capsys)
+
+
+def test_a_terminal_obeys_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "Net\x1b[2J\u202e"
+    error = PartcError(where=name, what="x", why="", do="")
+    assert str(error) == "Net\\x1b[2J\\u202e: x."
+    named: Program = compiled(model=type(name, (Net,), {})())
+    named.save(tmp_path / "build")
+    for command in ("check", "explain"):
+        main((command, str(tmp_path / "build")))
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err
+    assert "\u202e" not in told.out + told.err
+
+
+def test_run_py_refuses_a_device_that_is_not_there(build: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, build / "run.py", "--device", "gpu"],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--device gpu: there is no such device" in done.stderr

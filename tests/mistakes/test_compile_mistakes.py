@@ -1,0 +1,140 @@
+"""Mistakes in calls of ``compile`` and ``verify``: each answer names the culprit and the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import partc
+from tests.mistakes.things import Mistake, Net, batch_of, check, compiled, loss_of, program
+
+X, Y = batch_of()
+
+
+def of(name: str, given: Any, *words: str) -> Mistake:
+    """``compile`` with one argument that is wrong."""
+    return partial(compiled, **{name: given}), words
+
+
+def lazily(name: str, make: Callable[[], Any], *words: str) -> Mistake:
+    return (lambda: compiled(**{name: make()})), words
+
+
+def verified(*words: str, **changed: Any) -> Mistake:
+    right = {"program": None, "model": Net(), "inputs": (X, Y), "loss": loss_of}
+
+    def make() -> None:
+        given = {**right, **changed}
+        given["program"] = given["program"] or program()
+        partc.verify(**given).check()
+
+    return make, words
+
+
+MISTAKES: dict[str, Mistake] = {
+    "a class": of("model", Net, "the class Net", "Net(...)"),
+    "a function": of("model", loss_of, "a function", "the module itself"),
+    "a name": of("model", "m:Net", "'m:Net'", "partc compile"),
+    "weights": lazily("model", lambda: Net().state_dict(), "an OrderedDict", "load_full"),
+    "layers": lazily("model", lambda: [Net(), Net()], "a list", "nn.Sequential"),
+    "forward": lazily("model", lambda: Net().forward, "a method", "without .forward"),
+    "a program": lazily("model", program, "a Program"),
+    "torch.compile": lazily("model", lambda: torch.compile(Net()), "Optimized", "model._orig_mod"),
+    "DataParallel": lazily("model", lambda: nn.DataParallel(Net()), "Pass model.module"),
+    "wrapped inside": lazily(
+        "model", lambda: nn.Sequential(nn.DataParallel(Net())), "model's 0", "model.0.module"
+    ),
+    "lazy": lazily("model", lambda: nn.Sequential(nn.LazyLinear(4)), "LazyLinear", "once before"),
+    "doubles": lazily("model", lambda: Net().double(), "up", "float64 and float32", "autocast"),
+    "halves": lazily("model", lambda: Net().bfloat16(), "bfloat16 and float32"),
+    "no inputs": of("inputs", None, "Net", "tuple of tensors"),
+    "an empty tuple": of("inputs", (), "'x'", "example tensors for (x, target)"),
+    "a loader": of(
+        "inputs",
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X)),
+        "DataLoader",
+        "next(iter(loader))",
+    ),
+    "shapes": of("inputs", ((8, 4), (8, 4)), "no tensor", "torch.empty"),
+    "lists": of("inputs", (X.tolist(), Y.tolist()), "no tensor", "torch.as_tensor"),
+    "numpy": of("inputs", (X.numpy(), Y.numpy()), "input x", "ndarray", "torch.as_tensor"),
+    "one of two": of("inputs", X, "'target'", "(x, y)"),
+    "one too many": of("inputs", (X, Y, X), "too many", "(x, target)"),
+    "no rows": of("inputs", batch_of(0), "input x", "no rows", "DataLoader"),
+    "whole numbers": of("inputs", (X.long(), Y.long()), "float32 and int64", "dtype"),
+    "sparse": of("inputs", (X.to_sparse(), Y), "input x", "sparse_coo", "to_dense"),
+    "loss by name": of("loss", "mse", "'mse'", "lambda model, x, y"),
+    "a tensor as loss": of("loss", torch.ones(()), "a Tensor", "lambda model, x, y"),
+    "mesh of a digit that is none": of("mesh", "dp=\u00b2", "not an axis", "dp=2,tp=4"),
+    "mesh of 5,000 digits": of("mesh", "dp=" + "9" * 5000, "not an axis", "dp=2,tp=4"),
+    "a machine as mesh": of("mesh", "dgx-h100", "'dgx-h100'", "Mesh.load(name)"),
+    "a mesh without end": of("mesh", {"dp": 10**12}, "dp=1000000000000", "fewer ranks"),
+    "a misspelt preset": of("plan", "fdsp", "'fdsp'", "Did you mean 'fsdp'"),
+    "a misspelt auto": of("plan", "auot", "'auot'", "Did you mean 'auto'"),
+    "upper case": of("plan", "FSDP", "Write 'fsdp'"),
+    "commas": of("plan", "fsdp,megatron", "Write 'fsdp+megatron'"),
+    "another word": of("plan", "zero3", "Write 'fsdp'"),
+    "an axis": of("plan", "tp", "Write 'megatron'"),
+    "auto and more": of("plan", "auto+megatron", "'auto' stands alone"),
+    "a folder": of("plan", "build/", "plan.toml"),
+    "json": of("plan", "plan.json", "'build/plan.toml'"),
+    "plan=None": of("plan", None, "plan is None", '"auto"'),
+    "plan=3": of("plan", 3, "plan is 3", '"auto"'),
+    "a dict": of("plan", {"preset": "ddp"}, "plan is a dict", "partc.Plan(**fields)"),
+    "a program's plan": lazily("plan", program, "a Program", "program.plan"),
+    "a plan that is a folder": of("plan", Path(), "a directory", "plan.toml"),
+    "text": of("microbatches", "4", "microbatches = '4'", "without quotation marks"),
+    "half": of("microbatches", 2.5, "microbatches = 2.5", "whole number"),
+    "far too many": of("microbatches", 10**6, "microbatches = 1000000", "65,536"),
+    "a misspelt argument": of("microbatch", 2, "'microbatch'", "Did you mean 'microbatches'"),
+    "an argument of others": of("optimizer", None, "'optimizer'", "Leave it out"),
+    "no such schedule": of("schedule", "interleaved", "Did you mean", "interleaved-1f1b"),
+    "schedule=5": of("schedule", 5, "schedule = 5", '"..."'),
+    "a stage": of("stages", "down", "stages = 'down'", 'stages = ["...'),
+    "numbered stages": of("stages", [1], "stages = (1,)", "list of texts"),
+    "chunks without end": of("chunks", 10**9, "chunks = 1000000000", "10,000"),
+    "memory with a unit": of("memory_bytes", "16GB", "'16GB'", "16_000_000_000"),
+    "memory=inf": of("memory_bytes", math.inf, "memory_bytes = inf", "whole number"),
+    "recompute=True": of("recompute", True, "recompute = True", "'block'"),
+    "recompute=[3]": of("recompute", [3], "recompute = (3,)", "'attention'"),
+    "misspelt recompute": of("recompute", "blocks", "'blocks'", "Did you mean 'block'"),
+    "batch=8": of("batch", 8, "batch = 8", "'global'"),
+    "one pass": of("disable", "fuse_loss", "disable is 'fuse_loss'", "disable=['fuse_loss']"),
+    "dump=3": of("dump", 3, "compile(dump=...)", "3 is no path"),
+    "cache=True": of("cache", True, "compile(cache=...)", "True is no path"),
+    "kind": lazily("model", lambda: partc.Traced(Net(), (X, Y), loss_of), "traced step"),
+    "verify without inputs": ((lambda: partc.verify(program(), Net())), ("'inputs'", "verify()")),  # type: ignore[call-arg]
+    "verify a folder": verified("'build'", "partc.load('build')", program="build"),
+    "verify a class": verified("the class Net", "Net(...)", model=Net),
+    "verify a wrapper": verified("model._orig_mod", model=torch.compile(Net())),
+    "verify another model": verified("[8, 5]", "[8, 4]", model=Net(5), inputs=batch_of(8, 5)),
+    "verify whole numbers": verified("input x", "int64", "dtype", inputs=(X.long(), Y.long())),
+    "verify another loss": verified(
+        "differ", "the loss that were compiled", loss=lambda m, x, y: (m(x) - y).abs().mean()
+    ),
+    "verify what is no number": verified(
+        "differ", "finite", inputs=(torch.full((8, 4), math.nan), Y)
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_a_sentence(mistake: str) -> None:
+    check(MISTAKES[mistake])
+
+
+def test_a_wrong_kind_of_step_is_named() -> None:
+    step = partc.Traced(Net(), (X, Y), loss_of, kind="train")  # type: ignore[arg-type]
+    check((step.graph, ("kind='train'", "step, loss, forward")))
+
+
+def test_a_name_that_is_not_there_is_told() -> None:
+    with pytest.raises(AttributeError, match="Did you mean 'compile'"):
+        _ = partc.complie  # type: ignore[attr-defined]

@@ -1,0 +1,148 @@
+"""Mistakes of scripts that load, run and save: each answer names the culprit and the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import partc
+from tests.mistakes.things import Net, batch_of, check, compiled
+from tests.mistakes.things import program as two_ranks
+
+X, Y = batch_of()
+api: Any = partc  # whose types forbid most of this
+program: Any = two_ranks
+Called = tuple[Callable[[Path], Any], tuple[str, ...]]  # with a folder to write into
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """One rank, which needs no launcher."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    stage.cache_clear()
+
+
+@cache
+def one() -> Any:
+    return compiled(mesh="dp=1")
+
+
+@cache
+def stage() -> Any:
+    return one().module()
+
+
+def index(folder: Path, content: str) -> None:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(content)
+    stage().load_full(path)
+
+
+def weight_map(name: Any) -> str:
+    return json.dumps({"weight_map": {"up.weight": name}})
+
+
+def saved(folder: Path, model: Any) -> None:
+    program().save(folder / "build")
+    api.load(folder / "build", model)
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(stage().parameters(), 0.1)
+
+
+MISTAKES: dict[str, Called] = {
+    "sparse": (lambda at: stage().step(X.to_sparse(), Y), ("sparse_coo", "to_dense")),
+    "numpy": (lambda at: stage().step(X.numpy(), Y), ("step, x", "ndarray")),
+    "a tuple": (lambda at: stage().step((X, Y)), ("'target'", "(x, target)")),
+    "scale": (lambda at: stage().step(X, Y, scale="2"), ("scale", "'2'", "1 / 4")),
+    "scale vector": (lambda at: stage().step(X, Y, scale=X), ("scale", "a Tensor", "f32[]")),
+    "seed": (lambda at: stage().seed("a"), ("seed", "'a'", "whole number")),
+    "seed half": (lambda at: stage().seed(1.5), ("seed", "1.5")),
+    "seed step": (lambda at: stage().seed(0, -1), ("seed(step=...)", "-1", "0 or more")),
+    "clip": (lambda at: stage().clip_grad_norm_("1"), ("max_norm is '1'", "max_norm=1.0")),
+    "clip norm": (lambda at: stage().clip_grad_norm_(1.0, "two"), ("norm_type is 'two'",)),
+    "loader seed": (lambda at: stage().loader([X] * 16, seed="a"), ("loader(seed=...)", "'a'")),
+    "weights number": (lambda at: stage().load_full(3), ("the source is 3", "state dict")),
+    "weights class": (lambda at: stage().load_full(Net), ("the class Net", "state dict")),
+    "weights list": (lambda at: stage().load_full([X]), ("a list", "state dict")),
+    "weights text": (lambda at: stage().load_full({"up.weight": "x"}), ("up.weight", "'x'")),
+    "weights numpy": (lambda at: stage().load_full({"up.bias": X.numpy()}), ("torch.as_tensor",)),
+    "weights nested": (
+        lambda at: stage().load_full({"model": Net().state_dict()}),
+        ("checkpoint['model']",),
+    ),
+    "weights wrapped": (
+        lambda at: stage().load_full(nn.DataParallel(Net())),
+        ("state dict of model.module",),
+    ),
+    "weights compiled": (
+        lambda at: stage().load_full(torch.compile(Net())),
+        ("state dict of model._orig_mod",),
+    ),
+    "weights optimizer": (lambda at: stage().load_full(sgd().state_dict()), ("an optimizer",)),
+    "weights complex": (
+        lambda at: stage().load_full({k: v + 1j for k, v in Net().state_dict().items()}),
+        ("up.weight: float32 compiled, a complex tensor given",),
+    ),
+    "index list": (lambda at: index(at, "[]"), ("index.json", "malformed", "weight_map")),
+    "index brackets": (lambda at: index(at, "[" * 100_000), ("malformed", "weight_map")),
+    "index empty": (lambda at: index(at, '{"weight_map": {}}'), ("no file", "weight_map")),
+    "index number": (lambda at: index(at, weight_map(5)), ("malformed", "weight_map")),
+    "index outside": (lambda at: index(at, weight_map("../x")), ("'../x'", "beside it")),
+    "index null": (lambda at: index(at, weight_map("a\0b")), ("beside it",)),
+    "index device": (lambda at: index(at, weight_map("/dev/zero")), ("'/dev/zero'", "beside it")),
+    "step text": (lambda at: api.save_checkpoint(at, stage(), step="x"), ("step", "'x'")),
+    "step -1": (lambda at: api.save_checkpoint(at, stage(), step=-1), ("-1", "0 or more")),
+    "step None": (lambda at: api.save_checkpoint(at, stage(), step=None), ("None", "step")),
+    "steps": (lambda at: api.save_checkpoint(at, stage(), steps=3), ("Did you mean 'step'",)),
+    "a model saved": (lambda at: api.save_checkpoint(at, Net()), ("a Net", "program.module()")),
+    "swapped": (lambda at: api.save_checkpoint(stage(), at), ("the stage is", "module()")),
+    "number saved": (lambda at: api.save_checkpoint(3, stage()), ("3 is no path",)),
+    "a scheduler": (
+        lambda at: api.save_checkpoint(at, stage(), torch.optim.lr_scheduler.StepLR(sgd(), 1)),
+        ("a StepLR", "the optimizer itself"),
+    ),
+    "optimiser": (
+        lambda at: api.load_checkpoint(at, stage(), optimiser=None),
+        ("Did you mean 'optimizer'",),
+    ),
+    "rank text": (lambda at: program().source("0"), ("rank", "'0'", "whole number")),
+    "rank half": (lambda at: program().source(0.5), ("rank", "0.5")),
+    "rank 9": (lambda at: program().source(9), ("rank 9", "from 0 to 1")),
+    "saved to 3": (lambda at: program().save(3), ("save", "3 is no path")),
+    "saved to nothing": (lambda at: program().save("a\0b"), ("save", "is no path")),
+    "load nowhere": (lambda at: api.load(at / "no"), ("program.json", "program.save()")),
+    "load 3": (lambda at: api.load(3), ("load", "3 is no path")),
+    "load a program": (lambda at: api.load(program()), ("a Program is no path",)),
+    "load for a class": (lambda at: saved(at, Net), ("the class Net", "Net(...)")),
+    "load for weights": (lambda at: saved(at, Net().state_dict()), ("OrderedDict", "load_full")),
+    "a gpu": (lambda at: one().module(device="gpu"), ("'gpu'", "no such device", '"cpu"')),
+    "mesh text": (lambda at: one().module(mesh="dp=1"), ("'dp=1'", "init_device_mesh")),
+    "pad": (lambda at: one().module(partial="pad", pad=0), ("pad", "{'x': 0}")),
+    "pad name": (lambda at: one().module(pad={"targt": 0}), ("Did you mean 'target'",)),
+    "programs": (lambda at: one().module(most_programs=0), ("most_programs", "1 or more")),
+    "devise": (lambda at: one().module(devise="cpu"), ("Did you mean 'device'",)),
+    "plan of 5": (lambda at: api.Plan.parse(5), ("5 is no text", "Plan.load")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_a_sentence(tmp_path: Path, mistake: str) -> None:
+    call, words = MISTAKES[mistake]
+    check((lambda: call(tmp_path), words))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said() -> None:
+    check((lambda: one().module(device="cuda"), ("'cuda'", "sees no GPU", '"cpu"')))
