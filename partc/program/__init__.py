@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from partc.atomic import atomic_directory, atomic_write
 from partc.errors import LoadError, UsageError
-from partc.file_text import Unreadable, file_text
 from partc.graph.draws import Draw
 from partc.plan.batch import Dealt
 from partc.plan.mesh import PP, Mesh
@@ -355,9 +354,9 @@ def edited_files(path: str | Path) -> tuple[str, ...]:
 def _program(folder: Path, manifest: Manifest) -> Program:
     roles = {name for _, name in manifest.roles}
     return Program(
-        plan=_text(folder / PLAN),
+        plan=manifests.file_of(folder / PLAN),
         mesh=manifest.mesh,
-        sources={name: _text(folder / name) for name in sorted(roles)},
+        sources={name: manifests.file_of(folder / name) for name in sorted(roles)},
         roles=manifest.roles,
         cost=SavedCost(manifest.cost["text"], manifest.cost["data"]),
         model=manifest.model,
@@ -368,7 +367,7 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         arguments=manifest.arguments,
         returns=manifest.returns,
         results=manifest.results,
-        schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
+        schedule=manifests.file_of(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
         basis=manifest.basis,
         draws=manifest.draws,
         decided=manifest.decided,
@@ -397,10 +396,3 @@ def check_model(folder: Path, fingerprint: Fingerprint, model: nn.Module) -> Non
             why=f"{len(differences)} of its tensors differ",
             do=f'Compile again, with plan="{folder / PLAN}":{table(differences)}',
         )
-
-
-def _text(path: Path) -> str:
-    try:
-        return file_text(path)
-    except Unreadable as error:
-        manifests.refuse(path, "is not a text", str(error))

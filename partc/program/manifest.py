@@ -194,6 +194,14 @@ def refuse(path: Path, what: str, why: str, do: str = COMPILE_AGAIN) -> NoReturn
     raise LoadError(where=str(path), what=what, why=why, do=do) from None
 
 
+def file_of(path: Path) -> str:
+    """The text of a program's file; LoadError for what is none."""
+    try:
+        return file_text(path)
+    except Unreadable as error:
+        refuse(path, "is not a text", str(error))
+
+
 def refuse_link(path: Path) -> None:
     """LoadError if a file is a symbolic link, as a link could point anywhere."""
     if path.is_symlink():

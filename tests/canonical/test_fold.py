@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.api import read_plan
 from partc.checks.local_graph import check
 from partc.codegen.files.emit import emit
 from partc.codegen.files.header import header
 from partc.errors import CheckError
+from partc.given_plan import read_plan
 from partc.graph import Graph
 from partc.graph.folds import RepeatedBlocks
 from partc.lowering import partition, trace

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from partc.api import compile, read_plan
+from partc.api import compile
 from partc.cli.main import main
 from partc.cost.prediction import OPTIMIZER_TRAFFIC, Prediction, Work, predict
 from partc.cost.step_walk import phase_times
 from partc.cost.storage import replay
+from partc.given_plan import read_plan
 from partc.graph import Graph, collectives
 from partc.lowering import partition
 from partc.machines.topology import Device, Level, Topology

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import partc
-from partc.api import read_plan
+from partc.given_plan import read_plan
 from partc.graph import Graph, collectives, tensor_args, value
 from partc.graph.input_only import input_only
 from partc.lowering import begin, to_local_graph, trace

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import partc
 from tests.mistakes.things import Mistake, Net, batch_of, check, compiled, loss_of, program
@@ -56,12 +57,7 @@ MISTAKES: dict[str, Mistake] = {
     "halves": lazily("model", lambda: Net().bfloat16(), "bfloat16 and float32"),
     "no inputs": of("inputs", None, "Net", "tuple of tensors"),
     "an empty tuple": of("inputs", (), "'x'", "example tensors for (x, target)"),
-    "a loader": of(
-        "inputs",
-        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X)),
-        "DataLoader",
-        "next(iter(loader))",
-    ),
+    "a loader": of("inputs", DataLoader(TensorDataset(X)), "DataLoader", "next(iter(loader))"),
     "shapes": of("inputs", ((8, 4), (8, 4)), "no tensor", "torch.empty"),
     "lists": of("inputs", (X.tolist(), Y.tolist()), "no tensor", "torch.as_tensor"),
     "numpy": of("inputs", (X.numpy(), Y.numpy()), "input x", "ndarray", "torch.as_tensor"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import partc
 from tests.mistakes.things import Net, batch_of, check, compiled
@@ -26,7 +27,7 @@ Called = tuple[Callable[[Path], Any], tuple[str, ...]]  # with a folder to write
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
     """One rank, which needs no launcher."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
     stage.cache_clear()
