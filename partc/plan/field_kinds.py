@@ -148,7 +148,7 @@ def _schedule(name: str, given: Any, where: str) -> None:
     if given and given != OWN_ORDER and not given.endswith(CSV) and given not in NAMES:
         known = (*NAMES, OWN_ORDER)
         raise plan_error(
-            where, f"schedule = {quoted(given)}: there is no such schedule",
+            where, f"schedule = {quoted(given)}: no such schedule",
             f"there are {', '.join(known)}", did_you_mean(given, known)
             or 'Take one of these, or name a file of your own: "own.csv".',
         )  # fmt: skip
