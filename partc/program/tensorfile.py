@@ -197,8 +197,10 @@ def _indexed(path: Path) -> list[str]:
         names = sorted({*json.loads(file_text(path))["weight_map"].values()})
     except Unreadable as error:
         raise _no_weights(path, str(error)) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _no_weights(path, f"it is no index of weights: {error!r}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _no_weights(path, "it is malformed, and no index of weights") from None
+    if not names:
+        raise _no_weights(path, "it has no file")
     for name in names:
         if not isinstance(name, str) or not name.endswith(".safetensors") or "\0" in name:
             raise _no_weights(path, f"{name!r} is not the name of a safetensors file")

@@ -13,6 +13,7 @@ from partc.cli.main import main
 from partc.errors import PartcError
 from partc.program import Program
 from tests.mistakes.things import Net, compiled, program
+from tests.patience import patience
 
 MODELS = "tests.mistakes.targets:"
 COMPILE = ("compile", MODELS + "right", "--mesh", "dp=2", "--out", "OUT")
@@ -126,7 +127,7 @@ def test_a_terminal_obeys_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_run_py_refuses_a_device_that_is_not_there(build: Path) -> None:
     done = subprocess.run(
         [sys.executable, build / "run.py", "--device", "gpu"],
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=patience(),
     )  # fmt: skip
     assert done.returncode == 2
     assert "--device gpu: there is no such device" in done.stderr
