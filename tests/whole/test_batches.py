@@ -262,7 +262,7 @@ def test_names_stay_apart() -> None:
         ((torch.ones(2, WIDE), 3), lambda m, x: m(x).sum(), "too many positional arguments"),
         ((torch.ones(2, WIDE),) * 2, nn.MSELoss(), r"loss=MSELoss: it takes no model.*criterion"),
         ((torch.ones(2, WIDE),) * 2, F.mse_loss, r"loss=mse_loss: it takes no model"),
-        ((torch.ones(2, WIDE),), "mse", "loss=str: it is no function"),
+        ((torch.ones(2, WIDE),), "mse", "loss='mse': it is no function"),
     ],
 )
 def test_what_is_no_input_is_refused(inputs: Any, loss: Any, message: str) -> None:

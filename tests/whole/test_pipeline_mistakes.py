@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from partc.checks.local_graph import check
 from partc.codegen.files.stage_ends import Ends, check_one_way
 from partc.errors import CheckError, PlanError, RunError
-from partc.graph import Graph, collectives, first_operand
+from partc.graph import Graph, collectives, first_operand, set_fake
 from partc.plan import Plan
 from partc.program import Program
 from partc.verification.verification import verify
@@ -57,6 +57,7 @@ def case() -> Case:
 def test_one_gradient_cannot_be_summed_in_two_ways() -> None:
     """Two stages of a rank add to the gradient of one parameter."""
     total = fx.Graph().call_function(collectives.all_reduce, (), {"axis": "dp", "num": 2})
+    set_fake(total, torch.zeros(2))
     summed, whole = Ends({"w": (total,)}, None), Ends({"w": ()}, None)
     check_one_way("w", {0: summed, 3: summed})
     with pytest.raises(PlanError, match="stages 0, 3 of one rank sum its gradient"):
