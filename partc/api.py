@@ -153,7 +153,8 @@ def compile(
     wanted = read_plan(plan)
     check_texts("disable", disable)
     for name, folder in (("dump", dump), ("cache", cache)):
-        _ = folder is None or as_path(folder, f"compile({name}=...)")
+        if folder is not None:
+            as_path(folder, f"compile({name}=...)")
     given: dict[str, Any] = {
         "microbatches": microbatches,
         "recompute": tuple(recompute) if isinstance(recompute, list) else recompute,

@@ -77,14 +77,14 @@ def refuse_strangers(target: Path, ours: Ours) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise _refusal(target, "it is a file")
+        raise refusal(target, "it is a file")
     if not any(target.iterdir()):
         return
     known = {*ours(target)}
     folders = {parent.as_posix() for name in known for parent in Path(name).parents}
     for name in _content(target):
         if name.rstrip("/") not in (folders if name.endswith("/") else known):
-            raise _refusal(target, f"it also holds {name}, which partc did not write")
+            raise refusal(target, f"it also holds {name}, which partc did not write")
 
 
 def _content(folder: Path) -> Iterator[str]:
@@ -181,6 +181,7 @@ def _said(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _refusal(target: Path, why: str) -> UsageError:
+def refusal(target: Path, why: str) -> UsageError:
+    """What is said of a folder or file that is not partc's own to replace."""
     do = "Choose another output directory, or move that away."
     return UsageError(where=str(target), what="will not be replaced", why=why, do=do)

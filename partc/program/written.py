@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from partc.atomic import CACHED
-from partc.errors import UsageError
+from partc.atomic import CACHED, refusal
 from partc.program import manifest
 
 CODE = (".py", ".pyc", ".pyo", ".so", ".pyd")  # files that Python could import
@@ -21,13 +20,13 @@ def written_files(folder: Path) -> set[str]:
     """
     path = folder / manifest.NAME
     if not path.is_file():
-        raise _refusal(folder, f"it has no {manifest.NAME}, so partc did not write it")
+        raise refusal(folder, f"it has no {manifest.NAME}, so partc did not write it")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return {manifest.NAME, *_listed(fields), *_of_others(folder, fields)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"its {manifest.NAME} does not say which files are partc's own: {error!r}"
-        raise _refusal(folder, why) from None
+        raise refusal(folder, why) from None
 
 
 def refuse_code_beside(folder: Path) -> None:
@@ -67,12 +66,3 @@ def _of_others(folder: Path, fields: Mapping[str, Any]) -> set[str]:
         place = Path(manifest.OTHERS) / str(int(number))
         found |= {f"{place.as_posix()}/{name}" for name in written_files(folder / place)}
     return found
-
-
-def _refusal(folder: Path, why: str) -> UsageError:
-    return UsageError(
-        where=str(folder),
-        what="will not be replaced",
-        why=why,
-        do="Choose another output directory, or move that away.",
-    )
