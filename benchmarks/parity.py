@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import partc
-from partc.verification.verification import TOLERANCE, Report
+from partc.verification.report import TOLERANCE, Report
 from tests.zoo import FAMILIES, Case
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parity.md"

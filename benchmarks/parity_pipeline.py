@@ -25,7 +25,7 @@ import partc
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.schedules import NAMES
-from partc.verification.verification import TOLERANCE
+from partc.verification.report import TOLERANCE
 from tests.zoo import FAMILIES, Case
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parity_pipeline.md"

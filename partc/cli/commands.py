@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from partc.cli.models import Target
     from partc.program import Program
     from partc.reports.cost import CostReport
-    from partc.verification.verification import Report
+    from partc.verification.report import Report
 
 
 def compile_command(args: argparse.Namespace) -> int:
@@ -217,7 +217,7 @@ def check_command(args: argparse.Namespace) -> int:
     from partc.audit.edits import audit_edits
     from partc.program import edited_files, load, load_edited, write_digests
     from partc.program.written import refuse_code_beside
-    from partc.verification.verification import TOLERANCE
+    from partc.verification.report import TOLERANCE
 
     program = load_edited(args.folder) if args.accept_edits else load(args.folder)
     refuse_code_beside(Path(args.folder))

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partc.errors import CheckError, UsageError
+from partc.errors import UsageError
 from partc.plan import Plan
 from partc.program import Program
 from partc.program.cpp_compiler import check_compiler
@@ -41,88 +41,10 @@ from partc.verification.reference import (
     is_noise,
     take_step,
 )
+from partc.verification.report import Report, Row
 from partc.verification.same_draws import SEED, STEP, SameDraws
 from partc.verification.threads import ThreadMesh, run_ranks
 from partc.wrong_calls import known_arguments, quoted
-
-TOLERANCE = 1e-9  # for float64; one matmul with a sharded sum has an error of 2e-15
-
-
-@dataclass(frozen=True, order=True)
-class Row:
-    """The worst error of one tensor over all ranks."""
-
-    error: float
-    kind: str
-    name: str
-    rank: int
-    noise: bool = False  # rounding noise: divided by the largest value of its kind
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}: {self.error:.1e} on rank {self.rank}"
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields as plain data; an infinite error becomes null, as JSON has no infinity."""
-        return {**vars(self), "error": self.error if isfinite(self.error) else None}
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of a verification: one row per compared tensor; the title says how they ran."""
-
-    title: str
-    rows: tuple[Row, ...]
-
-    @property
-    def worst(self) -> Row:
-        return max(self.rows)
-
-    def ok(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether something was compared, and every relative error is at most the tolerance."""
-        return bool(self.rows) and self.worst.error <= tolerance
-
-    def check(self, tolerance: float = TOLERANCE) -> Report:
-        """Return this report; CheckError with the worst tensors if it is not ``ok``."""
-        if self.ok(tolerance):
-            return self
-        wrong = sorted((row for row in self.rows if not row.error <= tolerance), reverse=True)
-        least = min((row.error for row in wrong), default=0.0)
-        hint = "" if isfinite(least) else " No number of them is finite: are weights and batch?"
-        raise CheckError(
-            where=self.title,
-            what=f"{len(wrong)} tensors differ from the model's",
-            why=f"the tolerance is {tolerance:.1e}",
-            do="Verify with the model, the batch and the loss that were compiled; if these are "
-            f"the same, report it with the plan.{hint} These differ most:\n"
-            + "\n".join(f"  {row}" for row in wrong[:10]),
-        )
-
-    def kinds(self) -> dict[str, list[Row]]:
-        found: dict[str, list[Row]] = {}
-        for row in self.rows:
-            found.setdefault(row.kind, []).append(row)
-        return found
-
-    def __str__(self) -> str:
-        lines = [self.title, f"{'':<22}{'tensors':>8}  {'worst error':>11}  of"]
-        for kind, rows in self.kinds().items():
-            worst = max(rows)
-            lines.append(
-                f"{kind:<22}{len(rows):>8}  {worst.error:>11.1e}  {worst.name} (rank {worst.rank})"
-            )
-        noise = sorted({row.name for row in self.rows if row.noise})
-        if noise:
-            more = f" and {len(noise) - 4} more" if len(noise) > 4 else ""
-            names = ", ".join(noise[:4]) + more
-            lines.append(f"zero but for rounding, measured against the largest: {names}")
-        return "\n".join(lines)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "worst": self.worst.as_json(),
-            "rows": [row.as_json() for row in self.rows],
-        }
 
 
 @known_arguments

@@ -10,7 +10,8 @@ from torch import nn
 
 from partc.errors import CheckError, UsageError
 from partc.program import Program
-from partc.verification.verification import Report, verify
+from partc.verification.report import Report
+from partc.verification.verification import verify
 from tests.example_program import example_batch, example_loss, example_model, example_program
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.verification.verification import Report, verify
+from partc.verification.report import Report
+from partc.verification.verification import verify
 
 LAYOUTS = (("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"), ("dp=1", "ddp"))
 SIZES = ((8, 8), (4, 8), (8, 4), (16, 4))  # channels, and height and width

@@ -20,8 +20,9 @@ from partc.errors import TraceError
 from partc.graph.draws import takes_numbers
 from partc.lowering import trace
 from partc.program import Program
+from partc.verification.report import Report
 from partc.verification.threads import ThreadMesh, run_ranks
-from partc.verification.verification import Report, verify
+from partc.verification.verification import verify
 
 ROWS, WIDTH = 8, 16
 Op = Callable[[Tensor], Tensor]
