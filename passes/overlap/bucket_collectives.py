@@ -39,6 +39,7 @@ from partc.graph import (
 )
 from partc.graph.graph_edits import run_on_fakes
 from partc.graph.moves import gathers_param, kind_of
+from partc.in_order import in_order
 from partc.passes.overlap.share_gathers import stretch_of
 from partc.plan.mesh import Mesh
 
@@ -70,6 +71,7 @@ def bucket_collectives(graph: Graph, limit_mb: float, mesh: Mesh, in_parts: bool
     for members in [each for group in groups for each in _filled(group, limit_mb * BYTES_PER_MB)]:
         if len(members) > 1:
             _join(graph, members, order, block_in)
+    _put_in_order(graph)
     graph.fx.lint()
     return graph
 
@@ -294,6 +296,20 @@ def _join(
             member.replace_all_uses_with(pick)
     for member in members:
         graph.fx.erase_node(member)
+
+
+def _put_in_order(graph: Graph) -> None:
+    """Move behind its operands what stands before them; all else keeps its place.
+
+    The buckets of a gradient's second reduction may hold other gradients than those of its first:
+    a bucket that waits for a later gradient is overtaken by the second reductions of the others.
+    """
+    calls = list(graph.calls())
+    place = {node: i for i, node in enumerate(calls)}
+    needs = {node: [o for o in node.all_input_nodes if o in place] for node in calls}
+    if any(place[o] > place[node] for node, others in needs.items() for o in others):
+        for node in in_order(needs, place.__getitem__):
+            graph.fx.output_node().prepend(node)
 
 
 def _call(graph: Graph, members: Sequence[fx.Node]) -> fx.Node:
