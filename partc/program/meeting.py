@@ -122,19 +122,20 @@ class Watch(threading.Thread):
     """Answers ranks that wait in vain; ends this process if it comes no further for too long.
 
     A rank that waits for longer than `limit_s` asks where the others are: who does not answer has
-    ended, or stands still. The main thread says by `at` what it does.
+    ended, or stands still. Until it has taken a step it waits for `begins_s`, as ranks load and
+    compile for different times. The main thread says by `at` what it does.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, begins_s: float) -> None:
         super().__init__(daemon=True)
-        self.limit_s = limit_s
+        self.limits_s = begins_s, limit_s
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.store = open_store(ANSWER_S, keeps=False)  # of its own: another may be busy waiting
         self.over = threading.Event()
         self.at("before its first step")
 
-    def at(self, place: str) -> None:
-        self.place, self.since = place, time.monotonic()
+    def at(self, place: str, begun: bool = False) -> None:
+        self.place, self.since, self.limit_s = place, time.monotonic(), self.limits_s[begun]
 
     def run(self) -> None:
         while not self.over.wait(LOOK_S):

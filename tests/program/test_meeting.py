@@ -102,7 +102,7 @@ def test_a_rank_that_never_comes_is_named(world: Processes, port: int) -> None:
 def answers(port: int, silent: int) -> str:
     """What the first rank hears that asks; the silent one does not listen to the store."""
     os.environ.update(where(port))
-    watch = Watch(patience())
+    watch = Watch(patience(), patience())
     watch.at(f"step {dist.get_rank() // 2}")
     if dist.get_rank() != silent:
         return watch.found()
@@ -126,10 +126,13 @@ import os, runpy, signal, sys
 run = runpy.run_path(sys.argv.pop(1))
 train = run["train"]
 
-def stopped(*arguments):
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    train(*arguments)
+def stopped(step, batch, args, at):
+    def at_or_stop(place, begun):
+        at(place, begun)
+        if os.environ["RANK"] == "1" and place == "step 2":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    train(step, batch, args, at_or_stop)
 
 train.__globals__["train"] = stopped
 run["main"]()
@@ -162,6 +165,8 @@ def test_a_stopped_rank_ends_the_job_and_is_named(port: int, tmp_path: Path) -> 
         "--device",
         "cpu",
         "--timeout",
+        "3",
+        "--steps",
         "5",
     ]
     ranks = [start(script, rank, port) for rank in (0, 1)]
@@ -170,7 +175,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(port: int, tmp_path: Path) -> 
     finally:
         ranks[1].kill()
         ranks[1].communicate()
-    assert "nothing has come for 5 s. Ranks [1] do not answer" in told
+    assert "rank 0, step 2: nothing has come for 3 s. Ranks [1] do not answer" in told
     assert ranks[0].returncode == 1
 
 
