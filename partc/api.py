@@ -39,6 +39,7 @@ from partc.plan.mesh import Mesh, MeshLike
 from partc.printing import in_pieces
 from partc.program import Program
 from partc.program.check_complete import check_complete, trained
+from partc.program.farewell import tell_at_exit
 from partc.program.origin import Origin
 from partc.recipe import made_by
 from partc.trace.fingerprint import Fingerprint
@@ -150,6 +151,7 @@ def compile(
         program = partc.compile(model, "dp=2,tp=2", batch, loss=loss_of, plan="fsdp+megatron")
         program.save("build/mlp")
     """
+    tell_at_exit()
     wanted = read_plan(plan)
     check_texts("disable", disable)
     for name, folder in (("dump", dump), ("cache", cache)):

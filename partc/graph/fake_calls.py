@@ -22,6 +22,8 @@ from torch.utils._mode_utils import no_dispatch
 
 from partc.graph.fake_kernels import with_strides
 
+MOST = 2048  # calls that each cache remembers, some 2 kB a call; a GPT on three axes has about 600
+
 Call = Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any, int]]
 
 
@@ -86,13 +88,22 @@ class FakeCalls:
         places = [numbers.setdefault(m._cdata, i) for i, m in enumerate(memories)]
         forms = map(Form.of, operands, memories)
         key = target, torch.get_default_dtype(), literals, *places, *forms
-        known = self.known.get(key)
+        known = self.known.pop(key, None)
         if known is not None:
+            self.known[key] = known  # behind all others: what is asked for is forgotten last
             return _again(known[0], operands, memories), known[1]
         result, noted = self.execute(target, args, kwargs)
         if all(map(_is_plain, tensors_in(result))):
             self.known[key] = _made(result, operands, memories), noted
+        forget(self.known, MOST)
+        forget(FakeTensorMode.cache, 2 * MOST)  # torch has no bound for its own, of the same calls
         return result, noted
+
+
+def forget(known: dict[Any, Any], most: int) -> None:
+    """Drop the oldest entries of a cache beyond ``most``: a process may compile many models."""
+    while len(known) > most:
+        known.pop(next(iter(known)), None)  # another thread may have dropped it
 
 
 def call_on_fakes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

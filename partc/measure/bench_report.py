@@ -14,6 +14,7 @@ from typing import Any
 from partc.cost.pipeline_prediction import BUBBLE
 from partc.cost.prediction import Prediction
 from partc.cost.roofline import BLOCKS
+from partc.machines.topology_text import shipped
 from partc.machines.what_if import Change
 from partc.measure.bench_rank import RankTimes
 from partc.measure.timed_step import StepTimes
@@ -151,9 +152,19 @@ class Bench:
         plain = median(step for step, _ in self.busiest.plain_s)
         timed = median(times.step_s for times in self.busiest.timed)
         return "\n".join([
-            head, f"predicted for {self.prediction.hardware}", "", *_columns(rows), "",
+            head, f"predicted for {self.prediction.hardware}", *self._of_other_machine(), "",
+            *_columns(rows), "",
             *_columns(ranks), "", f"timers cost {timed / plain - 1:+.1%} of a step",
         ])  # fmt: skip
+
+    def _of_other_machine(self) -> list[str]:
+        """What to know of a prediction for a machine that comes with partc."""
+        if self.prediction.hardware.partition(":")[0] not in shipped():
+            return []
+        return [
+            "its figures come with partc and were not measured here: `partc calibrate` measures "
+            "this machine; compile for what it writes"
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """The figures as plain data, in seconds, for all steps."""

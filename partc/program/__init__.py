@@ -11,11 +11,9 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 from torch import Tensor, nn
 
 from partc.atomic import atomic_directory, atomic_write
@@ -28,11 +26,13 @@ from partc.program import reads_rows
 from partc.program.basis import Basis
 from partc.program.choices import MOST_PROGRAMS, Pad, Partial, choices_of
 from partc.program.expected import Expectation
+from partc.program.farewell import tell_at_exit
 from partc.program.fixed_text import FixedText
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
 from partc.program.origin import Origin
 from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
+from partc.program.run_script import run_script
 from partc.program.saved_cost import Cost, SavedCost
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.program.wanted import Recipe, Wanted
@@ -254,7 +254,12 @@ class Program:
                 list, or nothing can be written there.
         """
         with atomic_directory(as_path(path, "save"), written_files) as folder:
-            texts = {**self.sources, PLAN: self.plan, RUN: self._run_script()}
+            run = run_script(
+                docstring(self.model), self.mesh, compiles=self.role(0).compiles,
+                extras=not self.role(0).is_inference and bool(extras_in(self.returns)),
+                decided=self.decided,
+            )  # fmt: skip
+            texts = {**self.sources, PLAN: self.plan, RUN: run}
             texts |= {SCHEDULE: self.schedule} if self.schedule else {}
             for name, text in sorted(texts.items()):
                 (folder / name).write_text(text, encoding="utf-8", newline="\n")
@@ -288,19 +293,6 @@ class Program:
             files=digests,
         )
 
-    def _run_script(self) -> str:
-        """``run.py``: trains the program with nothing but torch installed."""
-        template = resources.files("partc.program").joinpath("templates/run.py.j2").read_text()
-        environment = jinja2.Environment(
-            undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True
-        )  # the output is Python source, so there is nothing to escape for HTML
-        return environment.from_string(template).render(
-            model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks,
-            compiles=self.role(0).compiles,
-            extras=not self.role(0).is_inference and bool(extras_in(self.returns)),
-            decided=list(self.decided),
-        )  # fmt: skip
-
 
 @known_arguments
 def load(path: str | Path, model: nn.Module | None = None) -> Program:
@@ -319,6 +311,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
 
         program = partc.load("build", model)
     """
+    tell_at_exit()
     folder = as_path(path, "load")
     manifest = Manifest.read(folder)
     if model is not None:

@@ -9,7 +9,7 @@ rank the numbers of all. Where they differ a second one finds the tensors, and a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -31,8 +31,10 @@ EVERY = 100  # steps from one comparison to the next
 class Alike:
     """Things of one kind that the same ranks hold alike.
 
-    ``kind``: input, parameter, buffer or random. ``apart``: the mesh axes along which ranks have
-    different pieces. ``places``: the coordinates on ``pp`` of the ranks that have them.
+    ``kind``: input, parameter, buffer, source or random. A source is the whole tensor that a rank
+    took its piece from, since pieces say nothing of each other; 0 where it is not known.
+    ``apart``: the mesh axes along which ranks have different pieces. ``places``: the coordinates on
+    ``pp`` of the ranks that have them.
     """
 
     kind: str
@@ -58,9 +60,11 @@ class Agreement:
             program alone. It has to be the same on all ranks. A comparison reads all weights once.
     """
 
-    def __init__(self, holders: Holders, *, draws: bool) -> None:
+    def __init__(
+        self, holders: Holders, sources: Callable[[], Mapping[str, int]], *, draws: bool
+    ) -> None:
         self.every, self.num_steps = EVERY, 0
-        self._holders, self._draws = holders, draws
+        self._holders, self._draws, self.sources = holders, draws, sources
         self._seen: dict[int, Role] = {}  # of the programs that have run
 
     def compare(
@@ -103,6 +107,8 @@ class Agreement:
             apart = frozenset(axis for axis, *_ in self._holders.shards[name].cuts)
             kind = "parameter" if name in self._holders.params else "buffer"
             kinds.setdefault((kind, apart, places), []).append(name)
+            if apart:
+                kinds.setdefault(("source", frozenset(), places), []).append(name)
         if self._draws:
             kinds["random", frozenset(), every] = ["seed", "number of steps"]
         return [Alike(key[0], tuple(names), *key[1:]) for key, names in kinds.items()]
@@ -142,6 +148,10 @@ class _Comparison:
 
     # numbers -------------------------------------------------------------------------------------
     @cached_property
+    def _sources(self) -> Mapping[str, int]:
+        return self.of.sources()
+
+    @cached_property
     def _hashes(self) -> dict[tuple[str, str], int]:
         """The hash of every tensor that this rank has, by kind and name."""
         batch = zip(self.role.batch, self.inputs or (), strict=False)
@@ -155,6 +165,8 @@ class _Comparison:
         """This rank's number of each of some things; 0 for what it has not."""
         if of.kind == "random":
             return [each & (1 << 63) - 1 for each in self.drawn]
+        if of.kind == "source":
+            return [self._sources.get(name, 0) for name in of.names]
         return [self._hashes.get((of.kind, name), 0) for name in of.names]
 
     def _batch(self) -> int:
@@ -191,7 +203,10 @@ class _Comparison:
         drifts = of.kind in ("parameter", "buffer") and not first
         sketches = self._exchange(self._sketches(of)) if drifts else []
         for i, name in enumerate(of.names):
-            for odd, usual in self._odd(of, [row[i] for row in rows]):
+            numbers = [row[i] for row in rows]
+            if of.kind == "source" and 0 in numbers:
+                continue
+            for odd, usual in self._odd(of, numbers):
                 if sketches:
                     there = sketches[usual][2 * i : 2 * i + 2]
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]

@@ -18,6 +18,8 @@ _DO = {
     "out samples by the rank's place on {axes}, not by its number.",
     "parameter": "Load the same weights on all ranks (stage.load_full, stage.load_state_dict), and "
     "let all take the same optimizer steps.",
+    "source": "Load the same weights on all ranks: each takes its piece of the model or state dict "
+    "that it is given (stage.load_full, stage.load_state_dict).",
     "buffer": "Load the same buffers on all ranks (stage.load_full, stage.load_state_dict).",
     "random": "Call stage.seed with the same numbers on all ranks, and take the same steps on all.",
 }
@@ -27,7 +29,8 @@ _DO = {
 class Found:
     """One thing that differs: ``odd`` ranks have another one than rank ``usual``.
 
-    ``kind``: input, parameter, buffer or random. ``values`` of the two, where they say something.
+    ``kind``: input, parameter, buffer, source or random. ``values`` of the two, where they say
+    something.
     """
 
     kind: str

@@ -23,6 +23,7 @@ from partc.program.homes import Home, HomeTensor, whole_of
 from partc.program.role import Role, Shard
 from partc.program.shown import Layouts
 from partc.program.stage_tensors import StageTensor
+from partc.program.tensor_hash import sampled
 from partc.program.weights import check_names, check_shapes, match
 
 
@@ -54,6 +55,7 @@ class RankTensors:
             name: self._as_kept(name, torch.zeros(shard.shape, dtype=shard.dtype, device=device))
             for name, shard in self.holders.aside.items()
         }
+        self._sources: dict[str, tuple[int, int]] = {}  # what was loaded, and the version it made
         self._empty = torch.empty(0, device=device)  # which `.to()` moves
         own = {shard.name: shard for shard in role.shards}
         self.shards = {**own, **self.holders.aside}
@@ -143,8 +145,18 @@ class RankTensors:
         every = self.all_shards.values()
         shapes, dtypes = {s.name: s.shape for s in every}, {s.name: s.dtype for s in every}
         check_shapes(given, matched, shapes, dtypes)
-        self.fill({name: given[key] for name, key in matched.found.items()})
+        whole = {name: given[key] for name, key in matched.found.items()}
+        self.fill(whole)
+        for name, value in whole.items():
+            if name in self.held and not isinstance(value, DTensor):
+                number = sampled(value.to(self.shards[name].dtype))
+                self._sources[name] = number, self.held[name]._version
         return Unmatched(matched.missing, matched.unexpected)
+
+    def sources(self) -> dict[str, int]:
+        """A number of the whole tensor that each tensor was loaded from and not changed since."""
+        known = self._sources.items()
+        return {n: number for n, (number, v) in known if self.held[n]._version == v}
 
     @torch.no_grad()
     def fill(self, given: Mapping[str, Tensor]) -> None:

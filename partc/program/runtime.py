@@ -74,7 +74,9 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
         take_weights(self._tensors, model, program.fingerprint)
         raw = RawModel(model, self._shown, self._tensors)
-        self.agreement = Agreement(self._tensors.holders, draws=bool(program.draws))
+        self.agreement = Agreement(
+            self._tensors.holders, self._tensors.sources, draws=bool(program.draws)
+        )
         guard = Guard(
             self._tensors, self._loaded, raw, self.agreement, self.check_modules, RunState(),
             dist.group.WORLD,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,15 @@ from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.choices import NO_CHOICES, Choices
+from partc.program.farewell import has_joined, tell_at_exit
 from partc.program.handshake import check_agreement, check_world, device_mesh, world_size
+from partc.program.meeting import NotMetError, is_alone, keeps_store, meet, open_store
 from partc.program.runtime import Stage
 from partc.wrong_calls import quoted
 
 LOG = logging.getLogger("partc")
+JOIN_S = 1800.0  # until all ranks are there: some have more to do before it than others
+_JOINS = count()
 
 
 def start_stage(
@@ -30,10 +35,12 @@ def start_stage(
 
     RunError if the world has another size, the mesh other axes, or a rank another program.
     """
+    tell_at_exit()
     check_world(program.mesh, world_size())
     here = _device_of(device)
     if not dist.is_initialized():
         _join(here)
+    has_joined()
     _check_backend(here)
     check_agreement(program, here)
     mesh = mesh or device_mesh(program.mesh, here.type)
@@ -119,9 +126,21 @@ def _no_device(device: object, why: str) -> RunError:
 
 
 def _join(device: torch.device) -> None:
-    """Start the default process group; a single process needs no launcher."""
+    """Start the default process group once all ranks are there; one process needs no launcher.
+
+    RunError on every rank if one ended by an error before this, or never comes.
+    """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
+    if is_alone():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return
+    try:
+        rank, world = int(os.environ["RANK"]), world_size()
+        store = open_store(JOIN_S, keeps_store(), next(_JOINS))
+        meet(store, {}, JOIN_S)
+    except NotMetError as error:
+        raise RunError(
+            where=f"rank {os.environ['RANK']}", what="the ranks do not meet", why=str(error),
+            do="Mend that, and start all ranks again.",
+        ) from None  # fmt: skip
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)

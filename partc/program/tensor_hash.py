@@ -13,6 +13,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+SAMPLES = 4096  # elements that tell models of other seeds apart; files may be larger than memory
 WORDS = 1 << 22  # of 4 bytes, which are widened at once on a GPU: 32 MB
 ODD, SHIFT = -7046029254386353131, 0x7FEB352D  # 2**64 / golden ratio as int64; any number
 
@@ -24,6 +25,13 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
     waiting = [x.reshape(()) for x in found if isinstance(x, Tensor)]
     arrived = iter(torch.stack(waiting).tolist() if waiting else [])
     return [(int(next(arrived)) if isinstance(x, Tensor) else x) & (1 << 63) - 1 for x in found]
+
+
+@torch.no_grad()
+def sampled(tensor: Tensor) -> int:
+    """The number of some elements, evenly spaced: the same for copies on any device."""
+    flat = tensor.detach().reshape(-1)
+    return hashes_of([flat[:: max(1, flat.numel() // SAMPLES)].cpu()])[0]
 
 
 def joined(numbers: Sequence[int]) -> int:

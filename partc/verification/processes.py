@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from partc.errors import RunError
+from partc.verification.fork_server import fork_server, start_message
 
 # What ranks need; modules that jobs need besides may be added before the first start.
 PRELOADED = ["partc.verification.processes", "partc.program.runtime", "torch.distributed.tensor"]
@@ -81,10 +83,8 @@ class Processes:
             return
         self.close()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = _context()
-        self._ranks = [
-            Rank(context, rank, self._store.port, self.quiet) for rank in range(self.num)
-        ]
+        for rank in range(self.num):  # one by one: those that were started are ended in any case
+            self._ranks.append(Rank(rank, self._store.port, self.quiet))
 
     def _collect(self, ranks: list[Rank]) -> dict[int, tuple[bool, Any]]:
         """The replies by rank; returns early at the timeout, and ``GRACE_S`` after a failure."""
@@ -103,16 +103,15 @@ class Processes:
 class Rank:
     """One rank's process, seen from the parent."""
 
-    def __init__(self, context: Any, number: int, port: int, quiet: bool) -> None:
+    def __init__(self, number: int, port: int, quiet: bool) -> None:
         self.number = number
+        start = start_message(_serve, number, port)
         self.pipe, theirs = multiprocessing.Pipe()
         read, write = os.pipe()
-        self.process = context.Process(
-            target=_serve, args=(number, port, theirs, _Handle(write)), daemon=True
-        )
-        self.process.start()
+        self.process = fork_server(PRELOADED).fork(theirs, write)
         theirs.close()
         os.close(write)
+        self.pipe.send_bytes(start)
         self._tagging = threading.Thread(target=_tag, args=(read, number, quiet), daemon=True)
         self._tagging.start()
 
@@ -127,47 +126,19 @@ class Rank:
 
     def end(self, patience: float) -> None:
         self.process.join(patience)
-        for stop in (self.process.terminate, self.process.kill):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             if self.process.is_alive():
-                stop()
+                self.process.kill(number)
                 self.process.join(1.0)
         self._tagging.join(1.0)
         self.pipe.close()
 
 
-class _Handle:
-    """A file descriptor that can be pickled to a new process."""
-
-    def __init__(self, number: int) -> None:
-        from multiprocessing.reduction import DupFd
-
-        self.number, self._dup = number, DupFd
-
-    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
-        return _detach, (self._dup(self.number),)
-
-
-def _detach(duplicate: Any) -> int:
-    number: int = duplicate.detach()
-    return number
-
-
-def _context() -> Any:
-    """The way to start processes: a fork server where there is one.
-
-    It imports ``PRELOADED`` once, and then starts a rank in a fraction of a second.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
-def _serve(rank: int, port: int, pipe: Connection, output: Any) -> None:
+def _serve(pipe: Connection, output: int, rank: int, port: int) -> None:
     """A rank's main loop: receive a job, send the result or error; an empty message ends it."""
     for number in (1, 2):
         os.dup2(output, number)
+    os.close(output)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

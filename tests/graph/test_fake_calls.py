@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from partc.graph import collectives, ops
+from partc.graph import collectives, fake_calls, ops
 from partc.graph.fake_calls import FakeCalls, Form, call_on_fakes, tensors_in
 from partc.graph.fake_kernels import OTHER_STRIDES
 
@@ -152,3 +152,15 @@ def test_strides_are_the_kernels(op: Any, turned: int) -> None:
     with unset_fake_temporarily():
         kernel = call(lambda op, args, _: op(*args))
     assert call(call_on_fakes) == kernel
+
+
+def test_caches_do_not_grow_with_the_models_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_calls, "MOST", 4)
+    calls = Counted()
+    often = torch.empty(100)
+    for rows in range(1, 9):
+        calls(aten.relu.default, [often], {})
+        calls(aten.relu.default, [torch.empty(rows)], {})
+    assert len(calls.known) == 4
+    assert calls.times == 9  # what is asked for again is kept
+    assert len(FakeTensorMode.cache) <= 8

@@ -183,6 +183,7 @@ def test_two_ranks_beside_their_prediction(
     assert sum(shared <= names for names in named.values()) == (2 if options else 3)
     assert any("partc::wait::recv" in names for names in named.values()) == bool(options)
     assert "predicted / measured" in str(found)
+    assert "were not measured here: `partc calibrate`" in str(found)
     json.dumps(found.as_json())
 
 

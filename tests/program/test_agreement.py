@@ -280,3 +280,21 @@ def test_a_comparison_is_cheap() -> None:
     start = time.process_time()
     hashes_of([x])
     assert time.process_time() - start < 0.1  # 4 MB; reading them once takes a millisecond
+
+
+def pieces_of_two_models(layout: str, same: bool) -> str:
+    """The loss where each rank loads a model that it has seeded itself."""
+    stage, batch = started(program(layout, "local"))
+    state = tokens()[0].state_dict()  # which seeds as well
+    torch.manual_seed(0 if same else dist.get_rank())
+    stage.load_full({n: torch.randn_like(x) for n, x in state.items()})
+    return outcome(lambda: stage.step(*batch))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp+dp"])
+def test_pieces_of_different_models_are_not_joined(world: Processes, layout: str) -> None:
+    num = program(layout, "local").mesh.num_ranks
+    found = world.run(pieces_of_two_models, layout, False, num=num)
+    assert all("Load the same weights on all ranks" in text for text in found), found
+    right = world.run(pieces_of_two_models, layout, True, num=num)
+    assert float(right[0]) == float(right[-1])

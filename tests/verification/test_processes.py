@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from partc.errors import RunError
 from partc.verification.processes import Processes
 from tests.patience import patience
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.gloo
 
 
@@ -42,6 +45,14 @@ def hang_on(rank: int) -> None:
         time.sleep(3600)
 
 
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_one_world_does_several_jobs_of_several_sizes(world: Processes) -> None:
     assert world.run(sum_of_ranks, 10) == [33.0] * 3
     assert world.run(sum_of_ranks, 10, num=2) == [21.0] * 2
@@ -61,7 +72,7 @@ def test_a_hanging_rank_is_named_and_ended() -> None:
         world.timeout = patience(3)
         with pytest.raises(RunError, match=r"ranks \[1\]: did not answer"):
             world.run(hang_on, 1)
-        assert not pids & {process.pid for process in multiprocessing.active_children()}
+        assert not [pid for pid in pids if is_running(pid)]
         world.timeout = patience()
         assert world.run(sum_of_ranks, 0) == [1.0] * 2
 
@@ -89,3 +100,24 @@ def test_output_is_tagged_by_rank(world: Processes, capfd: pytest.CaptureFixture
     assert sorted(capfd.readouterr().err.splitlines()) == [
         f"[rank {rank}] here is {rank}" for rank in range(3)
     ]
+
+
+KILLED = """
+import os, signal
+from partc.verification.processes import Processes
+
+world = Processes(2)
+world._start()  # the server imports torch now, and has forked no rank that could run
+os.kill(os.getpid(), signal.{name})
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_who_is_killed_while_ranks_start_leaves_nothing(name: str, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED.format(name=name)],
+        cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE, timeout=patience(60),  # ranks that are left hold the pipe
+    )  # fmt: skip
+    assert ended.returncode == -getattr(signal, name)
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith("pymp")] == []

@@ -1,0 +1,33 @@
+"""A process that ends by an error before it joined the others tells them, so that nobody waits."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+
+import torch.distributed as dist
+
+from partc.program import meeting
+
+_state = {"registered": False, "joined": False}
+
+
+def tell_at_exit() -> None:
+    """If this process of a launched job ends by an error before it joins, the others are told.
+
+    An error that the script catches is no reason, so this is done when the interpreter ends.
+    """
+    if not _state["registered"] and not meeting.is_alone():
+        _state["registered"] = True
+        atexit.register(_at_exit)
+
+
+def has_joined() -> None:
+    """From now on the other ranks see by themselves where this process ends."""
+    _state["joined"] = True
+
+
+def _at_exit() -> None:
+    error = getattr(sys, "last_value", None)  # what ended the script
+    if error is not None and not _state["joined"] and not dist.is_initialized():
+        meeting.tell(f"{type(error).__name__}: {error}")

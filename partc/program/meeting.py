@@ -1,0 +1,198 @@
+"""How the ranks of a job find each other, and what they say where one cannot come or stands still.
+
+They speak through torch's store, which the launcher keeps, or else rank 0: before there is a
+process group, and beside one whose collectives wait. ``run.py`` contains the text of the functions
+and the class below, so they need torch and the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+LINGER_S = 30.0  # rank 0, which keeps the store, waits for others to read why it ends
+LOOK_S = 0.25  # between two looks at the store
+ANSWER_S = 5.0  # a rank that is there answers in less
+OF_OTHERS = ("gloo", "NCCL", "onnection")  # words of errors that others have caused
+
+
+class NotMetError(Exception):
+    """Why the ranks do not begin: one cannot run, is missing, or runs something else."""
+
+
+def is_alone() -> bool:
+    """Whether this process was started without a launcher, or as the only rank."""
+    return "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+def keeps_store() -> bool:
+    """Whether this rank serves the store; under torchrun its agent does."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("RANK") == "0" and not agent
+
+
+def open_store(seconds: float, keeps: bool, number: int = 0) -> PrefixStore:
+    """A connection to the store that all ranks share; `keeps`: this process serves it.
+
+    `number`: how many groups of all ranks there were before.
+    """
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        if not os.environ.get(name):
+            raise NotMetError(f"{name} is not set, which every rank needs. torchrun sets it.")
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        store = TCPStore(
+            address, int(port), is_master=keeps, timeout=timedelta(seconds=seconds),
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+        return PrefixStore(f"partc {number}", store)
+    except (RuntimeError, ValueError) as error:
+        what = "rank 0 cannot listen" if keeps else f"rank 0 has not come within {seconds:g} s"
+        why = str(error).partition("\n")[0]
+        do = "Is MASTER_ADDR its host, and MASTER_PORT a free port?"
+        raise NotMetError(f"{what} at {address}:{port}: {why} {do}") from None
+
+
+def tell(why: str) -> None:
+    """Tell the other ranks that this one does not come."""
+    try:
+        store = open_store(LINGER_S, keeps_store())
+        store.compare_set("refused", "", f"rank {os.environ['RANK']} cannot begin: {why}")
+        linger(store)
+    except (NotMetError, RuntimeError):
+        pass  # nobody waits any more
+
+
+def linger(store: PrefixStore) -> None:
+    """Say that this rank knows why; who keeps the store waits until all others do."""
+    world, deadline = int(os.environ["WORLD_SIZE"]), time.monotonic() + LINGER_S
+    known = store.add("read", 1)
+    while keeps_store() and known < world and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        known = store.add("read", 0)
+
+
+def meet(store: PrefixStore, said: dict[str, str], seconds: float) -> None:
+    """Wait until all ranks are there and say the same; NotMetError on all ranks otherwise.
+
+    `said`: what has to be alike, in words, by name.
+    """
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        store.set("said", json.dumps(said))
+    wait_for_all(store, "here", seconds)
+    first = json.loads(store.get("said"))
+    other = [
+        f"{name} {value} (rank 0: {first.get(name)})"
+        for name, value in said.items()
+        if first.get(name) != value
+    ]
+    if other:
+        why = f"rank {rank} has another {', '.join(other)}. Start all ranks alike."
+        store.compare_set("refused", "", why)
+    wait_for_all(store, "agreed", seconds, counts=not other)
+
+
+def wait_for_all(store: PrefixStore, what: str, seconds: float, counts: bool = True) -> None:
+    """Wait until all ranks have come so far; NotMetError if one refuses or is missing."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if counts:
+        store.set(f"{what} {rank}", "")
+        store.add(what, 1)
+    deadline = time.monotonic() + seconds
+    while store.add(what, 0) < world and not store.check(["refused"]):
+        if time.monotonic() > deadline:
+            lacking = [each for each in range(world) if not store.check([f"{what} {each}"])]
+            why = f"of {world} ranks, {lacking} did not come within {seconds:g} s."
+            store.compare_set("refused", "", why)
+        time.sleep(LOOK_S / 10)
+    if store.check(["refused"]):
+        refusal = store.get("refused").decode()
+        linger(store)
+        raise NotMetError(refusal)
+
+
+class Watch(threading.Thread):
+    """Answers ranks that wait in vain; ends this process if it comes no further for too long.
+
+    A rank that waits for longer than `limit_s` asks where the others are: who does not answer has
+    ended, or stands still. Until it has taken a step it waits for `begins_s`, as ranks load and
+    compile for different times. The main thread says by `at` what it does.
+    """
+
+    def __init__(self, limit_s: float, begins_s: float) -> None:
+        super().__init__(daemon=True)
+        self.limits_s = begins_s, limit_s
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.store = open_store(ANSWER_S, keeps=False)  # of its own: another may be busy waiting
+        self.over = threading.Event()
+        self.at("before its first step")
+
+    def at(self, place: str, begun: bool = False) -> None:
+        self.place, self.since, self.limit_s = place, time.monotonic(), self.limits_s[begun]
+
+    def run(self) -> None:
+        while not self.over.wait(LOOK_S):
+            if time.monotonic() - self.since > self.limit_s:
+                self.leave(f"nothing has come for {self.limit_s:g} s")
+            elif self.is_asked():
+                self.leave("another rank waits in vain")
+
+    def end(self) -> None:
+        self.over.set()
+        self.join()
+
+    def leave(self, why: str) -> None:
+        self.say(why)
+        os._exit(1)  # the main thread may never come back
+
+    def tell_of(self, error: Exception) -> None:
+        """Tell the others of this rank's error, and say where they are.
+
+        Where a rank has ended, the others only see that a connection was closed: they end here.
+        """
+        self.end()
+        text = str(error).partition("\n")[0]
+        if is_of_others := any(word in text for word in OF_OTHERS):
+            text = "a connection was closed"
+        self.at(f"{self.place}, failed ({type(error).__name__}: {text})")
+        self.say("the others are asked")
+        if is_of_others:
+            sys.exit(1)
+
+    def say(self, why: str) -> None:
+        text = f"rank {self.rank}, {self.place}: {why}. {self.found()}"
+        print(text, file=sys.stderr, flush=True)
+
+    def is_asked(self) -> bool:
+        try:
+            return bool(self.store.check(["asked"]))
+        except RuntimeError:
+            return False  # who keeps the store may be done already
+
+    def found(self) -> str:
+        """Ask all ranks where they are; say in words who does not answer, or where they are."""
+        try:
+            self.store.set(f"at {self.rank}", self.place)
+            self.store.set("asked", "")
+            return self.answers()
+        except RuntimeError:
+            return "Rank 0, which keeps the list, does not answer: it has ended or stands still."
+
+    def answers(self) -> str:
+        deadline = time.monotonic() + ANSWER_S
+        lacking, places = [*range(self.world)], dict[str, list[int]]()
+        while lacking and time.monotonic() < deadline:
+            for rank in [rank for rank in lacking if self.store.check([f"at {rank}"])]:
+                lacking.remove(rank)
+                places.setdefault(self.store.get(f"at {rank}").decode(), []).append(rank)
+            time.sleep(LOOK_S / 5)
+        if lacking:
+            return f"Ranks {lacking} do not answer: they have ended or stand still."
+        return "; ".join(f"ranks {sorted(ranks)}: {place}" for place, ranks in places.items()) + "."

@@ -1,0 +1,205 @@
+"""Ranks that cannot begin, differ, are missing or stand still: all others are told, in seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from partc.program.meeting import NotMetError, Watch, meet, open_store, tell
+from partc.verification.processes import Processes
+from tests.example_program import example_program
+from tests.patience import patience
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a store such as torchrun's agent keeps."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def where(port: int) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+
+
+def refusal(port: int, comes: Callable[[int], dict[str, str] | str | None], seconds: float) -> str:
+    """Let this rank come with what it says, or tell why it does not, or stay away."""
+    os.environ.update(where(port))
+    said = comes(dist.get_rank())
+    if isinstance(said, str):
+        tell(said)
+        return said
+    try:
+        if said is not None:
+            meet(open_store(seconds, keeps=False), said, seconds)
+    except NotMetError as error:
+        return str(error)
+    return ""
+
+
+def alike(rank: int) -> dict[str, str]:
+    return {"--steps": "3"}
+
+
+def other_on_2(rank: int) -> dict[str, str]:
+    return {"--steps": "3", "--lr": "0.1" if rank == 2 else "0.01"}
+
+
+def none_on_3(rank: int) -> dict[str, str] | str:
+    return "there is no such file." if rank == 3 else {}
+
+
+def none_on_0(rank: int) -> dict[str, str] | str:
+    return "there is no such file." if rank == 0 else {}
+
+
+def test_ranks_that_are_alike_meet(world: Processes, port: int) -> None:
+    assert world.run(refusal, port, alike, patience()) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("comes", "words"),
+    [
+        (other_on_2, "rank 2 has another --lr 0.1 (rank 0: 0.01). Start all ranks alike."),
+        (none_on_3, "rank 3 cannot begin: there is no such file."),
+        (none_on_0, "rank 0 cannot begin: there is no such file."),
+    ],
+)
+def test_all_ranks_are_told_why_they_do_not_begin(
+    comes: Callable[[int], dict[str, str] | str], words: str, world: Processes, port: int
+) -> None:
+    started = time.monotonic()
+    found = world.run(refusal, port, comes, patience())
+    assert time.monotonic() - started < patience(10)
+    assert {text for text in found if text != "there is no such file."} == {words}
+
+
+def not_on_1(rank: int) -> dict[str, str] | None:
+    return None if rank == 1 else {}
+
+
+def test_a_rank_that_never_comes_is_named(world: Processes, port: int) -> None:
+    found = world.run(refusal, port, not_on_1, 2.0)
+    assert set(found) == {"", "of 4 ranks, [1] did not come within 2 s."}
+
+
+def answers(port: int, silent: int) -> str:
+    """What the first rank hears that asks; the silent one does not listen to the store."""
+    os.environ.update(where(port))
+    watch = Watch(patience(), patience())
+    watch.at(f"step {dist.get_rank() // 2}")
+    if dist.get_rank() != silent:
+        return watch.found()
+    return ""
+
+
+def test_ranks_that_do_not_answer_are_named(world: Processes, port: int) -> None:
+    found = world.run(answers, port, 2)
+    assert found == [
+        "Ranks [2] do not answer: they have ended or stand still." if rank != 2 else ""
+        for rank in range(4)
+    ]
+
+
+def test_where_all_answer_their_places_are_told(world: Processes, port: int) -> None:
+    assert world.run(answers, port, -1) == ["ranks [0, 1]: step 0; ranks [2, 3]: step 1."] * 4
+
+
+STOPS_ITSELF = """
+import os, runpy, signal, sys
+run = runpy.run_path(sys.argv.pop(1))
+train = run["train"]
+
+def stopped(step, batch, args, at):
+    def at_or_stop(place, begun):
+        at(place, begun)
+        if os.environ["RANK"] == "1" and place == "step 2":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    train(step, batch, args, at_or_stop)
+
+train.__globals__["train"] = stopped
+run["main"]()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number: int = free.getsockname()[1]
+        return number
+
+
+def start(script: list[str], rank: int, port: int, **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *script], cwd=ROOT, text=True, stderr=subprocess.PIPE,
+        env={
+            **os.environ, **where(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "RANK": str(rank), "WORLD_SIZE": "2", **more,
+        },
+    )  # fmt: skip
+
+
+def test_a_stopped_rank_ends_the_job_and_is_named(port: int, tmp_path: Path) -> None:
+    example_program(2, 1).save(tmp_path / "build")
+    script = [
+        "-c",
+        STOPS_ITSELF,
+        str(tmp_path / "build/run.py"),
+        "--device",
+        "cpu",
+        "--timeout",
+        "3",
+        "--steps",
+        "5",
+    ]
+    ranks = [start(script, rank, port) for rank in (0, 1)]
+    try:
+        _, told = ranks[0].communicate(timeout=patience(60))
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
+    assert "rank 0, step 2: nothing has come for 3 s. Ranks [1] do not answer" in told
+    assert ranks[0].returncode == 1
+
+
+LOADS = """
+import sys, partc
+from partc.errors import PartcError
+
+try:
+    partc.load(sys.argv[1] + "/nothing")
+except PartcError:
+    pass  # what a script catches is no reason
+partc.load(sys.argv[1]).module()
+"""
+
+
+def test_a_script_that_ends_before_it_joins_tells_the_others(tmp_path: Path) -> None:
+    """Without torchrun: rank 1 has no folder, and rank 0 keeps the store."""
+    example_program(2, 1).save(tmp_path / "build")
+    port = free_port()
+    ranks = [
+        start(["-c", LOADS, str(tmp_path / ("build", "none")[rank])], rank, port,
+              TORCHELASTIC_USE_AGENT_STORE="False")
+        for rank in (0, 1)
+    ]  # fmt: skip
+    told = [rank.communicate(timeout=patience(60))[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "rank 0: the ranks do not meet (rank 1 cannot begin: LoadError" in told[0]
