@@ -36,6 +36,10 @@ MAX_BYTES = 64_000_000
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
 NEEDED = {"plan.toml", "run.py", "constants.safetensors"}  # files of every program
 COMPILE_AGAIN = "Compile the program again, or copy the folder again."
+_MALFORMED = (
+    KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError,
+    MemoryError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Manifest:
             manifest = cls._checked(fields)
         except (_OutOfOrder, PartcError) as error:
             refuse(path, "is not a manifest that this partc wrote", str(error))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except _MALFORMED as error:
             refuse(path, "has entries that are missing or malformed", repr(error))
         for name, digest in manifest.files.items():
             _check_file(folder / name, None if edited else digest)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -23,9 +24,10 @@ import partc.reports.simulate_saved  # noqa: F401  what cases need is imported o
 from tests.damage.artefacts import ARTEFACTS, Make
 from tests.damage.built import Built, build
 from tests.damage.cases import run_case
+from tests.damage.hostile import HOSTILE
 from tests.damage.verdicts import BAD, Found, table
 
-KINDS: dict[str, dict[str, Make]] = {"artefacts": ARTEFACTS}
+KINDS: dict[str, dict[str, Make]] = {"artefacts": ARTEFACTS, "hostile": HOSTILE}
 
 
 def main(arguments: list[str]) -> int:
@@ -36,6 +38,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", type=int, help="run this one case again, and tell all of it")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder is deleted
     numbers = range(args.cases) if args.only is None else [args.only]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="partc-damage-") as folder:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-LIMIT_S = 60.0  # the slowest case that is right takes a twentieth of it
 MORE_BYTES = 6_000_000_000  # beyond what the parent has mapped
 SAID = "said.txt"  # what a case prints
 GRACE_S = 5.0  # for processes that end by themselves

@@ -21,6 +21,7 @@ class Made(NamedTuple):
 
     damage: str
     read: Callable[[], Verdict | None]
+    writes: str = ""  # the file that the reader is to change
 
 
 Make = Callable[[random.Random, Built, Path], Made]
@@ -42,9 +43,11 @@ def copied(rng: random.Random, built: Built, place: Path, *only: str) -> tuple[s
     return name, Path(shutil.copytree(built.program(name), place / "build"))
 
 
-def reader(built: Built, name: str, folder: Path, *, runs: bool = True) -> Callable[[], Verdict]:
+def reader(
+    built: Built, name: str, folder: Path, *, runs: bool = True, forged: bool = False
+) -> Callable[[], Verdict]:
     losses = built.losses[name] if runs else None
-    return lambda: readers.read_program(folder, built.program(name), losses)
+    return lambda: readers.read_program(folder, built.program(name), losses, forged=forged)
 
 
 def forge(folder: Path) -> None:
@@ -78,7 +81,7 @@ def _file(pattern: str, forged: bool, *only: str) -> Make:
         if forged:
             forge(file.parent)
         damage = f"{name}/{file.relative_to(folder)}: {damage}"
-        return Made(damage, reader(built, name, folder, runs=file.name != "run.py"))
+        return Made(damage, reader(built, name, folder, runs=file.name != "run.py", forged=forged))
 
     return make
 
@@ -109,7 +112,7 @@ def _entry(rng: random.Random, built: Built, place: Path, within: str | None) ->
     kept = {k: fields.pop(k) for k in ("sha256", "cost", "basis") if within is None}
     damage = spoil_entry(rng, fields[within] if within else fields)
     write_manifest(path, {**fields, **kept})
-    return Made(f"{name}: {within or ''} {damage}", reader(built, name, folder))
+    return Made(f"{name}: {within or ''} {damage}", reader(built, name, folder, forged=True))
 
 
 @artefact("a file of another build")
@@ -125,7 +128,8 @@ def other_build(rng: random.Random, built: Built, place: Path) -> Made:
     if forged:
         forge(folder)
     damage = f"{name}/{file} is that of {where}/{of}{', forged' if forged else ''}"
-    return Made(damage, reader(built, name, folder, runs=file != "run.py"))
+    runs = file != "run.py"
+    return Made(damage, reader(built, name, folder, runs=runs, forged=forged))
 
 
 @artefact("missing and added files")
@@ -159,7 +163,7 @@ def accepted(rng: random.Random, built: Built, place: Path) -> Made:
         return said or readers.read_program(folder, built.program(name), built.losses[name])
 
     how = "with the model" if model else "by its own numbers"
-    return Made(f"{name}/{file.name}, accepted {how}: {damage}", read)
+    return Made(f"{name}/{file.name}, accepted {how}: {damage}", read, "build/program.json")
 
 
 # what a user gives to compile ----------------------------------------------------------------
