@@ -25,9 +25,10 @@ from tests.damage.artefacts import ARTEFACTS, Make
 from tests.damage.built import Built, build
 from tests.damage.cases import run_case
 from tests.damage.hostile import HOSTILE
+from tests.damage.kills import KILLS
 from tests.damage.verdicts import BAD, Found, table
 
-KINDS: dict[str, dict[str, Make]] = {"artefacts": ARTEFACTS, "hostile": HOSTILE}
+KINDS: dict[str, dict[str, Make]] = {"artefacts": ARTEFACTS, "hostile": HOSTILE, "kills": KILLS}
 
 
 def main(arguments: list[str]) -> int:

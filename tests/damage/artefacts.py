@@ -21,7 +21,7 @@ class Made(NamedTuple):
 
     damage: str
     read: Callable[[], Verdict | None]
-    writes: str = ""  # the file that the reader is to change
+    writes: str = ""  # how the names of files begin that the reader is to change
 
 
 Make = Callable[[random.Random, Built, Path], Made]

@@ -48,7 +48,8 @@ def _judged(ended: Ended, place: Path) -> Verdict:
     if len(ended.lines) < 2:
         return Verdict("raw", f"the process died: {_last(place / SAID)}")
     (_, writes, before), (word, why, after) = ended.lines
-    gone = [name for name, digest in before.items() if after.get(name) != digest and name != writes]
+    gone = [name for name, digest in before.items() if after.get(name) != digest]
+    gone = [name for name in gone if not writes or not name.startswith(writes)]
     if gone:
         return Verdict("lost", f"{gone[0]} is gone or changed")
     kept = [each.name for each in (place / "tmp").iterdir()]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 import partc
 from partc.cli.main import main
@@ -52,6 +53,7 @@ def read_program(
     commands = [["explain", str(folder)], ["simulate", str(folder)],
                 ["diff", str(folder), str(other)]]  # fmt: skip
     verdicts = [told(partial(command, each)) for each in commands]
+    of_model = told(lambda: _loads(folder, model_of()))
     if accepted.word == "harmless":
         verdicts.append(apart(lambda: _checked(folder)))
     else:
@@ -61,12 +63,11 @@ def read_program(
     # run.py cannot judge code whose digests were forged: what partc refuses then is not run
     if losses is not None and (not forged or verdicts[-1].word == "harmless"):
         verdicts.append(told(lambda: run_script(folder, losses)))
-    return joined([accepted, *verdicts])
+    return joined([accepted, of_model, *verdicts])
 
 
-def _loads(folder: Path) -> None:
-    partc.load(folder)
-    partc.load(folder, model_of())
+def _loads(folder: Path, model: nn.Module | None = None) -> None:
+    partc.load(folder, model)
 
 
 def apart(read: Callable[[], Verdict | None]) -> Verdict:
@@ -243,7 +244,7 @@ def _on_ranks(num: int, work: Callable[[], None]) -> Verdict:
     try:
         ranks(num, work, Path.cwd() / "ranks")
     except RankFailed as failed:
-        kind, _, why = str(failed).partition(": ")
+        kind, _, _ = str(failed).partition(": ")
         words = {"Differs": "wrong", "AsItSays": "as it says"}
         known = words.get(kind) or ("refused" if hasattr(partc.errors, kind) else "raw")
         return Verdict(known, str(failed))
