@@ -39,7 +39,7 @@ def artefact(name: str) -> Callable[[Make], Make]:
 # a saved program -----------------------------------------------------------------------------
 def copied(rng: random.Random, built: Built, place: Path, *only: str) -> tuple[str, Path]:
     """A copy of one program, by name; of those of ``only`` if there are some."""
-    name = rng.choice(only or (*LAYOUTS, "modes"))
+    name = rng.choice([each for each in built.names if not only or each in only])
     return name, Path(shutil.copytree(built.program(name), place / "build"))
 
 
@@ -119,7 +119,7 @@ def _entry(rng: random.Random, built: Built, place: Path, within: str | None) ->
 def other_build(rng: random.Random, built: Built, place: Path) -> Made:
     name, folder = copied(rng, built, place, *LAYOUTS)
     where = rng.choice(("other", "programs"))
-    of = name if where == "other" else rng.choice(sorted({*LAYOUTS} - {name}))
+    of = name if where == "other" else rng.choice(sorted({*built.names} - {name, "modes"}))
     source = built.folder / where / of
     both = sorted({f.name for f in source.iterdir()} & {f.name for f in folder.iterdir()})
     file = rng.choice(both)
@@ -169,7 +169,7 @@ def accepted(rng: random.Random, built: Built, place: Path) -> Made:
 # what a user gives to compile ----------------------------------------------------------------
 @artefact("plan.toml given to compile")
 def given_plan(rng: random.Random, built: Built, place: Path) -> Made:
-    name = rng.choice([*LAYOUTS])
+    name = rng.choice(sorted({*built.names} - {"modes"}))
     path, damage = _spoiled(rng, built.program(name) / "plan.toml", place)
     mesh = LAYOUTS[name][0]
     return Made(f"{name}: {damage}", lambda: readers.read_for_compile(mesh, plan=path))
@@ -197,6 +197,9 @@ def _spoiled(rng: random.Random, source: Path, place: Path) -> tuple[Path, str]:
     return place / source.name, damage
 
 
+LOADERS = ((1, "one"), (2, "zero1"), (2, "ddp"))  # how many ranks of which program
+
+
 # checkpoints and weights ---------------------------------------------------------------------
 def _checkpoint(
     rng: random.Random, built: Built, place: Path, forged: bool
@@ -204,7 +207,7 @@ def _checkpoint(
     """A copy of the step's folder, and its reader, on the mesh that saved it or on another."""
     whole = built.folder / "checkpoint"
     folder = Path(shutil.copytree(whole, place / "checkpoint"))
-    num, name = rng.choice(((1, "one"), (2, "zero1"), (2, "ddp")))
+    num, name = rng.choice([each for each in LOADERS if each[1] in built.names])
     program = built.program(name)
     return next(folder.iterdir()), lambda: readers.read_checkpoint(
         folder, whole, program, num, forged

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1": ("dp=2", {"plan": "zero1"}),
     "pipeline": ("pp=2", {"plan": "ddp", "microbatches": 2}),
 }
+SMALL = ("one", "zero1")
 MACHINE = "mesh.toml"
 SCHEDULE = "own.csv"
 
@@ -92,20 +93,26 @@ class Built:
     folder: Path
     losses: dict[str, str] = field(default_factory=dict)  # that run.py of each program prints
 
+    @property
+    def names(self) -> list[str]:
+        """The programs that were built."""
+        return sorted(each.name for each in (self.folder / "programs").iterdir())
+
     def program(self, name: str) -> Path:
         return self.folder / "programs" / name
 
 
-def build(folder: Path) -> Built:
-    """Make everything that cases damage; it takes some seconds."""
+def build(folder: Path, *, small: bool = False) -> Built:
+    """Make everything that cases damage, or, in less time, two programs and what goes with them."""
     torch.set_num_threads(1)  # a fork has the threads of its parent no longer
     for name, (mesh, given) in LAYOUTS.items():
+        if small and name not in SMALL:
+            continue
         compiled(mesh, **given).save(folder / "programs" / name)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
         partc.compile(model, mesh, batch_of(), loss=loss_of, **given).save(folder / "other" / name)
-    one = compiled("dp=1", plan="ddp").for_shapes(batch_of(), modes=("eval",))
-    one = one.for_shapes(batch_of()[:1], modes=("forward",))
-    one.save(folder / "programs/modes")
+    if not small:
+        _save_modes(folder / "programs/modes")
     weights = model_of(5).state_dict()
     save_file(weights, folder / "weights.safetensors")
     (folder / "shards").mkdir()
@@ -114,9 +121,15 @@ def build(folder: Path) -> Built:
     (folder / SCHEDULE).write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     ranks(2, lambda: _save(folder), folder / "saving")
     built = Built(folder)
-    for name in (*LAYOUTS, "modes"):
+    for name in built.names:
         built.losses[name] = _losses(built.program(name), folder / "run")
     return built
+
+
+def _save_modes(folder: Path) -> None:
+    """A program with others of other modes beside it."""
+    one = compiled("dp=1", plan="ddp").for_shapes(batch_of(), modes=("eval",))
+    one.for_shapes(batch_of()[:1], modes=("forward",)).save(folder)
 
 
 def _losses(program: Path, place: Path) -> str:
