@@ -225,6 +225,8 @@ def _check_file(path: Path, digest: str | None) -> None:
     refuse_link(path)
     if not path.is_file():
         refuse(path, "is missing", f"{NAME} lists it")
+    if path.suffix != ".safetensors" and path.stat().st_size > MAX_BYTES:
+        refuse(path, "is no text of a program", f"it has more than {MAX_BYTES:,} bytes")
     if digest is not None and sha256_of(path) != digest:
         do = f"Undo the change, or accept it with `partc check {path.parent} --accept-edits`."
         refuse(path, "was changed or damaged after it was saved", "its digest differs", do)

@@ -46,7 +46,9 @@ def _saving(rng: random.Random, built: Built, place: Path) -> Made:
     new = partc.load(built.program(rng.choice(("one", "modes"))))
     if rng.random() < 0.3:
         _remove(folder)  # a first save
-    return Made(f"{name} replaced", lambda: _whole(folder, lambda: new.save(folder), rng, 0.06), WRITES)
+    return Made(
+        f"{name} replaced", lambda: _whole(folder, lambda: new.save(folder), rng, 0.06), WRITES
+    )
 
 
 def _compiling(rng: random.Random, built: Built, place: Path) -> Made:

@@ -38,9 +38,7 @@ MOST_RANKS = 8  # of a program that is run; the numbers of larger ones follow fr
 
 
 # programs ------------------------------------------------------------------------------------
-def read_program(
-    folder: Path, other: Path, losses: str | None, *, forged: bool = False
-) -> Verdict:
+def read_program(folder: Path, other: Path, losses: str | None, *, forged: bool = False) -> Verdict:
     """The verdict of every command and call that reads a saved program.
 
     Args:
