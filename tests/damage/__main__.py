@@ -1,6 +1,6 @@
 """The command of this package: cases of a kind from a seed, a table, a line for each bad one.
 
-``python -m tests.damage KIND --seed S --cases N [--only NUMBER]``. The exit code is 1 if a case is bad.
+The exit code is 1 if a case is bad. A run that is interrupted tells what it has found so far.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder is deleted
     numbers = range(args.cases) if args.only is None else [args.only]
     start = time.monotonic()
+    found: list[Found] = []
     with tempfile.TemporaryDirectory(prefix="partc-damage-") as folder:
         built = build(Path(folder) / "whole", small=args.small)
         gc.freeze()  # a fork shares what the collector leaves alone
-        found = []
-        for each in cases(args.kind, built, Path(folder), args.seed, numbers):
-            found.append(each)
-            if each.verdict.word in BAD or args.only is not None:
-                print(line(each, args.seed, args.only is not None), flush=True)
-    print(f"{args.kind}, seed {args.seed}, {time.monotonic() - start:.0f} s\n{table(found)}")
+        try:
+            for each in cases(args.kind, built, Path(folder), args.seed, numbers):
+                found.append(each)
+                if each.verdict.word in BAD or args.only is not None:
+                    print(line(each, args.seed, args.only is not None), flush=True)
+        finally:
+            spent = time.monotonic() - start
+            print(f"{args.kind}, seed {args.seed}, {spent:.0f} s\n{table(found)}", flush=True)
     return 1 if any(each.verdict.word in BAD for each in found) else 0
 
 

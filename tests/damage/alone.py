@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -54,7 +55,8 @@ def _child(work: Callable[[Callable[[Any], None]], None], place: Path, mouth: in
     try:
         os.setsid()
         _enter(place)
-        work(lambda said: os.write(mouth, json.dumps(said).encode() + b"\n"))
+        with os.fdopen(mouth, "w", buffering=1, encoding="utf-8") as file:
+            work(lambda said: print(json.dumps(said), file=file))
         code = 0
     finally:
         sys.stdout.flush()
@@ -131,7 +133,5 @@ def _command(process: int) -> str:
 
 def end_session(session: int) -> None:
     for each in members(session):
-        try:
+        with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
-        except ProcessLookupError:
-            pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import runpy
@@ -372,45 +371,6 @@ def test_code_beside_the_roles_does_not_pass_a_check(
     for options in ([], ["--accept-edits"]):
         assert main(["check", str(folder), *options]) == 2
         assert "json.py: is no part of the program" in capsys.readouterr().err
-
-
-def test_what_shows_a_program_runs_nothing_of_it(folder: Path) -> None:
-    """Not even where the digests were made right again."""
-    ran = folder.parent / "ran"
-    edit(folder, "role0.py", lambda text: f"{text}open({str(ran)!r}, 'w')\n")
-    digest = hashlib.sha256((folder / "role0.py").read_bytes()).hexdigest()
-    rewrite_manifest(folder, lambda m: m["files"].update({"role0.py": digest}))
-    cuts = [["dp", 0, 1]]
-    rewrite_manifest(folder, lambda m: m["inputs"].update(x=[[12, 8], "float32", cuts]))
-    for words in (["explain", str(folder)], ["simulate", str(folder)], ["diff"] + [str(folder)] * 2):
-        main(words)
-        assert not ran.exists(), words
-    assert main(["check", str(folder)]) == 2
-    assert not ran.exists()
-
-
-def test_run_py_refuses_a_role_that_is_no_python(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run: Any = runpy.run_path(str(folder / "run.py"))
-    for text in (b"def (", b"x = '\xff'", b"(" * 100_000):
-        with pytest.raises(SystemExit) as caught:
-            run["load_role"]({"roles": [[1, "role0.py"]]}, {"role0.py": text}, 0)
-        assert caught.value.code == 2
-        assert "role0.py: is no Python" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["role0.py", "plan.toml", "program.json"])
-def test_a_text_without_end_is_not_read(folder: Path, name: str) -> None:
-    endless(folder / name)
-    with pytest.raises(LoadError, match=f"{name}.*more than 64,000,000 bytes"):
-        load(folder)
-
-
-def test_a_description_of_returned_values_that_is_none_is_refused(folder: Path) -> None:
-    rewrite_manifest(folder, lambda m: m.update(returns=m["fingerprint"]))
-    with pytest.raises(LoadError, match=r"program\.json: has entries that are missing or malformed"):
-        load(folder)
 
 
 @pytest.mark.parametrize("case", [*HEADERS, "all right"])
