@@ -193,9 +193,8 @@ def _rank(rank: int, num: int, work: Callable[[], None], place: Path) -> int:
 def group(rank: int, num: int, store: Path) -> Iterator[None]:
     """A gloo group over a file, which needs no port."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num), LOCAL_RANK=str(rank))
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), num), rank=rank, world_size=num
-    )
+    file = f"file://{store.resolve()}"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=num)
     try:
         yield
     finally:

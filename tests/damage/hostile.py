@@ -58,13 +58,9 @@ class Named(nn.Module):
         self.register_buffer(buffer, torch.linspace(0.5, 1.5, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        module, parameter, buffer = (
-            found[name]
-            for found, name in zip(
-                (self._modules, self._parameters, self._buffers), self.names, strict=True
-            )
-        )
-        y: Tensor = (module(x) + parameter) * buffer  # type: ignore[misc,operator]
+        module, parameter, buffer = self.names
+        layer: Any = self._modules[module]
+        y: Tensor = (layer(x) + self._parameters[parameter]) * self._buffers[buffer]
         return y
 
 
