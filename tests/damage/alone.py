@@ -44,7 +44,11 @@ def alone(work: Callable[[Callable[[Any], None]], None], place: Path, limit_s: f
         _child(work, place, mouth)
     os.close(mouth)
     lines: list[bytes] = []
-    late = _is_late(ear, child, limit_s, lines)
+    try:
+        late = _is_late(ear, child, limit_s, lines)
+    except BaseException:  # the command is interrupted
+        end_session(child)
+        raise
     os.waitpid(child, 0)
     return Ended(child, [json.loads(line) for line in b"".join(lines).splitlines()], late)
 
