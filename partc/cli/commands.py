@@ -282,18 +282,13 @@ def _explain_program(args: argparse.Namespace) -> None:
         )
         return
     cost = _with_formulas(args, program) if args.model else program.cost
-    taken = program.role(0).inputs
-    inputs = [
-        f"{name} {dtype}{list(shape)}"
-        + (f" ({list(taken[name][0])} on each rank)" if name in program.dealt else "")
-        for name, (shape, dtype) in program.inputs.items()
-    ]
     roles, first = [], 0
     for num, name in program.roles:
         roles.append(f"ranks {first} to {first + num - 1}: {name}")
         first += num
-    text = [f"{program.model} on {program.mesh}", f"inputs {', '.join(inputs)}", *roles]
     with saved_numbers(args.what):
+        inputs = [_input(program, name) for name in program.inputs]
+        text = [f"{program.model} on {program.mesh}", f"inputs {', '.join(inputs)}", *roles]
         why = explain_program(program)
         told = {
             "model": program.model, "mesh": dict(program.mesh.axes), "plan": program.plan,
@@ -303,6 +298,17 @@ def _explain_program(args: argparse.Namespace) -> None:
             "batch": "local" if program.dealt else "global",
         }  # fmt: skip
         _tell(args, "\n".join([*text, "", program.plan, str(cost), str(why)]), told)
+
+
+def _input(program: Program, name: str) -> str:
+    """Dtype and shape of an input, and of a rank's piece; nothing of the program is run."""
+    shape, dtype = program.inputs[name]
+    if name not in program.dealt:
+        return f"{name} {dtype}{list(shape)}"
+    piece = [*shape]
+    for axis, dim, _ in program.dealt[name]:
+        piece[dim] //= program.mesh.size(axis)
+    return f"{name} {dtype}{list(shape)} ({piece} on each rank)"
 
 
 def _with_formulas(args: argparse.Namespace, program: Program) -> CostReport:

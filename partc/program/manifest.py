@@ -36,6 +36,10 @@ MAX_BYTES = 64_000_000
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
 NEEDED = {"plan.toml", "run.py", "constants.safetensors"}  # files of every program
 COMPILE_AGAIN = "Compile the program again, or copy the folder again."
+_MALFORMED = (
+    KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError,
+    MemoryError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Manifest:
             manifest = cls._checked(fields)
         except (_OutOfOrder, PartcError) as error:
             refuse(path, "is not a manifest that this partc wrote", str(error))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except _MALFORMED as error:
             refuse(path, "has entries that are missing or malformed", repr(error))
         for name, digest in manifest.files.items():
             _check_file(folder / name, None if edited else digest)
@@ -221,6 +225,8 @@ def _check_file(path: Path, digest: str | None) -> None:
     refuse_link(path)
     if not path.is_file():
         refuse(path, "is missing", f"{NAME} lists it")
+    if path.suffix != ".safetensors" and path.stat().st_size > MAX_BYTES:
+        refuse(path, "is no text of a program", f"it has more than {MAX_BYTES:,} bytes")
     if digest is not None and sha256_of(path) != digest:
         do = f"Undo the change, or accept it with `partc check {path.parent} --accept-edits`."
         refuse(path, "was changed or damaged after it was saved", "its digest differs", do)

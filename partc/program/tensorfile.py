@@ -79,8 +79,8 @@ class TensorFile(Mapping[str, Tensor]):
             self.notes: dict[str, str] = dict(self._file.metadata() or {})
             self._known = dict.fromkeys(sorted(self._file.keys()))
             self._check_names()
-        except (OSError, SafetensorError, UnicodeError) as error:
-            self._refuse(str(error))
+        except (OSError, SafetensorError, UnicodeError, MemoryError) as error:
+            self._refuse(str(error))  # MemoryError: more than this process may map
         self._others = self._dtypes_of(self.notes.pop(OTHER_DTYPES, "{}"))
 
     def __getitem__(self, name: str) -> Tensor:

@@ -153,7 +153,9 @@ class Tree:
     @classmethod
     def of_json(cls, data: Any, deep: int = 0) -> Tree:
         """Read ``as_json``; ValueError and alike for anything else."""
-        kind = next(each for each in KINDS if each in data)
+        kind = next((each for each in KINDS if each in data), None)
+        if kind is None:
+            raise ValueError(f"{data!r} describes no value")
         content, of = data[kind], data.get("of", "")
         if deep > MOST_DEEP or not isinstance(of, str) or {*data} - {kind, "of"}:
             raise ValueError(f"{data!r} describes no value")

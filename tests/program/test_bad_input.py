@@ -302,6 +302,11 @@ def as_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def endless(path: Path) -> None:
+    with path.open("wb") as file:  # takes no room on the disk
+        file.truncate(40_000_000_000)
+
+
 def package(path: Path) -> None:
     path.mkdir()
     (path / "__init__.py").write_text("")
@@ -326,6 +331,8 @@ RUN_REFUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "no digest of constants.safetensors",
     ),
     "a role that is a link": (lambda f: linked(f / "role0.py"), "role0.py"),
+    "a role without end": (lambda f: endless(f / "role0.py"), "role0.py"),
+    "a list without end": (lambda f: endless(f / "program.json"), "64,000,000 bytes"),
     "a module beside": (lambda f: (f / "torch.py").write_text(""), "torch.py: is code that"),
     "a package beside": (lambda f: package(f / "json"), "json: is code"),
     "compiled code beside": (lambda f: (f / "json.so").write_text(""), "json.so: is code"),
