@@ -40,6 +40,11 @@ def _no_plan(given: object) -> PlanError:
         do = "Pass its text: plan=program.plan."
     elif isinstance(given, dict):
         do = "Pass partc.Plan(**fields), or the text of a plan.toml."
+    elif isinstance(given, list | tuple) and given and all(isinstance(x, str) for x in given):
+        do = f"Join presets by +: plan={'+'.join(given)!r}."
+    elif type(given).__module__.startswith("torch.distributed"):
+        do = 'Name the preset of partc: plan="fsdp" shards as FULL_SHARD, "zero2" as '\
+            'SHARD_GRAD_OP, "ddp" as NO_SHARD.'
     return PlanError(where="compile", what=f"plan is {quoted(given)}", why="it is no plan", do=do)
 
 

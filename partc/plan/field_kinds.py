@@ -49,6 +49,20 @@ def check_fields(table: Mapping[str, Any], where: str) -> None:
         _check_of(name)(name, given, where)
 
 
+def check_places(table: Mapping[str, Any], where: str) -> None:
+    """PlanError for a field of the plan that stands behind the head of a table, so that it would be
+    an entry of that.
+    """
+    for name in _TABLES:
+        for key, given in table.get(name, {}).items():
+            if key in FIELDS and not isinstance(given, Mapping) and given != "whole":
+                raise plan_error(
+                    where, f"{key!r} stands in the table [{name}]",
+                    "a line belongs to the last [table] above it",
+                    f"Write {key} = ... above the first line in brackets.",
+                )  # fmt: skip
+
+
 def plan_error(where: str, what: str, why: str, do: str = "") -> PlanError:
     """The refusal of a plan; ``do``: "" says how to see a correct one."""
     return PlanError(where=where, what=what, why=why, do=do or _SEE)
@@ -98,6 +112,9 @@ def _list(name: str, given: Any, where: str) -> None:
     texts = given if isinstance(given, list | tuple) else [None]
     if not all(isinstance(each, str) for each in texts):
         do = f'Write a list: {name} = ["...", "..."].'
+        if name == "stages":
+            do = "Write the modules at which stages behind the first begin: " \
+                'stages = ["blocks.4"]. How many there are, the axis pp and chunks say.'
         raise plan_error(
             where, f"{name} = {quoted(given)} means nothing", "it is a list of texts", do
         )

@@ -21,7 +21,7 @@ def idle_axes(
     named = {axis for lies in plan.values.values() for axis in lies}
     for axes, table, kind, why in (
         (data, inputs, "input", "no batch is a multiple of its ranks"),
-        (tensor, params, "weight", "the preset found no products to cut by column and by row"),
+        (tensor, params, "weight", "the preset found no products that it divides, to cut by column and by row"),
     ):
         cut_axes = named.union(*table.values())
         for axis in axes:
