@@ -76,7 +76,7 @@ def topology_of(table: Mapping[str, Any], where: str) -> Topology:
     check_keys(where, table, TOPOLOGY_KEYS)
     given = {key: table[key] for key in ("name", "library", *NUMBERS) if key in table}
     if "name" not in given:
-        raise refusal(where, "name is missing", "a topology has one")
+        raise refusal(where, "name is missing", "machines have one", 'Write name = "mine" on top.')
     try:
         return Topology(
             **given,

@@ -30,6 +30,7 @@ from partc.program.choices import MOST_PROGRAMS, Pad, Partial, choices_of
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
+from partc.program.not_a_stage import NotAStage
 from partc.program.origin import Origin
 from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
@@ -57,7 +58,7 @@ SCHEDULE = "schedule.csv"  # of a pipeline
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(NotAStage):
     """A compiled training step: what ``compile`` and ``load`` give.
 
     Attributes:
@@ -240,6 +241,7 @@ class Program:
         mesh, plan = str(self.mesh).encode(), self.plan.encode()
         return {"sources": sources.hexdigest(), "plan": sha256(plan), "mesh": sha256(mesh)}
 
+    @known_arguments
     def save(self, path: str | Path) -> None:
         """Write the program into a folder, whole or not at all.
 

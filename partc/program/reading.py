@@ -18,6 +18,7 @@ from partc.data.streams import OwnStreamLoader, StreamLoader
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.holders import exchange_texts
+from partc.program.no_dataset import check_loader
 from partc.wrong_calls import check_whole_number
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def loader(
             loss = stage.step(ids, labels)
     """
     check_whole_number(seed, "loader(seed=...)", -(2**63))
+    check_loader(dataset, rows_per_step, options)
     asked = {
         "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": seed,
         "shuffle": shuffle, "last": last, "batch": batch, "rows_per_step": rows_per_step,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.autocast import DEVICES, autocast_now, without
@@ -50,13 +52,21 @@ def _with_others(
     recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
     calls, pieces = Calls(program, others.values), Pieces.of(program)
     rows = Rows.of(Plan.parse(program.plan), program.mesh, list(program.inputs))
-    for mode in modes:
-        if mode not in WANTED:
+    given = [] if isinstance(modes, str) else modes
+    named = [a.name for a in program.arguments.each]
+    if any(isinstance(batch, Tensor) for batch in batches) and len(named) > 1:
+        raise UsageError(
+            where="for_shapes", what="a batch is a tensor", why=f"it takes ({', '.join(named)})",
+            do=f"Pass a tuple for each batch: for_shapes(({', '.join(named)}), ...).",
+        )  # fmt: skip
+    for mode in given or [modes]:
+        if mode not in WANTED or not given:
             raise UsageError(
                 where=f"for_shapes(modes=({mode!r},))",
                 what="there is no such mode",
                 why=f"there are {', '.join(WANTED)}",
-                do="Take some of these.",
+                do="Take some of these, in a tuple." if given else "Pass a tuple of some: "
+                f"modes=({mode!r},).",
             )
         kind, its_mode = WANTED[mode]
         if mode == "train":

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from partc.errors import UsageError
 from partc.plan import Plan
 from partc.program import Program
+from partc.program import check_model as check_same_model
 from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
 from partc.program.saved_cost import SavedCost
 from partc.trace.arguments import Given
+from partc.trace.fingerprint import Fingerprint
 from partc.trace.no_model import check_model
 from partc.verification.piece_norms import Pieces
 from partc.verification.pieces_of_ranks import whole_batch
@@ -97,6 +99,8 @@ def verify(
     draws = SameDraws(program.draws, program.mesh.names)
     check_model(model, "verify")
     inputs = whole_batch(program, Given.of(model, inputs, loss))
+    if program.fingerprint.tensors and _other_shapes(program, model):
+        check_same_model(Path(program.model), program.fingerprint, model)
     reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program), draws)
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
@@ -125,6 +129,12 @@ def _check_program(program: Program) -> None:
             where="verify", what=f"the program is {quoted(program)}", why="it is compared with a "
             "model", do=do,
         )  # fmt: skip
+
+
+def _other_shapes(program: Program, model: nn.Module) -> bool:
+    """Whether a model has other tensors than the one that was compiled, whatever their dtypes."""
+    mine, compiled = Fingerprint.of(model).tensors, program.fingerprint.tensors
+    return {n: x.shape for n, x in mine.items()} != {n: x.shape for n, x in compiled.items()}
 
 
 def _pieces(program: Program) -> Pieces:

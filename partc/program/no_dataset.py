@@ -1,0 +1,50 @@
+"""What a script passes for a dataset, and is none: a loader, a batch, what can be read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from partc.errors import UsageError
+from partc.wrong_calls import check_whole_number, quoted
+
+
+def check_loader(dataset: Any, rows_per_step: Any, options: Mapping[str, Any]) -> None:
+    """UsageError for what is no dataset, and for numbers of rows or workers that are none."""
+    if rows_per_step is not None:
+        check_whole_number(rows_per_step, "loader(rows_per_step=...)", 1)
+    for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
+        if options.get(name) is not None:
+            check_whole_number(options[name], f"loader({name}=...)", least)
+    why, do = _instead(dataset)
+    if why:
+        raise UsageError(
+            where="loader", what=f"the dataset is {quoted(dataset)}", why=why, do=do
+        )
+
+
+def _instead(given: Any) -> tuple[str, str]:
+    """Why it is no dataset, and what to pass in its place; two empty texts for a dataset."""
+    if isinstance(given, DataLoader):
+        why = "it deals out rows by itself"
+        return why, "Pass the dataset, loader.dataset; collate_fn and num_workers are arguments."
+    if isinstance(given, Tensor | Mapping) or _is_batch(given):
+        why = "it is one batch, and not one entry for each row"
+        return why, "Pass torch.utils.data.TensorDataset(x, y)."
+    if isinstance(given, Iterator):
+        why = "it can be read once, and each epoch reads it anew"
+        return why, "Pass the rows as a list, or an IterableDataset."
+    if isinstance(given, str | int | float | None):
+        return "it has no rows", "Pass a torch Dataset, a list of rows, or an IterableDataset."
+    return "", ""
+
+
+def _is_batch(given: Any) -> bool:
+    """Whether it is a few tensors whose rows are those of one batch."""
+    if not isinstance(given, list | tuple) or not 1 < len(given) < 5:
+        return False
+    tensors = [x for x in given if isinstance(x, Tensor) and x.dim()]
+    return len(tensors) == len(given) and len({len(x) for x in tensors}) == 1
