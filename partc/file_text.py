@@ -17,7 +17,7 @@ _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:["']?[\w-]++["']?\s*+\.\s*+){50}""", r
 _OTHERS = (  # signs of other formats in a line, and what TOML has in their place
     (r"\b(True|False)\b", "TOML writes true and false"),
     (r"\bNone\b|\bnull\b", "TOML has no None: leave the line out"),
-    (r"^[\w\"'.-]+\s*:|^\{", 'TOML writes key = value, and texts in quotation marks'),
+    (r"^[\w\"'.-]+\s*:|^\{", "TOML writes key = value, and texts in quotation marks"),
     (r"=\s*[A-Za-z]", "TOML writes texts in quotation marks"),
 )
 

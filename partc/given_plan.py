@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from partc.errors import PlanError, UsageError
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
+from partc.passes.shard.idle_axes import IDLE
 from partc.plan import Plan
 from partc.program import Program
+from partc.traced import Traced
 from partc.wrong_calls import quoted
 
 
@@ -43,8 +46,10 @@ def _no_plan(given: object) -> PlanError:
     elif isinstance(given, list | tuple) and given and all(isinstance(x, str) for x in given):
         do = f"Join presets by +: plan={'+'.join(given)!r}."
     elif type(given).__module__.startswith("torch.distributed"):
-        do = 'Name the preset of partc: plan="fsdp" shards as FULL_SHARD, "zero2" as '\
+        do = (
+            'Name the preset of partc: plan="fsdp" shards as FULL_SHARD, "zero2" as '
             'SHARD_GRAD_OP, "ddp" as NO_SHARD.'
+        )
     return PlanError(where="compile", what=f"plan is {quoted(given)}", why="it is no plan", do=do)
 
 
@@ -54,3 +59,15 @@ def check_texts(name: str, given: object) -> None:
         what = f"{name} is {quoted(given)}"
         do = f"Pass a list: {name}=[{quoted(given) if isinstance(given, str) else '...'}]."
         raise UsageError(where="compile", what=what, why="it is a list of texts", do=do)
+
+
+def warn_of_idle(plan: str, step: Traced) -> None:
+    """Warn of axes whose ranks all compute the same, and of a step that trains nothing."""
+    for note in Plan.parse(plan).notes:
+        if IDLE in note:
+            warnings.warn(note, stacklevel=5)
+    params = list(step.model.parameters())
+    if params and step.trains and not any(param.requires_grad for param in params):
+        name = type(step.model).__name__
+        text = f"{name}: no parameter has requires_grad, so that a step trains nothing"
+        warnings.warn(text, stacklevel=5)

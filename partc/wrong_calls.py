@@ -54,7 +54,8 @@ def _unbound(
 ) -> UsageError:
     name = call.__qualname__.removesuffix(".__init__").rpartition(".")[-1]
     each = [p for p in of.parameters if p != "self"]
-    unknown = next((n for n in named if n not in each), None)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in of.parameters.values())
+    unknown = None if takes_any else next((n for n in named if n not in each), None)
     if unknown is None:
         missing = str(error).rpartition(": ")[2].strip("'")
         what, told = str(error), _MISSING.get(missing, f"help(partc.{name}) says what each is")

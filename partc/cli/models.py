@@ -100,7 +100,9 @@ def _found(module: str, attribute: str) -> Any:
         do = did_you_mean(attribute, (n for n in there if not n.startswith("_")))
         raise _unknown(f"{module}:{attribute}", str(error), do) from error
     except ImportError as error:
-        raise _unknown(f"{module}:{attribute}", str(error), _as_module(module, attribute)) from error
+        raise _unknown(
+            f"{module}:{attribute}", str(error), _as_module(module, attribute)
+        ) from error
     finally:
         sys.path.pop(0)
 

@@ -113,8 +113,10 @@ def _list(name: str, given: Any, where: str) -> None:
     if not all(isinstance(each, str) for each in texts):
         do = f'Write a list: {name} = ["...", "..."].'
         if name == "stages":
-            do = "Write the modules at which stages behind the first begin: " \
+            do = (
+                "Write the modules at which stages behind the first begin: "
                 'stages = ["blocks.4"]. How many there are, the axis pp and chunks say.'
+            )
         raise plan_error(
             where, f"{name} = {quoted(given)} means nothing", "it is a list of texts", do
         )

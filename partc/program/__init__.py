@@ -388,13 +388,13 @@ def _other(folder: Path, first: Manifest) -> Program:
     return other
 
 
-def check_model(folder: Path, fingerprint: Fingerprint, model: nn.Module) -> None:
-    """LoadError if a saved program's fingerprint is not that of a model."""
+def check_model(folder: Path | None, fingerprint: Fingerprint, model: nn.Module) -> None:
+    """LoadError if the fingerprint of a program, saved in a folder, is not that of a model."""
     differences = fingerprint.differences(Fingerprint.of(model))
     if differences:
+        again = "Compile again" + (f', with plan="{folder / PLAN}"' if folder else " for this one")
         raise LoadError(
-            where=str(folder),
+            where=str(folder or "program"),
             what=f"this program was compiled for another model than {type(model).__name__}",
-            why=f"{len(differences)} of its tensors differ",
-            do=f'Compile again, with plan="{folder / PLAN}":{table(differences)}',
-        )
+            why=f"{len(differences)} of its tensors differ", do=f"{again}:{table(differences)}",
+        )  # fmt: skip

@@ -21,9 +21,7 @@ def check_loader(dataset: Any, rows_per_step: Any, options: Mapping[str, Any]) -
             check_whole_number(options[name], f"loader({name}=...)", least)
     why, do = _instead(dataset)
     if why:
-        raise UsageError(
-            where="loader", what=f"the dataset is {quoted(dataset)}", why=why, do=do
-        )
+        raise UsageError(where="loader", what=f"the dataset is {quoted(dataset)}", why=why, do=do)
 
 
 def _instead(given: Any) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.holders import exchange_texts
 from partc.program.no_dataset import check_loader
-from partc.wrong_calls import check_whole_number
+from partc.wrong_calls import check_whole_number, quoted
 
 if TYPE_CHECKING:
     from partc.program import Program
@@ -60,7 +60,7 @@ def loader(
     dataset: Any,
     *,
     seed: int = 0,
-    shuffle: bool = True,
+    shuffle: bool | None = None,
     last: Last = "drop",
     batch: Batch | None = None,
     rows_per_step: int | None = None,
@@ -77,7 +77,8 @@ def loader(
         dataset: with ``len`` and rows by number, as any map-style dataset of torch; or an
             iterable one.
         seed: of the order and of the samples' random numbers; the same on all ranks.
-        shuffle: whether every epoch has an order of its own.
+        shuffle: whether every epoch has an order of its own; None: yes, of rows by number. An
+            iterable dataset has its own order.
         last: what becomes of the rows that fill no step at the end of an epoch: ``"drop"`` leaves
             them out, ``"partial"`` makes a smaller step of them, ``"next"`` takes them into the
             first step of the next epoch.
@@ -110,6 +111,7 @@ def loader(
     """
     check_whole_number(seed, "loader(seed=...)", -(2**63))
     check_loader(dataset, rows_per_step, options)
+    shuffle = not _is_stream(dataset) if shuffle is None else shuffle
     asked = {
         "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": seed,
         "shuffle": shuffle, "last": last, "batch": batch, "rows_per_step": rows_per_step,
@@ -119,6 +121,12 @@ def loader(
     options = {"pin_memory": self.device.type == "cuda", "collate_fn": collate_fn, **options}
     if _is_stream(dataset):
         share = rows_of(self._program, dist.get_rank(), batch, rows_per_step)
+        if shuffle:
+            raise UsageError(
+                where="loader(shuffle=True)", what=f"the dataset is {quoted(dataset)}",
+                why="its rows have no numbers, and come in the order in which it gives them",
+                do="Leave it out, and shuffle in the dataset (its set_epoch is told the epoch).",
+            )  # fmt: skip
         _check_split(split, share, self._program.data_world)
         stream_loader = OwnStreamLoader if split == "own" else StreamLoader
         return stream_loader(dataset, share, self.device, seed=seed, last=last, **options)

@@ -52,22 +52,8 @@ def _with_others(
     recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
     calls, pieces = Calls(program, others.values), Pieces.of(program)
     rows = Rows.of(Plan.parse(program.plan), program.mesh, list(program.inputs))
-    given = [] if isinstance(modes, str) else modes
-    named = [a.name for a in program.arguments.each]
-    if any(isinstance(batch, Tensor) for batch in batches) and len(named) > 1:
-        raise UsageError(
-            where="for_shapes", what="a batch is a tensor", why=f"it takes ({', '.join(named)})",
-            do=f"Pass a tuple for each batch: for_shapes(({', '.join(named)}), ...).",
-        )  # fmt: skip
-    for mode in given or [modes]:
-        if mode not in WANTED or not given:
-            raise UsageError(
-                where=f"for_shapes(modes=({mode!r},))",
-                what="there is no such mode",
-                why=f"there are {', '.join(WANTED)}",
-                do="Take some of these, in a tuple." if given else "Pass a tuple of some: "
-                f"modes=({mode!r},).",
-            )
+    _check_asked(program, batches, modes)
+    for mode in modes:
         kind, its_mode = WANTED[mode]
         if mode == "train":
             its_mode = program.wanted.mode
@@ -81,3 +67,23 @@ def _with_others(
             if wanted != program.wanted and wanted not in others:
                 others[wanted] = recipe.program(wanted, program)
     return replace(program, others=tuple(others.values()))
+
+
+def _check_asked(program: Program, batches: Sequence[Any], modes: Sequence[str]) -> None:
+    """UsageError for modes that there are not, and for tensors in the place of batches."""
+    unknown = modes if isinstance(modes, str) else next((m for m in modes if m not in WANTED), None)
+    if unknown is not None:
+        right = unknown in WANTED
+        raise UsageError(
+            where=f"for_shapes(modes={modes!r})",
+            what="it is one text" if right else "there is no such mode",
+            why=f"there are {', '.join(WANTED)}",
+            do=f"Pass a tuple: modes=({unknown!r},)." if right else "Take some of these.",
+        )  # fmt: skip
+    names = ", ".join(each.name for each in program.arguments.each)
+    several = len(program.arguments.each) > 1 and {*modes} != {"forward"}
+    if several and any(isinstance(batch, Tensor) for batch in batches):
+        raise UsageError(
+            where="for_shapes", what="a batch is a tensor", why=f"a step takes ({names})",
+            do=f"Pass a tuple for each batch: for_shapes(({names}), ...).",
+        )  # fmt: skip

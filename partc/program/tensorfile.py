@@ -142,7 +142,8 @@ class TensorFile(Mapping[str, Tensor]):
             what="not a whole safetensors file",
             why=why,
             do="Pass what torch.load(path, weights_only=True) gives."
-            if _is_of_torch(self.path) else "Copy or write it again.",
+            if _is_of_torch(self.path)
+            else "Copy or write it again.",
         ) from None
 
 

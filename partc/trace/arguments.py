@@ -308,7 +308,7 @@ def _unbound(
     if kwargs:
         do += " Inputs that are a dict are given by name; as one argument they are ({...},)."
     return TraceError(
-        where=f"inputs of compile, {call.format(inner)}",
+        where=f"inputs, {call.format(inner)}",
         what=str(error),
         why=f"it takes ({taken})",
         do=do,

@@ -72,7 +72,8 @@ def _known(reason: str) -> tuple[str, str] | None:
 def _shapes(reason: str, names: Sequence[str], inputs: Sequence[Tensor]) -> tuple[str, str]:
     """The same of shapes that do not fit each other, and of all that nobody foresaw."""
     given = ", ".join(
-        f"{name} {dtype_name(x.dtype)}{list(x.shape)}" for name, x in zip(names, inputs, strict=True)
+        f"{name} {dtype_name(x.dtype)}{list(x.shape)}"
+        for name, x in zip(names, inputs, strict=True)
     )
     if _SHAPES.search(reason):
         return (

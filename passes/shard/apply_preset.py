@@ -189,7 +189,8 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
                 where=f"mesh {mesh}",
                 what=f"no preset knows the axis {axis!r}",
                 why=f"presets use {', '.join((*DATA_AXES, *TENSOR_AXES))}",
-                do=did_you_mean(axis, (*DATA_AXES, *TENSOR_AXES)) or "Call it dp (each rank has "
+                do=did_you_mean(axis, (*DATA_AXES, *TENSOR_AXES))
+                or "Call it dp (each rank has "
                 "samples of its own) or tp (each has a part of the weights), or say in a plan what "
                 "it cuts.",
             )
