@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from partc.errors import PlanError, UsageError
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.idle_axes import IDLE
 from partc.plan import Plan
+from partc.plan.field_kinds import PLAIN, check_fields
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout
 from partc.program import Program
 from partc.traced import Traced
 from partc.wrong_calls import quoted
@@ -17,6 +21,7 @@ from partc.wrong_calls import quoted
 def read_plan(plan: str | Path | Plan) -> Plan:
     """A Plan from a Plan, a preset's words, a plan's text or the path of a plan.toml."""
     if isinstance(plan, Plan):
+        check_made(plan)
         return plan
     if not isinstance(plan, str | Path):
         raise _no_plan(plan)
@@ -51,6 +56,25 @@ def _no_plan(given: object) -> PlanError:
             'SHARD_GRAD_OP, "ddp" as NO_SHARD.'
         )
     return PlanError(where="compile", what=f"plan is {quoted(given)}", why="it is no plan", do=do)
+
+
+def check_made(plan: Plan) -> None:
+    """PlanError for a Plan whose fields have other types than those that a plan's text gives."""
+    check_fields({name: given for name, given in vars(plan).items() if name in PLAIN}, "Plan")
+    tables = (plan.params, plan.inputs)
+    layouts = [x for table in tables for cuts in table.values() for x in _entries(cuts)]
+    meshes = isinstance(plan.mesh, Mesh | None)
+    if not meshes or not all(isinstance(x, Layout) for x in layouts):
+        what = "a cut is no Layout" if meshes else f"mesh is {quoted(plan.mesh)}"
+        raise PlanError(
+            where="Plan(...)", what=what, why="a plan in Python has partc's own types",
+            do="Write a plan.toml, or its text: partc.Plan.parse(text). The mesh is an argument of "
+            "compile.",
+        )  # fmt: skip
+
+
+def _entries(cuts: object) -> Iterable[object]:
+    return cuts.values() if isinstance(cuts, Mapping) else [cuts]
 
 
 def check_texts(name: str, given: object) -> None:

@@ -23,6 +23,7 @@ _TOLD = {
     "rank": "torchrun says which rank a process is",
     "world_size": 'the mesh says how many ranks there are, mesh="dp=4"',
     "batch_size": "the example inputs say how many rows a step takes",
+    "step": "a checkpoint is named by its folder, checkpoints/step-00000100",
     "optimizer": "an optimizer is made over stage.parameters(), and steps behind stage.step(...)",
 }
 _MISSING = {

@@ -27,7 +27,7 @@ def shipped() -> tuple[str, ...]:
 
 def read_shipped(name: str) -> Topology:
     """A topology that comes with partc; PlanError lists the known names."""
-    if name not in shipped():
+    if not isinstance(name, str) or name not in shipped():
         raise PlanError(
             where=f"topology {name!r}",
             what="no such machine comes with partc",
@@ -39,7 +39,7 @@ def read_shipped(name: str) -> Topology:
 
 
 def _instead(name: str) -> str:
-    if name.endswith(".toml"):
+    if str(name).endswith(".toml"):
         return f"Pass the path of a file for the mesh itself: mesh={name!r}."
     return did_you_mean(name, shipped()) or "Take one of these, or write a mesh.toml of your own."
 

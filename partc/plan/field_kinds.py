@@ -35,6 +35,7 @@ _NUMBERS = {
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes")
 _TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values")
+PLAIN = {*_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "join_mb"}
 FIELDS = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, *_TABLES, "schedule", "recompute", "join_mb", "messages"
 }  # fmt: skip

@@ -43,6 +43,8 @@ class Mesh:
     topology: Topology | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.axes, tuple) or not all(map(_is_axis, self.axes)):
+            raise _no_axes(self.axes)
         for name, size in self.axes:
             _check_axis(name, size)
         if len(set(self.names)) != len(self.axes):
@@ -279,11 +281,25 @@ def _no_mesh(given: object) -> PlanError:
     if all(isinstance(size, int) and size > 0 for size in sizes) and 0 < len(sizes) < 3:
         axes = ",".join(f"{name}={size}" for name, size in zip((DP, TP), sizes, strict=False))
         do = f"Name the axes, for example {axes!r}."
+    elif hasattr(given, "mesh_dim_names"):
+        do = 'Name its axes: init_device_mesh(..., mesh_dim_names=("dp",)).'
     elif not isinstance(given, int | type(None)):
         do += " Inputs come behind it: compile(model, mesh, inputs, loss=loss)."
     return PlanError(
         where="mesh", what=f"{quoted(given)} does not describe a mesh",
         why="no named axes could be read from it", do=do,
+    )  # fmt: skip
+
+
+def _is_axis(given: object) -> bool:
+    return isinstance(given, tuple) and len(given) == 2
+
+
+def _no_axes(given: object) -> PlanError:
+    return PlanError(
+        where="Mesh(axes)", what=f"the axes are {quoted(given)}",
+        why='they are pairs, such as (("dp", 2), ("tp", 4))',
+        do='Write Mesh.of("dp=2,tp=4"), or Mesh.of({"dp": 2}).',
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from partc.data.streams import OwnStreamLoader, StreamLoader
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.holders import exchange_texts
-from partc.program.no_dataset import check_loader
+from partc.program.no_dataset import check_loader, of_dataloader
 from partc.wrong_calls import check_whole_number, quoted
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def loader(
             loss = stage.step(ids, labels)
     """
     check_whole_number(seed, "loader(seed=...)", -(2**63))
-    check_loader(dataset, rows_per_step, options)
+    check_loader(dataset, rows_per_step, {**options, "collate_fn": collate_fn})
+    _check_word(split)
     shuffle = not _is_stream(dataset) if shuffle is None else shuffle
     asked = {
         "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": seed,
@@ -129,12 +130,14 @@ def loader(
             )  # fmt: skip
         _check_split(split, share, self._program.data_world)
         stream_loader = OwnStreamLoader if split == "own" else StreamLoader
-        return stream_loader(dataset, share, self.device, seed=seed, last=last, **options)
+        with of_dataloader():
+            return stream_loader(dataset, share, self.device, seed=seed, last=last, **options)
     rows = self._program.sampler(
         dataset, dist.get_rank(),
         seed=seed, shuffle=shuffle, last=last, batch=batch, rows_per_step=rows_per_step,
     )  # fmt: skip
-    return RowLoader(dataset, rows, seed_samples=seed_samples, **options)
+    with of_dataloader():
+        return RowLoader(dataset, rows, seed_samples=seed_samples, **options)
 
 
 def check_alike(asked: Mapping[str, Any], device: torch.device) -> None:
@@ -158,15 +161,19 @@ def _is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def _check_split(split: Split, share: Share, data_world: int) -> None:
-    """UsageError for a stream of one piece where the step takes the whole batch."""
+def _check_word(split: str) -> None:
+    """UsageError for a word that says nothing of how a dataset is split."""
     if split not in get_args(Split):
         raise UsageError(
             where=f"loader(split={split!r})",
-            what="an iterable dataset cannot be split so",
+            what="no dataset is split so",
             why="it gives all rows, or those of one piece",
             do=f"Give one of {', '.join(get_args(Split))}.",
         )
+
+
+def _check_split(split: Split, share: Share, data_world: int) -> None:
+    """UsageError for a stream of one piece where the step takes the whole batch."""
     if split == "own" and share.world != data_world:
         raise UsageError(
             where='loader(split="own")',

@@ -79,6 +79,12 @@ class SeveralPrograms(nn.Module):
             critic = stage.share(program.also(real, noise, loss=critic_loss))
             critic.step(real, noise)
         """
+        if not isinstance(program, Program):
+            raise UsageError(
+                where="stage.share", what=f"the program is {quoted(program)}",
+                why="another loss over the same weights is a program of its own",
+                do="Pass stage.share(program.also(inputs, loss=loss)).",
+            )  # fmt: skip
         own = self._own
         member = Member.over(program, self._device_mesh, self._tensors, own.guard)
         for name in member.trained:

@@ -25,6 +25,8 @@ _KNOWN = (
      "Call torch.utils.checkpoint.checkpoint with use_reentrant=False."),
     ("UnsupportedOperatorException", "an op has no shape function",
      "Register one with torch.library.register_fake."),
+    ('missing the required "forward"', "the model is no module that is called",
+     "Give it a forward, or pass nn.Sequential(*layers)."),
     ("backward through the graph a second time", "the loss computes gradients by itself",
      "Return the loss alone, without loss.backward() and optimizer.step(): a step computes the "
      "gradients."),
@@ -39,6 +41,7 @@ _KNOWN = (
     (r"Expected (dtype|tensor).*(int64|Long)|scalar type Long", "whole numbers are needed",
      "Give class numbers and indices as whole numbers: labels.long()."),
 )  # fmt: skip
+_OF_PYTHON = ("AttributeError", "NameError", "KeyError", "UnboundLocalError", "ImportError")
 _SHAPES = re.compile(
     r"size|shape|dim\b|dimension|broadcast|expand|channels|must match|numel|elements", re.I
 )
@@ -54,8 +57,14 @@ def explained(
     path, source = forward_of(error)
     path, source = path or module_of(error, model), source or source_of(error)
     path = path or type(model).__name__
+    kind = type(error).__name__
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    what, do = _known(f"{type(error).__name__}: {reason}") or _shapes(reason, names, inputs)
+    what, do = _known(f"{kind}: {reason}") or _shapes(kind, reason, names, inputs)
+    if reason.startswith(f"{type(model).__name__!r} object"):
+        attribute = reason.rpartition(" ")[2].strip("'")
+        if hasattr(Tensor, attribute):
+            what = "the model stands where its result is needed"
+            do = "Let the loss call it: lambda model, x, y: criterion(model(x), y)."
     if what == _VALUE:
         reason += ": while tracing, tensors have shapes but no values"
         if is_wanted_check(error):
@@ -69,13 +78,15 @@ def _known(reason: str) -> tuple[str, str] | None:
     return next(((what, do) for words, what, do in _KNOWN if re.search(words, reason)), None)
 
 
-def _shapes(reason: str, names: Sequence[str], inputs: Sequence[Tensor]) -> tuple[str, str]:
+def _shapes(
+    kind: str, reason: str, names: Sequence[str], inputs: Sequence[Tensor]
+) -> tuple[str, str]:
     """The same of shapes that do not fit each other, and of all that nobody foresaw."""
     given = ", ".join(
         f"{name} {dtype_name(x.dtype)}{list(x.shape)}"
         for name, x in zip(names, inputs, strict=True)
     )
-    if _SHAPES.search(reason):
+    if kind not in _OF_PYTHON and _SHAPES.search(reason):
         return (
             "the shapes do not fit each other",
             f"Compare the inputs, {given}, with what the model takes, and give others.",

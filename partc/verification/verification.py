@@ -94,6 +94,7 @@ def verify(
         partc.verify(program, model, batch, loss=loss_of).check()
     """
     _check_program(program)
+    _check_numbers(lr, dtype)
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     draws = SameDraws(program.draws, program.mesh.names)
@@ -128,6 +129,19 @@ def _check_program(program: Program) -> None:
         raise UsageError(
             where="verify", what=f"the program is {quoted(program)}", why="it is compared with a "
             "model", do=do,
+        )  # fmt: skip
+
+
+def _check_numbers(lr: Any, dtype: Any) -> None:
+    """UsageError for a learning rate that is no number, and for a text in the place of a dtype."""
+    wrong = None if isinstance(lr, int | float) else ("lr", lr, "a number, such as 1e-3")
+    if not isinstance(dtype, torch.dtype | None):
+        wrong = "dtype", dtype, "torch.float64, or None for the model's own"
+    if wrong:
+        name, given, right = wrong
+        raise UsageError(
+            where=f"verify({name}=...)", what=f"it is {quoted(given)}", why=f"it is {right}",
+            do=f"Leave it out, or pass {right}.",
         )  # fmt: skip
 
 
