@@ -42,7 +42,7 @@ class StepLoss(Tensor):
             "call loss = stage(...) in the place of stage.step(...).",
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **named: Any) -> str:  # type: ignore[override]
         return repr(plain(self))
 
     def __format__(self, spec: str) -> str:
