@@ -7,9 +7,11 @@ program from an edited file or from a user's pass cannot open files, run command
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Sequence
 
 from partc.errors import CheckError
+from partc.wrong_calls import did_you_mean
 
 IMPORTS = {"hashlib", "torch", "torch.distributed", "torch.distributed.device_mesh", "torch.nn"}
 NODES = (
@@ -102,7 +104,14 @@ def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> Non
     if isinstance(node, ast.Attribute) and _is_private(node.attr) and node not in compilers:
         raise _Unfit(line, f"it reaches for .{node.attr}")
     if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in known):
-        raise _Unfit(line, f"it reads the name {node.id}")
+        raise _Unfit(line, f"it reads the name {node.id}{_unset(node.id, known)}")
+
+
+def _unset(name: str, known: set[str]) -> str:
+    """What to say of a name that no line of the program sets, and that Python has not either."""
+    if _is_private(name) or name in known or hasattr(builtins, name):
+        return ""
+    return f", which no line sets. {did_you_mean(name, sorted(known - BUILTINS))}".rstrip()
 
 
 def _is_of_shapes(node: ast.Assert) -> bool:

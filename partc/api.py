@@ -17,7 +17,7 @@ from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
 from partc.errors import MemoryLimitError, PlanError
-from partc.given_plan import check_texts, read_plan
+from partc.given_plan import check_texts, read_plan, warn_of_idle
 from partc.graph.graph_edits import copied
 from partc.lowering import staged_plan, table, to_local_graph
 from partc.machines.objective import Objective, objective_of
@@ -224,7 +224,9 @@ class Job:
         """What ``compile`` gives."""
         if plan.preset == AUTO_PLAN:
             return self.with_search(mesh, plan, microbatches, objective)
-        return self.with_plan(mesh.settled(plan.mesh), plan)
+        found = self.with_plan(mesh.settled(plan.mesh), plan)
+        warn_of_idle(found.plan, self.step)
+        return found
 
     def with_search(
         self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective

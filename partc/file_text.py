@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 64_000_000
+LONGEST = 80  # characters of a line that a message quotes
 # A dotted key of many parts, which a TOML reader takes very long for.
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:["']?[\w-]++["']?\s*+\.\s*+){50}""", re.ASCII)
+_OTHERS = (  # signs of other formats in a line, and what TOML has in their place
+    (r"\b(True|False)\b", "TOML writes true and false"),
+    (r"\bNone\b|\bnull\b", "TOML has no None: leave the line out"),
+    (r"^[\w\"'.-]+\s*:|^\{", "TOML writes key = value, and texts in quotation marks"),
+    (r"=\s*[A-Za-z]", "TOML writes texts in quotation marks"),
+)
 
 
 class Unreadable(Exception):
@@ -64,4 +71,16 @@ def toml_table(text: str) -> dict[str, Any]:
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
     except ValueError as error:  # no TOML, or a number of thousands of digits
-        raise Unreadable(str(error)) from None
+        raise Unreadable(_with_line(text, str(error))) from None
+
+
+def _with_line(text: str, said: str) -> str:
+    """What a TOML reader says of a text, with the line, and what to write in place of Python's,
+    JSON's or YAML's words.
+    """
+    at = re.search(r"at line (\d+)", said)
+    line = text.split("\n")[int(at[1]) - 1].strip() if at else ""
+    if not line or len(line) > LONGEST:
+        return said
+    hint = next((f"; {hint}" for sign, hint in _OTHERS if re.search(sign, line)), "")
+    return f"{said}: {line}{hint}"

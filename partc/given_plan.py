@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from partc.errors import PlanError, UsageError
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
+from partc.passes.shard.idle_axes import IDLE
 from partc.plan import Plan
+from partc.plan.field_kinds import PLAIN, check_fields
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout
 from partc.program import Program
+from partc.traced import Traced
 from partc.wrong_calls import quoted
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:
     """A Plan from a Plan, a preset's words, a plan's text or the path of a plan.toml."""
     if isinstance(plan, Plan):
+        check_made(plan)
         return plan
     if not isinstance(plan, str | Path):
         raise _no_plan(plan)
@@ -40,7 +48,33 @@ def _no_plan(given: object) -> PlanError:
         do = "Pass its text: plan=program.plan."
     elif isinstance(given, dict):
         do = "Pass partc.Plan(**fields), or the text of a plan.toml."
+    elif isinstance(given, list | tuple) and given and all(isinstance(x, str) for x in given):
+        do = f"Join presets by +: plan={'+'.join(given)!r}."
+    elif type(given).__module__.startswith("torch.distributed"):
+        do = (
+            'Name the preset of partc: plan="fsdp" shards as FULL_SHARD, "zero2" as '
+            'SHARD_GRAD_OP, "ddp" as NO_SHARD.'
+        )
     return PlanError(where="compile", what=f"plan is {quoted(given)}", why="it is no plan", do=do)
+
+
+def check_made(plan: Plan) -> None:
+    """PlanError for a Plan whose fields have other types than those that a plan's text gives."""
+    check_fields({name: given for name, given in vars(plan).items() if name in PLAIN}, "Plan")
+    tables = (plan.params, plan.inputs)
+    layouts = [x for table in tables for cuts in table.values() for x in _entries(cuts)]
+    meshes = isinstance(plan.mesh, Mesh | None)
+    if not meshes or not all(isinstance(x, Layout) for x in layouts):
+        what = "a cut is no Layout" if meshes else f"mesh is {quoted(plan.mesh)}"
+        raise PlanError(
+            where="Plan(...)", what=what, why="a plan in Python has partc's own types",
+            do="Write a plan.toml, or its text: partc.Plan.parse(text). The mesh is an argument of "
+            "compile.",
+        )  # fmt: skip
+
+
+def _entries(cuts: object) -> Iterable[object]:
+    return cuts.values() if isinstance(cuts, Mapping) else [cuts]
 
 
 def check_texts(name: str, given: object) -> None:
@@ -49,3 +83,15 @@ def check_texts(name: str, given: object) -> None:
         what = f"{name} is {quoted(given)}"
         do = f"Pass a list: {name}=[{quoted(given) if isinstance(given, str) else '...'}]."
         raise UsageError(where="compile", what=what, why="it is a list of texts", do=do)
+
+
+def warn_of_idle(plan: str, step: Traced) -> None:
+    """Warn of axes whose ranks all compute the same, and of a step that trains nothing."""
+    for note in Plan.parse(plan).notes:
+        if IDLE in note:
+            warnings.warn(note, stacklevel=5)
+    params = list(step.model.parameters())
+    if params and step.trains and not any(param.requires_grad for param in params):
+        name = type(step.model).__name__
+        text = f"{name}: no parameter has requires_grad, so that a step trains nothing"
+        warnings.warn(text, stacklevel=5)

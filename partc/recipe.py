@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from partc.collecting import no_collecting
 from partc.compile_cache import CompileCache, Request, cache_of
-from partc.errors import RunError, TraceError
+from partc.errors import RunError, TraceError, UsageError
 from partc.lowering import table
 from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
@@ -28,10 +28,12 @@ from partc.program.wanted import Mode, Wanted
 from partc.schedules.csv_form import CSV, read_csv, write_csv
 from partc.trace.arguments import Arguments, Given
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.no_model import check_model as check_given
 from partc.trace.record import kind_of
 from partc.traced import Traced
 from partc.verification.ignored_rows import why_not_ignored
 from partc.whole_batch import step_of
+from partc.wrong_calls import quoted
 
 Compile = Callable[[Traced, Mesh, Plan], Program]
 
@@ -248,7 +250,13 @@ def with_model(
 
         program = partc.with_model(partc.load("build"), model, loss_of)
     """
-    check_model(Path(program.model), program.fingerprint, model)
+    if not isinstance(program, Program):
+        raise UsageError(
+            where="with_model", what=f"the program is {quoted(program)}",
+            why="it is given a model", do="Pass with_model(program, model, loss).",
+        )  # fmt: skip
+    check_given(model, "with_model")
+    check_model(None, program.fingerprint, model)
     again = compile_again(Plan.parse(program.plan).left_out, cache_of(cache, model), strict=False)
     recipe = Recipe.of(model, loss, again)
     return replace(program, recipe=recipe)

@@ -17,7 +17,7 @@ from partc.passes.runner import State, Table
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.no_model import check_model
 from partc.trace.param_hooks import gradient_hooks
-from partc.trace.record import Kind, Source
+from partc.trace.record import Kind, Source, kind_of
 
 Seen = tuple[Fingerprint, tuple[Any, ...], tuple[bool, ...]]
 Wanted = tuple[bool, TracedStages | None, bool, Table]
@@ -79,6 +79,11 @@ class Traced:
                 do="Leave them out, or pass the model itself.",
             )
         return model
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a backward."""
+        return (self.kind or kind_of(self.loss)) == "step"
 
     def graph(self, *, fold: bool = False, kept: TracedStages | None = None) -> Graph:
         """A copy of the joint graph of forward and backward, for the caller to change.

@@ -16,6 +16,20 @@ from partc.errors import UsageError
 P = ParamSpec("P")
 R = TypeVar("R")
 LONGEST = 60  # characters of an argument that a message quotes
+# Arguments that calls of other libraries have, and where partc is told what they say.
+_TOLD = {
+    "device": "program.module(device=...) says where ranks compute",
+    "dtype": "cast the model before, or compute its loss inside of torch.autocast",
+    "rank": "torchrun says which rank a process is",
+    "world_size": 'the mesh says how many ranks there are, mesh="dp=4"',
+    "batch_size": "the example inputs say how many rows a step takes",
+    "step": "a checkpoint is named by its folder, checkpoints/step-00000100",
+    "optimizer": "an optimizer is made over stage.parameters(), and steps behind stage.step(...)",
+}
+_MISSING = {
+    "mesh": 'mesh="dp=4" says how many ranks there are, and along which axes',
+    "path": 'the folder to write, for example "build"',
+}
 
 
 def known_arguments(call: Callable[P, R]) -> Callable[P, R]:
@@ -30,25 +44,30 @@ def known_arguments(call: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise _unbound(call.__name__, signature, kwargs, error) from None
+            raise _unbound(call, signature, kwargs, error) from None
         return call(*args, **kwargs)
 
     return checked
 
 
 def _unbound(
-    name: str, of: inspect.Signature, named: Iterable[str], error: TypeError
+    call: Callable[..., Any], of: inspect.Signature, named: Iterable[str], error: TypeError
 ) -> UsageError:
+    name = call.__qualname__.removesuffix(".__init__").rpartition(".")[-1]
     each = [p for p in of.parameters if p != "self"]
-    unknown = next((n for n in named if n not in each), None)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in of.parameters.values())
+    unknown = None if takes_any else next((n for n in named if n not in each), None)
     if unknown is None:
-        what, meant = str(error), ""
+        missing = str(error).rpartition(": ")[2].strip("'")
+        what, told = str(error), _MISSING.get(missing, f"help(partc.{name}) says what each is")
+        do = f"Pass what is missing: {told}." if "missing" in what else f"See help(partc.{name})."
     else:
-        what, meant = f"there is no argument {unknown!r}", did_you_mean(unknown, each)
+        what = f"there is no argument {unknown!r}"
+        told = _TOLD.get(unknown, "")
+        do = f"Leave it out: {told}." if told else did_you_mean(unknown, each)
     return UsageError(
         where=f"{name}()", what=what, why=f"it takes {', '.join(each)}",
-        do=meant or f"Leave it out, or see help(partc.{name})."
-        if unknown else f"Pass what is missing; help(partc.{name}) says what each is.",
+        do=do or f"Leave it out, or see help(partc.{name}).",
     )  # fmt: skip
 
 
@@ -77,7 +96,7 @@ def quoted(given: object) -> str:
 
 def as_path(given: Any, where: str) -> Path:
     """The path; UsageError for what cannot be one."""
-    if not isinstance(given, str | os.PathLike) or "\0" in os.fspath(given):
+    if given == "" or not isinstance(given, str | os.PathLike) or "\0" in os.fspath(given):
         raise UsageError(
             where=where, what=f"{quoted(given)} is no path", why="a path is a text or a Path",
             do='Name a file or folder, for example "build".',

@@ -186,6 +186,11 @@ def verify_command(args: argparse.Namespace) -> int:
     """
     from partc.program import load
 
+    if not args.tolerance > 0:
+        raise UsageError(
+            where=f"--tolerance {args.tolerance}", what="no error is below that",
+            why="it is the largest relative error", do="Write a number above 0, such as 1e-9.",
+        )  # fmt: skip
     report, right = _verify(args, load(args.folder), args.tolerance, args.processes)
     verdict = f"{'equal' if right else 'DIFFERENT'} within {args.tolerance:.1e}"
     _tell(args, f"{report}\n{verdict}", {**report.as_json(), "ok": right})
@@ -339,6 +344,21 @@ def _sizes(args: argparse.Namespace) -> Any:
     from partc.cli.models import Sizes
     from partc.program.role import dtype_of
 
+    given = {"--batch": args.batch, "--seq": args.seq, "--layers": args.layers}
+    for option, number in given.items():
+        if number is not None and number < 1:
+            raise UsageError(
+                where=f"{option} {number}", what="that is no size of a model or a batch",
+                why="it counts from 1", do=f"Write {option} 1 or more.",
+            )  # fmt: skip
+    given["--dtype"] = None if args.dtype == "float32" else args.dtype
+    option = next((option for option, each in given.items() if each is not None), "")
+    if option and not args.model.startswith("hf:"):
+        raise UsageError(
+            where=option, what=f"{args.model} does not follow it",
+            why="it says what the configuration of an hf: model leaves open",
+            do="Leave it out, and let the function return inputs of that size.",
+        )  # fmt: skip
     dtype = dtype_of(args.dtype)
     return Sizes(args.batch, args.seq, args.layers, dtype, not args.no_dropout)
 

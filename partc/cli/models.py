@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, UsageError
+from partc.wrong_calls import did_you_mean
 
 AUTO = (  # the first class that has the configuration's model, and the name of its input
     ("AutoModelForCausalLM", "input_ids"),
@@ -68,7 +69,7 @@ def find_model(name: str, sizes: Sizes, values: bool = False) -> Target:
     """The model of a name; UsageError if the name stands for none."""
     kind, _, rest = name.partition(":")
     if not rest:
-        raise _unknown(name, "it has no colon")
+        raise _unknown(name, "it has no colon", _as_module(kind, "CALLABLE"))
     target = _configured(rest, sizes, values) if kind == "hf" else _called(kind, rest)
     if not sizes.dropout:
         _drop_nothing(target.model)
@@ -94,10 +95,24 @@ def _found(module: str, attribute: str) -> Any:
     try:
         with _users_code(module):
             return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise _unknown(f"{module}:{attribute}", str(error)) from error
+    except AttributeError as error:
+        there = vars(sys.modules[module]) if module in sys.modules else {}
+        do = did_you_mean(attribute, (n for n in there if not n.startswith("_")))
+        raise _unknown(f"{module}:{attribute}", str(error), do) from error
+    except ImportError as error:
+        raise _unknown(
+            f"{module}:{attribute}", str(error), _as_module(module, attribute)
+        ) from error
     finally:
         sys.path.pop(0)
+
+
+def _as_module(module: str, attribute: str) -> str:
+    """What to write for the path of a file; "" for what is none."""
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        return f"Write the module, as Python imports it from here: {dotted}:{attribute}."
+    return ""
 
 
 @contextmanager
@@ -172,6 +187,13 @@ def _configured(name: str, sizes: Sizes, values: bool) -> Target:
 
 
 def _config(transformers: Any, name: str) -> Any:
+    if name.endswith(".json") and not Path(name).is_file():
+        raise _unknown(f"hf:{name}", "there is no such file", "Check the path of the config.json.")
+    known = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING.keys())
+    if not Path(name).exists() and name not in known:
+        why = f"{'nothing is downloaded' if '/' in name else 'no model type is called so'}"
+        do = "Save its config.json, and name that: hf:path/config.json." if "/" in name else ""
+        raise _unknown(f"hf:{name}", why, do or did_you_mean(name, known))
     try:
         if name.endswith(".json") or Path(name).is_dir():
             return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
@@ -272,12 +294,12 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _unknown(name: str, why: str) -> UsageError:
+def _unknown(name: str, why: str, do: str = "") -> UsageError:
     return UsageError(
         where=name,
         what="does not name a model",
         why=why,
-        do="Write package.module:callable, hf:llama or another type, or hf:path/config.json.",
+        do=do or "Write package.module:callable, hf:llama or another type, or hf:path/config.json.",
     )
 
 

@@ -8,6 +8,7 @@ from operator import index
 from typing import Any
 
 from partc.errors import LoadError
+from partc.wrong_calls import check_whole_number
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Course:
 
         A position inside of this epoch that was loaded, or where an iteration ended, stays.
         """
+        check_whole_number(epoch, "set_epoch")
         if self._is_open or epoch != self.position.epoch:
             self.position = Position(self.position.seed, epoch)
         self._is_open = False

@@ -65,5 +65,5 @@ def check_points(where: str, points: Any) -> None:
             )
 
 
-def refusal(where: str, what: str, why: str) -> PlanError:
-    return PlanError(where=where, what=what, why=why, do="Correct the figure.")
+def refusal(where: str, what: str, why: str, do: str = "Correct the figure.") -> PlanError:
+    return PlanError(where=where, what=what, why=why, do=do)

@@ -12,6 +12,7 @@ from partc.errors import PlanError
 from partc.file_text import Unreadable, file_text, toml_table
 from partc.machines.topology import Device, Level, Points, Topology
 from partc.machines.topology_checks import check_keys, refusal
+from partc.wrong_calls import did_you_mean
 
 T = TypeVar("T", Device, Level)
 NUMBERS = ("start_s", "contention", "skew", "sharing")
@@ -26,15 +27,21 @@ def shipped() -> tuple[str, ...]:
 
 def read_shipped(name: str) -> Topology:
     """A topology that comes with partc; PlanError lists the known names."""
-    if name not in shipped():
+    if not isinstance(name, str) or name not in shipped():
         raise PlanError(
             where=f"topology {name!r}",
             what="no such machine comes with partc",
             why=f"there are {', '.join(shipped())}",
-            do="Take one of these, or write a mesh.toml of your own.",
+            do=_instead(name),
         )
     file = resources.files("partc") / "machines" / f"{name}.toml"
     return parse_topology(file.read_text(encoding="utf-8"), f"{name}.toml")
+
+
+def _instead(name: str) -> str:
+    if str(name).endswith(".toml"):
+        return f"Pass the path of a file for the mesh itself: mesh={name!r}."
+    return did_you_mean(name, shipped()) or "Take one of these, or write a mesh.toml of your own."
 
 
 def read_topology(path: str | Path) -> Topology:
@@ -69,7 +76,7 @@ def topology_of(table: Mapping[str, Any], where: str) -> Topology:
     check_keys(where, table, TOPOLOGY_KEYS)
     given = {key: table[key] for key in ("name", "library", *NUMBERS) if key in table}
     if "name" not in given:
-        raise refusal(where, "name is missing", "a topology has one")
+        raise refusal(where, "name is missing", "machines have one", 'Write name = "mine" on top.')
     try:
         return Topology(
             **given,

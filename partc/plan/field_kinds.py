@@ -35,6 +35,7 @@ _NUMBERS = {
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes")
 _TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values")
+PLAIN = {*_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "join_mb"}
 FIELDS = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, *_TABLES, "schedule", "recompute", "join_mb", "messages"
 }  # fmt: skip
@@ -47,6 +48,20 @@ def check_fields(table: Mapping[str, Any], where: str) -> None:
     """
     for name, given in table.items():
         _check_of(name)(name, given, where)
+
+
+def check_places(table: Mapping[str, Any], where: str) -> None:
+    """PlanError for a field of the plan that stands behind the head of a table, so that it would be
+    an entry of that.
+    """
+    for name in _TABLES:
+        for key, given in table.get(name, {}).items():
+            if key in FIELDS and not isinstance(given, Mapping) and given != "whole":
+                raise plan_error(
+                    where, f"{key!r} stands in the table [{name}]",
+                    "a line belongs to the last [table] above it",
+                    f"Write {key} = ... above the first line in brackets.",
+                )  # fmt: skip
 
 
 def plan_error(where: str, what: str, why: str, do: str = "") -> PlanError:
@@ -98,6 +113,11 @@ def _list(name: str, given: Any, where: str) -> None:
     texts = given if isinstance(given, list | tuple) else [None]
     if not all(isinstance(each, str) for each in texts):
         do = f'Write a list: {name} = ["...", "..."].'
+        if name == "stages":
+            do = (
+                "Write the modules at which stages behind the first begin: "
+                'stages = ["blocks.4"]. How many there are, the axis pp and chunks say.'
+            )
         raise plan_error(
             where, f"{name} = {quoted(given)} means nothing", "it is a list of texts", do
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from partc.errors import PlanError
 from partc.machines.topology import Topology
+from partc.machines.topology_text import shipped
 from partc.wrong_calls import quoted
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Mesh:
     topology: Topology | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.axes, tuple) or not all(map(_is_axis, self.axes)):
+            raise _no_axes(self.axes)
         for name, size in self.axes:
             _check_axis(name, size)
         if len(set(self.names)) != len(self.axes):
@@ -110,12 +113,7 @@ class Mesh:
         names = getattr(mesh, "mesh_dim_names", None)
         if names is not None:
             return cls(tuple(zip(names, map(int, mesh.mesh.shape), strict=True)))
-        raise PlanError(
-            where="mesh",
-            what=f"{quoted(mesh)} does not describe a mesh",
-            why="no named axes could be read from it",
-            do='Give a Mesh, a DeviceMesh with names, a dict, "dp=2,tp=4" or a .toml path.',
-        )
+        raise _no_mesh(mesh)
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -124,13 +122,7 @@ class Mesh:
         for part in re.split(r"[,\s]+", text.strip()):
             name, equals, size = part.partition("=")
             if not equals or not re.fullmatch(r"[0-9]{1,18}", size):
-                raise PlanError(
-                    where=f"mesh {text!r}",
-                    what=f"{quoted(part)} is not an axis",
-                    why="an axis is written name=size",
-                    do='Write for example "dp=2,tp=4"; a file ends in .toml, and Mesh.load(name) '
-                    "takes a machine.",
-                )
+                raise _no_axis(text, part)
             axes.append((name, int(size)))
         return cls(tuple(axes))
 
@@ -280,6 +272,45 @@ def _most_units(stride: int, size: int, unit: int, num_ranks: int) -> int:
     groups = min(num_ranks // step, unit // gcd(step, unit))
     latest = (min(group * step % unit + stride, unit) - 1 for group in range(groups))
     return max((begin + span) // unit for begin in latest) + 1
+
+
+def _no_mesh(given: object) -> PlanError:
+    """The refusal of what names no axes, with what to write in its place."""
+    do = 'Give a Mesh, a DeviceMesh with names, a dict, "dp=2,tp=4" or a .toml path.'
+    sizes = given if isinstance(given, list | tuple) else [given]
+    if all(isinstance(size, int) and size > 0 for size in sizes) and 0 < len(sizes) < 3:
+        axes = ",".join(f"{name}={size}" for name, size in zip((DP, TP), sizes, strict=False))
+        do = f"Name the axes, for example {axes!r}."
+    elif hasattr(given, "mesh_dim_names"):
+        do = 'Name its axes: init_device_mesh(..., mesh_dim_names=("dp",)).'
+    elif not isinstance(given, int | type(None)):
+        do += " Inputs come behind it: compile(model, mesh, inputs, loss=loss)."
+    return PlanError(
+        where="mesh", what=f"{quoted(given)} does not describe a mesh",
+        why="no named axes could be read from it", do=do,
+    )  # fmt: skip
+
+
+def _is_axis(given: object) -> bool:
+    return isinstance(given, tuple) and len(given) == 2
+
+
+def _no_axes(given: object) -> PlanError:
+    return PlanError(
+        where="Mesh(axes)", what=f"the axes are {quoted(given)}",
+        why='they are pairs, such as (("dp", 2), ("tp", 4))',
+        do='Write Mesh.of("dp=2,tp=4"), or Mesh.of({"dp": 2}).',
+    )  # fmt: skip
+
+
+def _no_axis(text: str, part: str) -> PlanError:
+    do = 'Write for example "dp=2,tp=4"; a file ends in .toml, and Mesh.load(name) takes a machine.'
+    if text in shipped():
+        do = f"Pass partc.Mesh.load({text!r}, devices), of which the plan chooses the axes."
+    return PlanError(
+        where=f"mesh {text!r}", what=f"{quoted(part)} is not an axis",
+        why="an axis is written name=size", do=do,
+    )  # fmt: skip
 
 
 def _check_axis(name: str, size: int) -> None:

@@ -18,6 +18,8 @@ from partc.machines.topology_checks import check_keys, refusal
 from partc.machines.topology_text import TOPOLOGY_KEYS, read_toml, topology_of
 from partc.plan.mesh import Mesh
 
+_AXES = "Write a line [axes], and below it for example dp = 2."
+
 
 def read_mesh(path: Path) -> Mesh:
     """The mesh in a mesh.toml; PlanError names the entry that is wrong."""
@@ -29,8 +31,15 @@ def read_mesh(path: Path) -> Mesh:
         return Mesh(tuple(axes.items()), _machine(table, axes, where))
     if set(table) & set(TOPOLOGY_KEYS):
         return Mesh(tuple(axes.items()), topology_of(table, where))
+    known = ("axes", "machine", *TOPOLOGY_KEYS)
     if axes:
-        check_keys(where, table, ("axes", "machine", *TOPOLOGY_KEYS))
+        check_keys(where, table, known)
+    name = next((name for name, size in table.items() if isinstance(size, Mapping)), "")
+    if name:
+        why = "the sizes of axes stand under [axes], or alone in the file"
+        raise refusal(where, f"[{name}] is unknown", why, _AXES)
+    if not (axes or table):
+        raise refusal(where, "it is empty", "it has axes, machines, or both", _AXES)
     return Mesh(tuple((axes or table).items()))
 
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from partc.file_text import Unreadable, toml_table
-from partc.plan.field_kinds import FIELDS, check_fields, plan_error
+from partc.plan.field_kinds import FIELDS, check_fields, check_places, plan_error
 from partc.plan.mesh import Mesh
 from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
@@ -39,6 +39,7 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
             did_you_mean(unknown[0], FIELDS),
         )  # fmt: skip
     check_fields(table, where)
+    check_places(table, where)
     mesh = Mesh(tuple(table["mesh"].items())) if "mesh" in table else None
     for name in ("params", "inputs"):
         table[name] = {
@@ -74,6 +75,12 @@ def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
     cuts = {}
     for axis, at in entry.items():
         dim, outer = at if isinstance(at, list) and len(at) == 2 else (at, 1)
+        if isinstance(at, Mapping):
+            name = f'"{where.rpartition(".")[2]}.{axis}"'
+            raise plan_error(
+                where, f"{axis!r} is another table", "a name with dots stands in quotation marks",
+                f"Write {name} = {{ axis = dim }}, with the whole name.",
+            )  # fmt: skip
         if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (dim, outer)):
             raise plan_error(where, f"{at!r} is not a dim", "write dim, or [dim, outer]")
         cuts[axis] = cut(dim, outer)

@@ -29,6 +29,7 @@ from partc.program.expected import Expectation
 from partc.program.farewell import tell_at_exit
 from partc.program.fixed_text import FixedText
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
+from partc.program.not_a_stage import NotAStage
 from partc.program.origin import Origin
 from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
@@ -57,7 +58,7 @@ SCHEDULE = "schedule.csv"  # of a pipeline
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(NotAStage):
     """A compiled training step: what ``compile`` and ``load`` give.
 
     Attributes:
@@ -240,6 +241,7 @@ class Program:
         mesh, plan = str(self.mesh).encode(), self.plan.encode()
         return {"sources": sources.hexdigest(), "plan": sha256(plan), "mesh": sha256(mesh)}
 
+    @known_arguments
     def save(self, path: str | Path) -> None:
         """Write the program into a folder, whole or not at all.
 
@@ -379,13 +381,13 @@ def _other(folder: Path, first: Manifest) -> Program:
     return other
 
 
-def check_model(folder: Path, fingerprint: Fingerprint, model: nn.Module) -> None:
-    """LoadError if a saved program's fingerprint is not that of a model."""
+def check_model(folder: Path | None, fingerprint: Fingerprint, model: nn.Module) -> None:
+    """LoadError if the fingerprint of a program, saved in a folder, is not that of a model."""
     differences = fingerprint.differences(Fingerprint.of(model))
     if differences:
+        again = "Compile again" + (f', with plan="{folder / PLAN}"' if folder else " for this one")
         raise LoadError(
-            where=str(folder),
+            where=str(folder or "program"),
             what=f"this program was compiled for another model than {type(model).__name__}",
-            why=f"{len(differences)} of its tensors differ",
-            do=f'Compile again, with plan="{folder / PLAN}":{table(differences)}',
-        )
+            why=f"{len(differences)} of its tensors differ", do=f"{again}:{table(differences)}",
+        )  # fmt: skip

@@ -50,6 +50,8 @@ def _differs(error: TreeError) -> RunError:
     do = "Pass what was compiled, or compile again."
     if "the number" in error.what or "the string" in error.what or "None" in error.what:
         do = "Pass what was compiled, make it a tensor and compile again, or compile for it."
+    if "is a ndarray now" in error.what or "is a list now" in error.what:
+        do = "Pass a tensor, torch.as_tensor(...), or compile for it."
     if "is a dict now" in error.what:
         do = "Pass a dict as its entries, step(**batch), or compile for it."
     return RunError(

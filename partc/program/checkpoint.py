@@ -88,7 +88,7 @@ def save_checkpoint(
             or a rank cannot write. It is raised on all ranks.
         UsageError: the step is no whole number from 0 on.
     """
-    check_arguments("save_checkpoint", stage, optimizer)
+    check_arguments("save_checkpoint", stage, optimizer, loader)
     folder = as_path(folder, "save_checkpoint")
     ranks = Together("save_checkpoint", stage.device, RunError)
     target = ranks.do(lambda: _target(folder, stage, optimizer, step))
@@ -130,7 +130,7 @@ def load_checkpoint(
             another optimizer, or ranks find different steps. It is raised on all ranks, before
             anything is loaded.
     """
-    check_arguments("load_checkpoint", stage, optimizer)
+    check_arguments("load_checkpoint", stage, optimizer, loader)
     folder = as_path(folder, "load_checkpoint")
     ranks = Together("load_checkpoint", stage.device, LoadError)
     saved = ranks.do(lambda: _accepted(folder, stage, optimizer))

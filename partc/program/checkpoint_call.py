@@ -7,17 +7,24 @@ from partc.program.runtime import Stage
 from partc.wrong_calls import quoted
 
 
-def check_arguments(call: str, stage: object, optimizer: object) -> None:
-    """UsageError for what is no stage, or no optimizer."""
+def check_arguments(call: str, stage: object, optimizer: object, loader: object = None) -> None:
+    """UsageError for what is no stage, no optimizer, or no loader with a position."""
     if not isinstance(stage, Stage):
         raise UsageError(
             where=call, what=f"the stage is {quoted(stage)}",
             why="a checkpoint is made of the pieces that this rank has",
             do=f"Pass what program.module() gave: {call}(folder, stage, optimizer).",
         )  # fmt: skip
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+    no_groups = isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")
+    if optimizer is not None and no_groups:
         raise UsageError(
             where=call, what=f"the optimizer is {quoted(optimizer)}",
             why="it has no groups of parameters",
             do="Pass the optimizer itself; save the state_dict() of a scheduler beside it.",
+        )  # fmt: skip
+    if loader is not None and not hasattr(loader, "state_dict"):
+        raise UsageError(
+            where=f"{call}(loader=...)", what=f"it is {quoted(loader)}",
+            why="it has no position in the data that could be saved",
+            do="Pass what stage.loader(dataset) or program.sampler(dataset) gave.",
         )  # fmt: skip

@@ -70,7 +70,7 @@ def check_inputs(inputs: Sequence[Tensor], role: Role, device: str) -> None:
         where="step",
         what=f"expected ({', '.join(expected)}), got ({', '.join(got)})",
         why=_contract(role),
-        do=_advice(given, whole, role),
+        do=_elsewhere(given, wanted, role) or _advice(given, whole, role),
     )
 
 
@@ -80,6 +80,18 @@ def _contract(role: Role) -> str:
         return 'the program was compiled for one global batch (batch="global"), whole on every rank'
     along = " and ".join(f"{axis}={cut[axis]}" for axis in role.mesh.names if axis in cut)
     return f'it takes each rank\'s piece of the batch, along {along} (batch="local")'
+
+
+def _elsewhere(given: Sequence[Any], wanted: Sequence[Any], role: Role) -> str:
+    """What to do about inputs of the right shapes with another dtype or device; "" for others."""
+    if [shape for shape, *_ in given] != [shape for shape, *_ in wanted]:
+        return ""
+    for name, (_, dtype, device), (_, is_now, here) in zip(role.inputs, wanted, given, strict=True):
+        if dtype != is_now:
+            return f"Give {name} as it was compiled, {name}.to({dtype}), or compile for this dtype."
+        if device != here:
+            return f"Move {name} to where the stage computes: {name}.to({device!r})."
+    return ""
 
 
 def _advice(given: Sequence[Any], whole: Sequence[Any], role: Role) -> str:

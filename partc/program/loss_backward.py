@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,9 +49,9 @@ def scaled_step(
 
 
 def check_scale(given: Any) -> Any:
-    """The ``scale`` of a step; RunError unless it is None, a number or a tensor ``f32[]``."""
+    """The ``scale`` of a step; RunError unless it is None, a finite number or ``f32[]``."""
     is_one = isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex()
-    if given is None or is_one or isinstance(given, int | float):
+    if given is None or is_one or (isinstance(given, int | float) and math.isfinite(given)):
         return given
     raise RunError(
         where="step(scale=...)", what=f"it is {quoted(given)}",

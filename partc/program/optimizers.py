@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from partc.errors import RunError
+from partc.errors import RunError, UsageError
 from partc.program.elsewhere import drop_stand_ins
 from partc.program.role import Shard
 from partc.program.shown import Shown
+from partc.wrong_calls import quoted
 
 Optimizer = torch.optim.Optimizer
 StateDict = dict[str, Any]
@@ -121,6 +122,12 @@ def check_of_stage(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
 
     Stand-ins of parameters that other ranks have are taken out of its groups.
     """
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise UsageError(
+            where="optimizer", what=f"it is {quoted(optimizer)}",
+            why="an optimizer has groups of parameters",
+            do="Make one, and pass it itself: torch.optim.AdamW(stage.parameters()).",
+        )  # fmt: skip
     drop_stand_ins(optimizer)
     known = {id(param) for param in params}
     for group in optimizer.param_groups:

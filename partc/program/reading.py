@@ -18,7 +18,8 @@ from partc.data.streams import OwnStreamLoader, StreamLoader
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.holders import exchange_texts
-from partc.wrong_calls import check_whole_number
+from partc.program.no_dataset import check_loader, of_dataloader
+from partc.wrong_calls import check_whole_number, quoted
 
 if TYPE_CHECKING:
     from partc.program import Program
@@ -59,7 +60,7 @@ def loader(
     dataset: Any,
     *,
     seed: int = 0,
-    shuffle: bool = True,
+    shuffle: bool | None = None,
     last: Last = "drop",
     batch: Batch | None = None,
     rows_per_step: int | None = None,
@@ -76,7 +77,8 @@ def loader(
         dataset: with ``len`` and rows by number, as any map-style dataset of torch; or an
             iterable one.
         seed: of the order and of the samples' random numbers; the same on all ranks.
-        shuffle: whether every epoch has an order of its own.
+        shuffle: whether every epoch has an order of its own; None: yes, of rows by number. An
+            iterable dataset has its own order.
         last: what becomes of the rows that fill no step at the end of an epoch: ``"drop"`` leaves
             them out, ``"partial"`` makes a smaller step of them, ``"next"`` takes them into the
             first step of the next epoch.
@@ -108,6 +110,9 @@ def loader(
             loss = stage.step(ids, labels)
     """
     check_whole_number(seed, "loader(seed=...)", -(2**63))
+    check_loader(dataset, rows_per_step, {**options, "collate_fn": collate_fn})
+    _check_word(split)
+    shuffle = not _is_stream(dataset) if shuffle is None else shuffle
     asked = {
         "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": seed,
         "shuffle": shuffle, "last": last, "batch": batch, "rows_per_step": rows_per_step,
@@ -117,14 +122,22 @@ def loader(
     options = {"pin_memory": self.device.type == "cuda", "collate_fn": collate_fn, **options}
     if _is_stream(dataset):
         share = rows_of(self._program, dist.get_rank(), batch, rows_per_step)
+        if shuffle:
+            raise UsageError(
+                where="loader(shuffle=True)", what=f"the dataset is {quoted(dataset)}",
+                why="its rows have no numbers, and come in the order in which it gives them",
+                do="Leave it out, and shuffle in the dataset (its set_epoch is told the epoch).",
+            )  # fmt: skip
         _check_split(split, share, self._program.data_world)
         stream_loader = OwnStreamLoader if split == "own" else StreamLoader
-        return stream_loader(dataset, share, self.device, seed=seed, last=last, **options)
+        with of_dataloader():
+            return stream_loader(dataset, share, self.device, seed=seed, last=last, **options)
     rows = self._program.sampler(
         dataset, dist.get_rank(),
         seed=seed, shuffle=shuffle, last=last, batch=batch, rows_per_step=rows_per_step,
     )  # fmt: skip
-    return RowLoader(dataset, rows, seed_samples=seed_samples, **options)
+    with of_dataloader():
+        return RowLoader(dataset, rows, seed_samples=seed_samples, **options)
 
 
 def check_alike(asked: Mapping[str, Any], device: torch.device) -> None:
@@ -148,15 +161,19 @@ def _is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def _check_split(split: Split, share: Share, data_world: int) -> None:
-    """UsageError for a stream of one piece where the step takes the whole batch."""
+def _check_word(split: str) -> None:
+    """UsageError for a word that says nothing of how a dataset is split."""
     if split not in get_args(Split):
         raise UsageError(
             where=f"loader(split={split!r})",
-            what="an iterable dataset cannot be split so",
+            what="no dataset is split so",
             why="it gives all rows, or those of one piece",
             do=f"Give one of {', '.join(get_args(Split))}.",
         )
+
+
+def _check_split(split: Split, share: Share, data_world: int) -> None:
+    """UsageError for a stream of one piece where the step takes the whole batch."""
     if split == "own" and share.world != data_world:
         raise UsageError(
             where='loader(split="own")',

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.autocast import DEVICES, autocast_now, without
@@ -50,14 +52,8 @@ def _with_others(
     recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
     calls, pieces = Calls(program, others.values), Pieces.of(program)
     rows = Rows.of(Plan.parse(program.plan), program.mesh, list(program.inputs))
+    _check_asked(program, batches, modes)
     for mode in modes:
-        if mode not in WANTED:
-            raise UsageError(
-                where=f"for_shapes(modes=({mode!r},))",
-                what="there is no such mode",
-                why=f"there are {', '.join(WANTED)}",
-                do="Take some of these.",
-            )
         kind, its_mode = WANTED[mode]
         if mode == "train":
             its_mode = program.wanted.mode
@@ -71,3 +67,23 @@ def _with_others(
             if wanted != program.wanted and wanted not in others:
                 others[wanted] = recipe.program(wanted, program)
     return replace(program, others=tuple(others.values()))
+
+
+def _check_asked(program: Program, batches: Sequence[Any], modes: Sequence[str]) -> None:
+    """UsageError for modes that there are not, and for tensors in the place of batches."""
+    unknown = modes if isinstance(modes, str) else next((m for m in modes if m not in WANTED), None)
+    if unknown is not None:
+        right = unknown in WANTED
+        raise UsageError(
+            where=f"for_shapes(modes={modes!r})",
+            what="it is one text" if right else "there is no such mode",
+            why=f"there are {', '.join(WANTED)}",
+            do=f"Pass a tuple: modes=({unknown!r},)." if right else "Take some of these.",
+        )  # fmt: skip
+    names = ", ".join(each.name for each in program.arguments.each)
+    several = len(program.arguments.each) > 1 and {*modes} != {"forward"}
+    if several and any(isinstance(batch, Tensor) for batch in batches):
+        raise UsageError(
+            where="for_shapes", what="a batch is a tensor", why=f"a step takes ({names})",
+            do=f"Pass a tuple for each batch: for_shapes(({names}), ...).",
+        )  # fmt: skip

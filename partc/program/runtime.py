@@ -32,7 +32,7 @@ from partc.program.run_state import Guard, RunState
 from partc.program.several_programs import SeveralPrograms
 from partc.program.shown import Shown, register_at
 from partc.program.stage_optimizers import StageOptimizers
-from partc.program.step_checks import check_default_dtype
+from partc.program.step_checks import can_be_moved, check_default_dtype
 from partc.program.user_modules import UserModules
 from partc.program.weights import Source, whole_tensors
 from partc.program.whole_states import WholeStates
@@ -282,7 +282,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
         missing = self._loaded.missing(self._tensors.held)
-        self._rank_step._apply(fn, recurse)
+        with can_be_moved():
+            self._rank_step._apply(fn, recurse)
         self._tensors.apply(fn)
         self._show_tensors()
         self._loaded.watch(self._tensors.held, missing)

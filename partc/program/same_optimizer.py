@@ -28,7 +28,8 @@ def check_same_optimizer(
     mine = type(optimizer).__name__
     if len(groups) != len(optimizer.param_groups):
         num = len(optimizer.param_groups)
-        raise _other(path, f"it has {len(groups)} groups of parameters, the {mine} has {num}")
+        has = f"it has {len(groups)} groups of parameters, the {mine} has {num}"
+        raise _other(path, has if groups else "it was saved without an optimizer")
     wanted = {name for name, value in optimizer.defaults.items() if isinstance(value, PLAIN)}
     saved = {name for group in groups for name in group} - {CLASS, "params"}
     known = {name for group in optimizer.param_groups for name in group}

@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from partc.errors import UsageError
 from partc.program import Program
 from partc.program.family import Family
 from partc.program.family_errors import untrained
@@ -15,6 +16,8 @@ from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
 from partc.program.shown import Shown, begin_all, end_all
+from partc.program.step_loss import of_step
+from partc.wrong_calls import quoted
 
 
 class SeveralPrograms(nn.Module):
@@ -36,6 +39,12 @@ class SeveralPrograms(nn.Module):
         In eval mode a call gives what the model returns, without gradients, and ``step`` is
         refused. The mode of the model that was compiled decides nothing from here on.
         """
+        if not isinstance(mode, bool):
+            raise UsageError(
+                where=f"stage.train({quoted(mode)})", what="the mode is no boolean",
+                why="train(True) trains, train(False) evaluates",
+                do="Call stage.train() or stage.eval().",
+            )  # fmt: skip
         self._own.state.mode = "train" if mode else "eval"
         return super().train(mode)
 
@@ -70,6 +79,12 @@ class SeveralPrograms(nn.Module):
             critic = stage.share(program.also(real, noise, loss=critic_loss))
             critic.step(real, noise)
         """
+        if not isinstance(program, Program):
+            raise UsageError(
+                where="stage.share", what=f"the program is {quoted(program)}",
+                why="another loss over the same weights is a program of its own",
+                do="Pass stage.share(program.also(inputs, loss=loss)).",
+            )  # fmt: skip
         own = self._own
         member = Member.over(program, self._device_mesh, self._tensors, own.guard)
         for name in member.trained:
@@ -110,10 +125,11 @@ class SeveralPrograms(nn.Module):
             return None
         if scale is not None:
             shown = list(self._shown.values())
-            return ready.whole(scaled_step(shown, ready.run, scale, is_half=ready.is_half))
+            loss = scaled_step(shown, ready.run, scale, is_half=ready.is_half)
+            return ready.whole(of_step(loss))
         begin_all(self._shown.values())
         try:
-            return ready.whole(ready.run())
+            return ready.whole(of_step(ready.run()))
         finally:
             end_all(self._shown.values())
 

@@ -63,6 +63,8 @@ def _run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Hom
         plain = {name: _plain(x) for name, x in kwargs.items()} if kwargs else {}
         result = func(*map(_plain, args), **plain)
     except Exception as error:
+        if func.namespace == "c10d":
+            raise _collective(func) from None
         if not op.is_of_torch or isinstance(error, _NO_REFUSAL_OF_DTENSOR):
             raise
         return run_on_whole(func, args, kwargs)  # which says what is wrong with the operands
@@ -281,4 +283,14 @@ def _number_of_one_rank(value: HomeTensor) -> RunError:
         do="Clip with stage.clip_grad_norm_, which returns the norm of the whole model; let an "
         "optimizer that reads numbers go by stage.step_on_whole; or say that you mean this "
         "parameter alone: .full_tensor().item().",
+    )
+
+
+def _collective(func: Any) -> RunError:
+    return RunError(
+        where=str(func),
+        what="a collective was asked for on a parameter of a stage, or on its gradient",
+        why="the stage sums gradients by itself, and a parameter stands for all ranks' pieces",
+        do="Leave DistributedDataParallel and dist.all_reduce out; parameter.full_tensor() is the "
+        "whole.",
     )

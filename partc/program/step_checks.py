@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -109,6 +110,20 @@ def check_world_stands(world: Any) -> None:
             why="it was destroyed, and perhaps another one was made",
             do="Call program.module() again, and load what was saved before.",
         )
+
+
+@contextmanager
+def can_be_moved() -> Iterator[None]:
+    """RunError where ``.to()`` of a stage asks for what this process has not got."""
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        raise RunError(
+            where="stage.to(...)",
+            what="its tensors cannot be moved so",
+            why=str(error).partition("\n")[0],
+            do='Say where ranks compute when the stage is made: program.module(device="cuda").',
+        ) from None
 
 
 def check_casts(casts: Mapping[str, torch.dtype]) -> None:

@@ -141,8 +141,18 @@ class TensorFile(Mapping[str, Tensor]):
             where=str(self.path),
             what="not a whole safetensors file",
             why=why,
-            do="Copy or write it again.",
+            do="Pass what torch.load(path, weights_only=True) gives."
+            if _is_of_torch(self.path)
+            else "Copy or write it again.",
         ) from None
+
+
+def _is_of_torch(path: Path) -> bool:
+    """Whether a file begins as ``torch.save`` writes it: as a zip, or a pickle."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(2) in (b"PK", b"\x80\x02")
 
 
 def _of_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:

@@ -112,6 +112,13 @@ def _hint(matched: Matched) -> str:
 
 def _check_tensors(given: Mapping[str, Any]) -> None:
     """LoadError for a value of a state dict that is neither a tensor nor nested."""
+    several = next((n for n in _NESTED if isinstance(given.get(n), Mapping)), None)
+    if several is not None:
+        raise LoadError(
+            where="weights", what=f"they are a dict with {', '.join(map(str, given))}",
+            why="weights are tensors by name", do=f"Pass those of the model: "
+            f"checkpoint[{several!r}].",
+        )  # fmt: skip
     for name, each in given.items():
         if not isinstance(each, Tensor) and name not in (*_NESTED, "state", "param_groups"):
             raise LoadError(

@@ -85,7 +85,12 @@ def _estimated(program: Program, change: Change, where: str) -> Shown:
     planned = own.estimate.step_s
     if found is None:
         told = {"change": str(change), "planned_s": planned, "seconds": None}
-        return Shown(f"{change}: no plan fits there", told)
+        return Shown(
+            f"{change}: no plan fits there: none divides the batch, or a weight, among that many "
+            "devices within their memory. Name another number, as a multiple or a part of "
+            f"{program.mesh.num_ranks}.",
+            told,
+        )
     return _of_estimate(change, found, planned)
 
 

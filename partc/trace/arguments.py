@@ -299,6 +299,8 @@ def _unbound(
     )  # fmt: skip
     if not args and not kwargs:
         do = f"Pass example tensors for ({taken})."
+    elif len(args) == 1 and isinstance(args[0], int | float | str):
+        do += " Inputs are tensors of the shapes of a batch: (torch.zeros(8, 256), ...)."
     elif len(args) == 1 and not isinstance(args[0], Tensor):
         do += " Inputs are a tuple, of one batch: next(iter(loader))."
     elif len(args) == 1 and str(error).startswith("missing"):
@@ -306,7 +308,7 @@ def _unbound(
     if kwargs:
         do += " Inputs that are a dict are given by name; as one argument they are ({...},)."
     return TraceError(
-        where=f"inputs of compile, {call.format(inner)}",
+        where=f"inputs, {call.format(inner)}",
         what=str(error),
         why=f"it takes ({taken})",
         do=do,

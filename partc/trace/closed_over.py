@@ -128,7 +128,10 @@ def _not_trained(tensor: Tensor, places: Iterable[Place]) -> TraceError:
         where=name,
         what="the loss reads a trainable tensor that is no parameter of the model",
         why="its gradient would be lost",
-        do="Make it a parameter of the module that is traced, or detach it.",
+        do="Make it a parameter of the module that is traced, or detach it."
+        if "[" not in name
+        else "Keep modules in an nn.ModuleList or nn.ModuleDict, not in a list or a dict: the "
+        "model knows no others.",
     )
 
 

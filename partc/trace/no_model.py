@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import jit, nn
+from torch.distributed.tensor import DTensor
 from torch.jit._trace import TopLevelTracedModule
 
 from partc.errors import TraceError
@@ -32,6 +33,12 @@ def check_model(model: Any, where: str = "compile") -> None:
         raise TraceError(
             where=where, what=what, why="it has to be an nn.Module", do=_instead(model)
         )
+    if "_modules" not in vars(model):
+        raise TraceError(
+            where=where, what=f"{what} without parameters and modules",
+            why="its __init__ did not call that of nn.Module",
+            do="Begin its __init__ with super().__init__().",
+        )  # fmt: skip
     if isinstance(model, TopLevelTracedModule):  # one straight line of torch's own calls
         return
     for path, module in model.named_modules():
@@ -64,11 +71,17 @@ def _reasons(module: nn.Module, path: str) -> Iterator[tuple[str, str]]:
         inner = _WRAPPERS[kind.__name__]
         do = f"Pass {name}.{inner}." if not path else f"Put {name}.{inner} in its place."
         yield "it wraps the model for another way of running it", do
+    if any(each.__name__ == "FSDPModule" for each in kind.__mro__):
+        why = "fully_shard has put its parameters on ranks already"
+        yield why, 'Pass the model as it was before fully_shard: plan="fsdp" shards it.'
     if isinstance(module, jit.ScriptModule):
         yield "a script has no Python code to trace", "Pass the module that was scripted."
     if kind.__module__.startswith(_QUANTISED):
         why = "its weights are quantised, and have no gradients"
         yield why, "Pass the model as it was before it was quantised."
+    if any(isinstance(x, DTensor) for x in module._parameters.values()):
+        why = "its parameters are DTensors, pieces of which are on ranks already"
+        yield why, "Pass the model as it was before it was sharded: the plan shards it."
     held = (*module._parameters.values(), *module._buffers.values())
     if any(x is not None and nn.parameter.is_lazy(x) for x in held):
         why = "its parameters get their shapes from the first batch"

@@ -33,15 +33,13 @@ from partc.rules.strides import keep_order
 from partc.trace.arguments import Given
 from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import Objective, Recording, names_of, record
-from partc.trace.distribution_checks import is_wanted_check
 from partc.trace.dtypes_meet import check_dtypes_meet
-from partc.trace.forward_lines import forward_of
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.kept_fakes import check_none_kept
 from partc.trace.known_values import SMALL_BYTES
 from partc.trace.returns import Returns
 from partc.trace.scan_blocks import skipping, spare_blocks
-from partc.trace.source_lines import module_of, source_of
+from partc.trace.why_failed import explained
 from partc.wrong_calls import did_you_mean, quoted
 
 # What is recorded: a training step, its loss without gradients, or what the model returns.
@@ -101,7 +99,7 @@ class Source:
             raise
         except Exception as error:
             check_none_kept()  # a run before may have left what this one has met
-            raise _explain(error, self.model) from error
+            raise explained(error, self.model, self.given.names, self.given.tensors) from error
         if self.kind == "loss":
             recording.results = [self.returns.loss_name, *self.returns.names]
         extras = self.returns.names if self.train else None
@@ -160,37 +158,6 @@ def _check_default_dtype() -> None:
             why="a program runs where it is float32, and what names no dtype there is float32",
             do="Make the model under your default, then set it back to torch.float32 and compile.",
         )
-
-
-def _explain(error: Exception, model: nn.Module) -> TraceError:
-    """An error raised while recording as a TraceError: the user's line, and what to do."""
-    path, source = forward_of(error)
-    path, source = path or module_of(error, model), source or source_of(error)
-    path = path or type(model).__name__
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    kind = type(error).__name__
-    what, do = (
-        "tracing failed",
-        "Run the model once without partc; if that works, simplify this line.",
-    )
-    if kind == "DataDependentOutputException" or "item()" in reason or "numpy" in reason:
-        what = "Python code asks for the value of a tensor"
-        do = "Use torch.where instead of a branch, return the tensor itself beside the loss, or "
-        do += "move this code out of the step."
-        reason = f"{reason}: while tracing, tensors have shapes but no values"
-        if is_wanted_check(error):
-            what = "a distribution checks the values of its arguments"
-            do = "Leave validate_args=True out: while tracing, the check is off by default."
-    elif kind == "DynamicOutputShapeException":
-        what = "the size of a result depends on the values of a tensor"
-        do = "Use a mask or a fixed capacity instead of selecting elements."
-    elif "use_reentrant" in reason:
-        what = "a reentrant checkpoint cannot be traced"
-        do = "Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
-    elif kind == "UnsupportedOperatorException":
-        what = "an op has no shape function"
-        do = "Register one with torch.library.register_fake."
-    return TraceError(where=f"{path} ({source})" if source else path, what=what, why=reason, do=do)
 
 
 # from the raw graph to a Graph ---------------------------------------------------------------

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from partc.errors import UsageError
 from partc.plan import Plan
 from partc.program import Program
+from partc.program import check_model as check_same_model
 from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
 from partc.program.saved_cost import SavedCost
 from partc.trace.arguments import Given
+from partc.trace.fingerprint import Fingerprint
 from partc.trace.no_model import check_model
 from partc.verification.piece_norms import Pieces
 from partc.verification.pieces_of_ranks import whole_batch
@@ -92,11 +94,14 @@ def verify(
         partc.verify(program, model, batch, loss=loss_of).check()
     """
     _check_program(program)
+    _check_numbers(lr, dtype)
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     draws = SameDraws(program.draws, program.mesh.names)
     check_model(model, "verify")
     inputs = whole_batch(program, Given.of(model, inputs, loss))
+    if program.fingerprint.tensors and _other_shapes(program, model):
+        check_same_model(None, program.fingerprint, model)
     reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program), draws)
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
@@ -125,6 +130,25 @@ def _check_program(program: Program) -> None:
             where="verify", what=f"the program is {quoted(program)}", why="it is compared with a "
             "model", do=do,
         )  # fmt: skip
+
+
+def _check_numbers(lr: Any, dtype: Any) -> None:
+    """UsageError for a learning rate that is no number, and for a text in the place of a dtype."""
+    wrong = None if isinstance(lr, int | float) else ("lr", lr, "a number, such as 1e-3")
+    if not isinstance(dtype, torch.dtype | None):
+        wrong = "dtype", dtype, "torch.float64, or None for the model's own"
+    if wrong:
+        name, given, right = wrong
+        raise UsageError(
+            where=f"verify({name}=...)", what=f"it is {quoted(given)}", why=f"it is {right}",
+            do=f"Leave it out, or pass {right}.",
+        )  # fmt: skip
+
+
+def _other_shapes(program: Program, model: nn.Module) -> bool:
+    """Whether a model has other tensors than the one that was compiled, whatever their dtypes."""
+    mine, compiled = Fingerprint.of(model).tensors, program.fingerprint.tensors
+    return {n: x.shape for n, x in mine.items()} != {n: x.shape for n, x in compiled.items()}
 
 
 def _pieces(program: Program) -> Pieces:

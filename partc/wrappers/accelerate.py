@@ -14,11 +14,15 @@ from torch.utils.data import DataLoader
 
 from partc.errors import RunError, UsageError
 from partc.plan.mesh import MeshLike
+from partc.trace.no_model import check_model
 from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
 from partc.wrappers.optimizer import Optimizer, Scheduler
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.ranks import OnMesh
+from partc.wrappers.said import check_names, check_no_plugins, check_said
+from partc.wrong_calls import known_arguments
 
+OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "deepspeed_plugins")
 KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -44,11 +48,15 @@ class Accelerator(OnMesh):
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
+    @known_arguments
     def __init__(
         self, *, mesh: MeshLike, plan: Any = "auto", loss: Callable[..., Any] | None = None,
         outputs: Sequence[str] = (), pad: Mapping[str, float] | None = None,
         options: Mapping[str, Any] | None = None, **named: Any,
     ) -> None:  # fmt: skip
+        check_said("Accelerator", mesh, plan, options)
+        check_names("Accelerator(outputs=...)", outputs)
+        check_no_plugins("Accelerator", named, lambda name: name in OTHER_WAYS)
         self.how = How(mesh, plan, loss, outputs, pad or {}, options or {})
         self.ranks = DataRanks.of(mesh)
         self._prepared: WeakSet[Prepared] = WeakSet()
@@ -67,6 +75,7 @@ class Accelerator(OnMesh):
 
     def prepare_model(self, model: nn.Module, *args: Any, **named: Any) -> nn.Module:
         """A model that is called as this one, and becomes a stage."""
+        check_model(model, "prepare")
         known = next((p for p in self._prepared if model is p or model is p.model), None)
         if known is None:
             super().prepare_model(model, device_placement=False, evaluation_mode=True)

@@ -16,12 +16,15 @@ import torch
 
 from partc.api import compile as compile_program
 from partc.errors import RunError
+from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program.optimizers import check_of_stage
 from partc.wrappers.lightning_errors import manual, other_division
 from partc.wrappers.lightning_module import Compiled
 from partc.wrappers.lightning_served import ServedByStage
 from partc.wrappers.lightning_step import loss_of, replay
+from partc.wrappers.said import check_said
+from partc.wrong_calls import known_arguments
 
 if "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch.utilities.seed import isolate_rng
@@ -47,9 +50,12 @@ class Strategy(ServedByStage):
 
     restore_checkpoint_after_setup = True
 
+    @known_arguments
     def __init__(
         self, mesh: MeshLike, plan: Any = "auto", *, batch: str = "local", **options: Any
     ) -> None:
+        check_said("Strategy", mesh, plan, {"batch": batch, **options})
+        check_fields({"batch": batch}, "Strategy")
         super().__init__(Mesh.of(mesh), is_whole=batch == "global")
         self._options = {"plan": plan, "batch": batch, **options}
         self._failed = False

@@ -27,6 +27,11 @@ def loss_of(autocast: Callable[[], Any]) -> Callable[..., tuple[Any, Any]]:
         if isinstance(out, Mapping) and "loss" in out:
             rest = {key: value for key, value in out.items() if key != "loss"}
             out = out["loss"]
+        if out is None:
+            raise TraceError(
+                where=f"{type(module).__name__}.training_step", what="it returned no loss",
+                why="a step trains on what it returns", do="Return the loss, in every step.",
+            )  # fmt: skip
         return out, {"calls": calls, "rest": rest}
 
     return loss

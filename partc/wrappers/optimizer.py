@@ -25,7 +25,9 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
     owner: Prepared | None = None
 
     def find(self, models: Iterable[Prepared]) -> None:
-        """Follow the one of these models whose parameters the optimizer has."""
+        """Follow the one of these models whose parameters the optimizer has; RunError if it has
+        those of none.
+        """
         if self.owner is not None:
             return
         mine = [id(p) for group in self.param_groups for p in group["params"]]
@@ -38,6 +40,8 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 else:
                     prepared.moved.append(self.move)
                 return
+        if mine and any(True for _ in models):
+            raise _of_no_model(type(self.optimizer).__name__)
 
     def move(self, stage: Stage, names: Mapping[int, str]) -> None:
         """Take the stage's parameters in the place of the model's, with their states.
@@ -95,8 +99,8 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]
 
 def _of_no_model(name: str) -> RunError:
     return RunError(
-        where=f"the first training step, with {name}",
-        what="the optimizer has parameters that are not the model's",
+        where=f"the optimizer {name}",
+        what="it has parameters that are not the model's",
         why="its parameters become the stage's, by their names in the model",
         do="Build one optimizer for each model, over model.parameters().",
     )

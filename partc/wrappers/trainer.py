@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from partc.errors import UsageError
 from partc.plan.mesh import MeshLike
 from partc.wrappers.accelerate import Accelerator
+from partc.wrappers.said import check_no_plugins, check_said
 from partc.wrappers.whole_files import WholeFiles
+from partc.wrong_calls import known_arguments
 
 PADDED = {"attention_mask": 0, "token_type_ids": 0, "labels": -100}  # as collators fill up
 
@@ -45,11 +47,15 @@ class Trainer(WholeFiles):
 
     args: Any
 
+    @known_arguments
     def __init__(
         self, *args: Any, mesh: MeshLike, plan: Any = "auto",
         pad: Mapping[str, float] | None = None, options: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:  # fmt: skip
+        check_said("Trainer", mesh, plan, options)
+        of = vars(named.get("args") or (args[1] if len(args) > 1 else None) or object)
+        check_no_plugins("TrainingArguments", of, lambda name: name in ("fsdp", "deepspeed"))
         self._how: dict[str, Any] = {"mesh": mesh, "plan": plan, "options": options}
         super().__init__(*args, **named)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)

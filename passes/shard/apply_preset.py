@@ -189,7 +189,10 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
                 where=f"mesh {mesh}",
                 what=f"no preset knows the axis {axis!r}",
                 why=f"presets use {', '.join((*DATA_AXES, *TENSOR_AXES))}",
-                do="Rename the axis, or say in a plan what it cuts.",
+                do=did_you_mean(axis, (*DATA_AXES, *TENSOR_AXES))
+                or "Call it dp (each rank has "
+                "samples of its own) or tp (each has a part of the weights), or say in a plan what "
+                "it cuts.",
             )
     for word, axes, kind in [
         (w, [a for a in data if a != MICROBATCH_AXIS], DATA_AXES) for w in words if w in _DATA_WORDS

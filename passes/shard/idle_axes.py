@@ -9,6 +9,7 @@ from partc.graph import Graph, value
 from partc.plan import Cuts, Plan, fold_names
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 
+IDLE = "so that its ranks all compute the same"  # in the notes of axes that divide nothing
 MUCH = 0.25  # of the elements of all matrices
 MOST_NAMES = 6
 
@@ -21,7 +22,12 @@ def idle_axes(
     named = {axis for lies in plan.values.values() for axis in lies}
     for axes, table, kind, why in (
         (data, inputs, "input", "no batch is a multiple of its ranks"),
-        (tensor, params, "weight", "the preset found no products to cut by column and by row"),
+        (
+            tensor,
+            params,
+            "weight",
+            "the preset found no products that it divides, to cut by column and by row",
+        ),
     ):
         cut_axes = named.union(*table.values())
         for axis in axes:
@@ -29,7 +35,7 @@ def idle_axes(
             if axis == MICROBATCH_AXIS or num == 1:
                 continue
             if axis not in cut_axes:
-                yield f"{axis}={num} cuts no {kind}, so that its ranks all compute the same: {why}"
+                yield f"{axis}={num} cuts no {kind}, {IDLE}: {why}"
             elif table is params and axis not in named:
                 yield from _whole_matrices(graph, params, axis, num)
 

@@ -32,6 +32,20 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "another model": (("verify", "BUILD", "--model", MODELS + "other"), ("up.weight", "Compile")),
     "no folder": (("check", "nowhere"), ("nowhere", "partc compile --out")),
     "a file": (("check", __file__), ("Not a directory", "Name the folder")),
+    "a file of models": (
+        ("compile", "m.py:f", *COMPILE[2:]),
+        ("m.py:f", "imports it from here: m:f"),
+    ),
+    "a function": (("compile", MODELS + "rigth", *COMPILE[2:]), ("Did you mean 'right'",)),
+    "a model type": (("compile", "hf:lama", *COMPILE[2:]), ("hf:lama", "Did you mean 'llama'")),
+    "a hub": (("compile", "hf:meta-llama/Llama", *COMPILE[2:]), ("nothing is downloaded",)),
+    "a config": (("compile", "hf:no.json", *COMPILE[2:]), ("hf:no.json", "no such file")),
+    "no rows": (("compile", "hf:llama", *COMPILE[2:], "--batch", "0"), ("--batch 0", "1 or more")),
+    "a length": ((*COMPILE, "--seq", "16"), ("--seq", "return inputs of that size")),
+    "a tolerance": (
+        ("verify", "BUILD", "--model", MODELS + "right", "--tolerance", "-1"),
+        ("above 0",),
+    ),
     "a factor": (("simulate", "BUILD", "--peak", "fast"), ("fast", "--peak 2")),
 }
 
@@ -69,6 +83,11 @@ EDITS = {
     "raises": ("", "\nraise ValueError\n", "raise does not belong"),
     "opens": ("open('canary', 'w')\n", "", "it reads the name open"),
     "imports": ("import os\n", "", "it imports os"),
+    "a misspelt name": (
+        "",
+        "\nMES\n",
+        "it reads the name MES, which no line sets. Did you mean ",
+    ),
     "ends": ("", "\nquit()\n", "it reads the name quit"),
     "never ends": ("", "\nwhile True: pass\n", "a loop outside of functions"),
     "no Python": ("", "\n)(\n", "does not parse"),

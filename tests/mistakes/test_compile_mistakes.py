@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 import partc
@@ -37,6 +38,33 @@ def verified(*words: str, **changed: Any) -> Mistake:
         partc.verify(**given).check()
 
     return make, words
+
+
+def backward(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    return loss
+
+
+def wider(hidden: int = 6) -> Net:
+    model = Net()
+    model.up, model.down = nn.Linear(4, hidden), nn.Linear(hidden, 4)
+    return model
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        self.width = 4
+
+
+class Listed(Net):
+    """A model whose layers no parameter list knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.layers[0](x))
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -70,7 +98,7 @@ MISTAKES: dict[str, Mistake] = {
     "a tensor as loss": of("loss", torch.ones(()), "a Tensor", "lambda model, x, y"),
     "mesh of a digit that is none": of("mesh", "dp=\u00b2", "not an axis", "dp=2,tp=4"),
     "mesh of 5,000 digits": of("mesh", "dp=" + "9" * 5000, "not an axis", "dp=2,tp=4"),
-    "a machine as mesh": of("mesh", "dgx-h100", "'dgx-h100'", "Mesh.load(name)"),
+    "a machine as mesh": of("mesh", "dgx-h100", "'dgx-h100'", "Mesh.load('dgx-h100'"),
     "a mesh without end": of("mesh", {"dp": 10**12}, "dp=1000000000000", "fewer ranks"),
     "a misspelt preset": of("plan", "fdsp", "'fdsp'", "Did you mean 'fsdp'"),
     "a misspelt auto": of("plan", "auot", "'auot'", "Did you mean 'auto'"),
@@ -93,7 +121,7 @@ MISTAKES: dict[str, Mistake] = {
     "an argument of others": of("optimizer", None, "'optimizer'", "Leave it out"),
     "no such schedule": of("schedule", "interleaved", "Did you mean", "interleaved-1f1b"),
     "schedule=5": of("schedule", 5, "schedule = 5", '"..."'),
-    "a stage": of("stages", "down", "stages = 'down'", 'stages = ["...'),
+    "a stage": of("stages", "down", "stages = 'down'", 'stages = ["'),
     "numbered stages": of("stages", [1], "stages = (1,)", "list of texts"),
     "chunks without end": of("chunks", 10**9, "chunks = 1000000000", "10,000"),
     "memory with a unit": of("memory_bytes", "16GB", "'16GB'", "16_000_000_000"),
@@ -105,11 +133,38 @@ MISTAKES: dict[str, Mistake] = {
     "one pass": of("disable", "fuse_loss", "disable is 'fuse_loss'", "disable=['fuse_loss']"),
     "dump=3": of("dump", 3, "compile(dump=...)", "3 is no path"),
     "cache=True": of("cache", True, "compile(cache=...)", "True is no path"),
+    "another width": of("inputs", batch_of(8, 6), "do not fit", "x float32[8, 6]"),
+    "texts": of("inputs", (["a"] * 8, Y), "must be Tensor", "tokenizer"),
+    "a number of rows": of("inputs", 8, "int", "torch.zeros(8, 256)"),
+    "labels of floats": of(
+        "loss", lambda m, x, y: nn.functional.cross_entropy(m(x), y[:, 0]), "int64", ".long()"
+    ),
+    "a partial loss": of(
+        "loss", partial(nn.functional.mse_loss, reduction="sum"), "the model stands", "m"
+    ),
+    "backward inside": of("loss", lambda m, x, y: backward(m(x).sum()), "gradients", "backward()"),
+    "its own device": of("loss", lambda m, x, y: m(x.to("cuda")).sum(), "device", "module(device"),
+    "no init": lazily("model", Bare, "a Bare", "super().__init__()"),
+    "a list of layers": lazily("model", Listed, "layers[0].weight", "nn.ModuleList"),
+    "no forward": lazily("model", lambda: nn.ModuleList([Net()]), "nn.Sequential"),
+    "mesh=4": of("mesh", 4, "4 does not describe", "'dp=4'"),
+    "sizes alone": of("mesh", (2, 2), "(2, 2)", "'dp=2,tp=2'"),
+    "inputs for the mesh": of("mesh", (X, Y), "a tuple", "compile(model, mesh, inputs"),
+    "another axis": of("mesh", "data=2", "'data'", "Call it dp"),
+    "upper case axis": of("mesh", "DP=2", "'DP'", "Did you mean 'dp'"),
+    "two presets": of("plan", ["fsdp", "megatron"], "'megatron'", "plan='fsdp+megatron'"),
+    "torch's strategy": lazily("plan", lambda: ShardingStrategy.FULL_SHARD, "FULL_SHARD", "fsdp"),
+    "an int in a Plan": lazily("plan", lambda: partc.Plan(preset=3), "preset = 3"),  # type: ignore[arg-type]
+    "a cut in a Plan": lazily("plan", lambda: partc.Plan(params={"up.weight": {"dp": 0}}), "text"),  # type: ignore[dict-item]
+    "a device": of("device", "cuda", "'device'", "program.module(device=...)"),
+    "a world": of("world_size", 4, "'world_size'", 'mesh="dp=4"'),
     "kind": lazily("model", lambda: partc.Traced(Net(), (X, Y), loss_of), "traced step"),
     "verify without inputs": ((lambda: partc.verify(program(), Net())), ("'inputs'", "verify()")),  # type: ignore[call-arg]
     "verify a folder": verified("'build'", "partc.load('build')", program="build"),
     "verify a class": verified("the class Net", "Net(...)", model=Net),
     "verify a wrapper": verified("model._orig_mod", model=torch.compile(Net())),
+    "verify another width": verified("3 of its tensors", "Compile again", model=wider()),
+    "verify a dtype's name": verified("'float64'", "torch.float64", dtype="float64"),
     "verify another model": verified("[8, 5]", "[8, 4]", model=Net(5), inputs=batch_of(8, 5)),
     "verify whole numbers": verified("input x", "int64", "dtype", inputs=(X.long(), Y.long())),
     "verify another loss": verified(
@@ -134,3 +189,21 @@ def test_a_wrong_kind_of_step_is_named() -> None:
 def test_a_name_that_is_not_there_is_told() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'compile'"):
         _ = partc.complie  # type: ignore[attr-defined]
+
+
+def test_ranks_that_divide_nothing_are_told() -> None:
+    with pytest.warns(UserWarning, match="tp=2 cuts no weight"):
+        compiled(model=wider(7), mesh="tp=2", plan="megatron")
+
+
+def test_a_step_that_trains_nothing_is_told() -> None:
+    with pytest.warns(UserWarning, match="Net: no parameter has requires_grad"):
+        compiled(model=Net().requires_grad_(False))
+
+
+def test_the_axes_of_a_mesh_are_pairs() -> None:
+    check((lambda: partc.Mesh("dp=2"), ("'dp=2'", 'Mesh.of("dp=2,tp=4")')))  # type: ignore[arg-type]
+
+
+def test_a_machine_is_meant() -> None:
+    check((lambda: partc.Mesh.load("dgx-h10", 8), ("'dgx-h10'", "Did you mean 'dgx-h100'")))

@@ -24,6 +24,10 @@ TEXTS = {
     "a misspelt field": ("microbatch = 4", "Did you mean 'microbatches'"),
     "a dim that is not there": ('preset = "ddp"\n[inputs]\n"x" = { batch = 9 }', "no dim 9"),
     "an escape": ('"\\u001b[2J" = 1', "\\x1b[2J"),
+    "a bare name": ("[params]\nup.weight = { dp = 0 }", '"up.weight" = { axis = dim }'),
+    "a line below a table": ('[mesh]\ndp = 2\npreset = "ddp"', "above the first line in brackets"),
+    "Python's words": ("messages = True", "TOML writes true and false"),
+    "YAML": ("preset: ddp\nmicrobatches: 2", "TOML writes key = value"),
     "a negative dim": ("[scatter]\ntp = -1", "scatter.tp = 1"),
 }
 

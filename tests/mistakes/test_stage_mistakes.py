@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import pickle
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import partc
 from tests.mistakes.things import Net, batch_of, check, compiled
 from tests.mistakes.things import program as two_ranks
 
 X, Y = batch_of()
+ROWS = TensorDataset(*batch_of(16))
 api: Any = partc  # whose types forbid most of this
 program: Any = two_ranks
 Called = tuple[Callable[[Path], Any], tuple[str, ...]]  # with a folder to write into
@@ -60,6 +65,11 @@ def saved(folder: Path, model: Any) -> None:
 
 def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD(stage().parameters(), 0.1)
+
+
+def of_torch(path: Path) -> None:
+    torch.save(Net().state_dict(), path)
+    stage().load_full(path)
 
 
 MISTAKES: dict[str, Called] = {
@@ -140,6 +150,51 @@ MISTAKES: dict[str, Called] = {
     "pad name": (lambda at: one().module(pad={"targt": 0}), ("Did you mean 'target'",)),
     "programs": (lambda at: one().module(most_programs=0), ("most_programs", "1 or more")),
     "devise": (lambda at: one().module(devise="cpu"), ("Did you mean 'device'",)),
+    "backward": (lambda at: stage().step(X, Y).backward(), ("gradients are there", "scale=1 / 4")),
+    "backward of a part": (lambda at: (stage().step(X, Y) / 4).backward(), ("are there",)),
+    "scale nan": (lambda at: stage().step(X, Y, scale=math.nan), ("nan", "scaler.get_scale()")),
+    "doubles": (lambda at: stage().step(X.double(), Y), ("float64", "x.to(torch.float32)")),
+    "meta": (lambda at: stage().step(X.to("meta"), Y), ("on meta", "x.to('cpu')")),
+    "train eval": (lambda at: stage().train("eval"), ("'eval'", "stage.eval()")),
+    "an optimizer's class": (
+        lambda at: stage().step_on_pieces(torch.optim.AdamW),
+        ("the class AdamW", "Make one"),
+    ),
+    "a scheduler steps": (
+        lambda at: stage().step_on_pieces(torch.optim.lr_scheduler.StepLR(sgd(), 1)),
+        ("a StepLR",),
+    ),
+    "ddp": (
+        lambda at: nn.parallel.DistributedDataParallel(stage()),
+        ("a collective", "Leave DistributedDataParallel"),
+    ),
+    "shared loss": (lambda at: stage().share(max), ("stage.share", "program.also")),
+    "a checkpoint of torch": (lambda at: of_torch(at / "w.pt"), ("w.pt", "torch.load(path")),
+    "a checkpoint and its epoch": (
+        lambda at: stage().load_full({"model": Net().state_dict(), "epoch": 3}),
+        ("model, epoch", "checkpoint['model']"),
+    ),
+    "a loader saved": (
+        lambda at: api.save_checkpoint(at, stage(), loader=DataLoader(ROWS)),
+        ("a DataLoader", "stage.loader"),
+    ),
+    "a step to load": (lambda at: api.load_checkpoint(at, stage(), step=5), ("'step'", "folder")),
+    "a loader of a loader": (lambda at: stage().loader(DataLoader(ROWS)), ("loader.dataset",)),
+    "a batch as dataset": (lambda at: stage().loader((X, Y)), ("one batch", "TensorDataset")),
+    "rows read once": (lambda at: stage().loader(iter(ROWS)), ("read once", "IterableDataset")),
+    "no rows": (lambda at: stage().loader(ROWS, rows_per_step=0), ("rows_per_step", "1 or more")),
+    "workers": (lambda at: stage().loader(ROWS, num_workers="2"), ("num_workers", "'2'")),
+    "an option": (lambda at: stage().loader(ROWS, workers=2), ("'workers'", "DataLoader")),
+    "a split": (lambda at: stage().loader(ROWS, split="col"), ("'col'", "rows, own")),
+    "an epoch": (lambda at: stage().loader(ROWS).set_epoch("1"), ("set_epoch", "'1'")),
+    "collated": (lambda at: stage().loader(ROWS, collate_fn="pad"), ("collate_fn", "'pad'")),
+    "modes": (lambda at: program().for_shapes((X, Y), modes="eval"), ("modes=('eval',)",)),
+    "no tuple": (lambda at: program().for_shapes(X, Y), ("a tensor", "for_shapes((x, target)")),
+    "given the model": (lambda at: api.with_model(Net(), program()), ("a Net", "with_model(pro")),
+    "saved to no path": (lambda at: program().save(), ("'path'", "the folder to write")),
+    "saved to no name": (lambda at: program().save(""), ("save", "is no path")),
+    "a program called": (lambda at: program()(X, Y), ("program(...)", "program.module()")),
+    "a program's step": (lambda at: program().step(X, Y), ("program.step", "stage.step")),
     "plan of 5": (lambda at: api.Plan.parse(5), ("5 is no text", "Plan.load")),
 }
 
@@ -153,3 +208,35 @@ def test_a_mistake_gets_a_sentence(tmp_path: Path, mistake: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_said() -> None:
     check((lambda: one().module(device="cuda"), ("'cuda'", "sees no GPU", '"cpu"')))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from (ROWS[i] for i in range(len(ROWS)))
+
+
+def test_a_stream_is_not_shuffled_by_its_loader() -> None:
+    check((lambda: stage().loader(Stream(), shuffle=True), ("a Stream", "shuffle in the dataset")))
+    assert len(next(iter(stage().loader(Stream())))) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_stage_moves_only_where_it_can() -> None:
+    check((lambda: one().module().to("cuda"), ("stage.to", 'module(device="cuda")')))
+
+
+def test_a_program_has_no_attributes_of_a_stage() -> None:
+    assert not hasattr(program(), "parameters")
+    with pytest.raises(AttributeError, match="no attribute 'sav'"):
+        _ = program().sav
+
+
+def test_a_loss_of_a_step_is_a_tensor() -> None:
+    loss = stage().step(X, Y)
+    assert f"{loss:.3f}" == f"{loss.item():.3f}"
+    assert repr(loss).startswith("tensor(")
+    assert type(pickle.loads(pickle.dumps(loss))) is torch.Tensor
+    assert type(copy.deepcopy(loss)) is torch.Tensor
+    assert type(torch.stack([loss, loss])) is torch.Tensor
+    assert type(loss.detach()) is torch.Tensor
+    assert float(sum([loss, loss])) == pytest.approx(2 * float(loss))

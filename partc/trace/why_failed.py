@@ -1,0 +1,98 @@
+"""What a user can do about an error that was raised while the model was recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from partc.errors import TraceError
+from partc.plan.sharding import dtype_name
+from partc.trace.distribution_checks import is_wanted_check
+from partc.trace.forward_lines import forward_of
+from partc.trace.source_lines import module_of, source_of
+
+_VALUE = "Python code asks for the value of a tensor"
+# By what torch says, or by its class: what happened, and what to do. The first that fits counts.
+_KNOWN = (
+    (r"item\(\)|numpy|DataDependentOutputException", _VALUE,
+     "Use torch.where instead of a branch, return the tensor itself beside the loss, or move this "
+     "code out of the step."),
+    ("DynamicOutputShapeException", "the size of a result depends on the values of a tensor",
+     "Use a mask or a fixed capacity instead of selecting elements."),
+    ("use_reentrant", "a reentrant checkpoint cannot be traced",
+     "Call torch.utils.checkpoint.checkpoint with use_reentrant=False."),
+    ("UnsupportedOperatorException", "an op has no shape function",
+     "Register one with torch.library.register_fake."),
+    ('missing the required "forward"', "the model is no module that is called",
+     "Give it a forward, or pass nn.Sequential(*layers)."),
+    ("backward through the graph a second time", "the loss computes gradients by itself",
+     "Return the loss alone, without loss.backward() and optimizer.step(): a step computes the "
+     "gradients."),
+    (r"linked with support for \w+ devices|not compiled with CUDA|No CUDA GPUs|NVIDIA driver",
+     "the code asks for a device that this machine has not got",
+     "Leave devices out of the model and its loss, or take that of a tensor at hand "
+     "(x.to(y.device)): program.module(device=...) says where ranks compute."),
+    (r"must be Tensor, not (str|list|tuple|dict)|'(str|list)' object has no attribute",
+     "a text or a list stands where a tensor is needed",
+     "Give tensors for what is computed with: of texts the ids that the tokenizer gives "
+     '(return_tensors="pt").'),
+    (r"Expected (dtype|tensor).*(int64|Long)|scalar type Long", "whole numbers are needed",
+     "Give class numbers and indices as whole numbers: labels.long()."),
+)  # fmt: skip
+_OF_PYTHON = ("AttributeError", "NameError", "KeyError", "UnboundLocalError", "ImportError")
+_SHAPES = re.compile(
+    r"size|shape|dim\b|dimension|broadcast|expand|channels|must match|numel|elements", re.I
+)
+
+
+def explained(
+    error: Exception, model: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
+) -> TraceError:
+    """An error raised while recording as a TraceError: the user's line, and what to do.
+
+    ``names`` of the ``inputs`` that the loss was given.
+    """
+    path, source = forward_of(error)
+    path, source = path or module_of(error, model), source or source_of(error)
+    path = path or type(model).__name__
+    kind = type(error).__name__
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    what, do = _known(f"{kind}: {reason}") or _shapes(kind, reason, names, inputs)
+    if reason.startswith(f"{type(model).__name__!r} object"):
+        attribute = reason.rpartition(" ")[2].strip("'")
+        if hasattr(Tensor, attribute):
+            what = "the model stands where its result is needed"
+            do = "Let the loss call it: lambda model, x, y: criterion(model(x), y)."
+    if what == _VALUE:
+        reason += ": while tracing, tensors have shapes but no values"
+        if is_wanted_check(error):
+            what = "a distribution checks the values of its arguments"
+            do = "Leave validate_args=True out: while tracing, the check is off by default."
+    return TraceError(where=f"{path} ({source})" if source else path, what=what, why=reason, do=do)
+
+
+def _known(reason: str) -> tuple[str, str] | None:
+    """What happened, and what to do, where torch's words say it."""
+    return next(((what, do) for words, what, do in _KNOWN if re.search(words, reason)), None)
+
+
+def _shapes(
+    kind: str, reason: str, names: Sequence[str], inputs: Sequence[Tensor]
+) -> tuple[str, str]:
+    """The same of shapes that do not fit each other, and of all that nobody foresaw."""
+    given = ", ".join(
+        f"{name} {dtype_name(x.dtype)}{list(x.shape)}"
+        for name, x in zip(names, inputs, strict=True)
+    )
+    if kind not in _OF_PYTHON and _SHAPES.search(reason):
+        return (
+            "the shapes do not fit each other",
+            f"Compare the inputs, {given}, with what the model takes, and give others.",
+        )
+    return (
+        "tracing failed",
+        f"Run the model once without partc, on {given or 'its inputs'}; if that works, simplify "
+        "this line.",
+    )

@@ -1,0 +1,57 @@
+"""What a script says of a plan to a wrapper, before anything is compiled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from partc.api import compile as compile_program
+from partc.errors import UsageError
+from partc.given_plan import read_plan
+from partc.plan.mesh import Mesh
+from partc.wrong_calls import did_you_mean, quoted
+
+_DECIDED = ("model", "mesh", "inputs", "loss", "plan")  # by other arguments of a wrapper
+
+
+def check_said(where: str, mesh: Any, plan: Any, options: Any) -> None:
+    """PlanError for what is no mesh or no plan; UsageError for options that are none of
+    ``partc.compile``'s.
+    """
+    Mesh.of(mesh)
+    read_plan(plan)
+    if not isinstance(options, Mapping | None):
+        raise UsageError(
+            where=f"{where}(options=...)", what=f"it is {quoted(options)}",
+            why="it has further arguments of partc.compile by name",
+            do='Pass a dict: options={"microbatches": 4}.',
+        )  # fmt: skip
+    known = [name for name in inspect.signature(compile_program).parameters if name not in _DECIDED]
+    unknown = next((name for name in options or {} if name not in known), None)
+    if unknown is not None:
+        raise UsageError(
+            where=where, what=f"there is no option {unknown!r}",
+            why=f"partc.compile has {', '.join(known)}",
+            do=did_you_mean(unknown, known) or "Leave it out.",
+        )  # fmt: skip
+
+
+def check_names(where: str, given: Any) -> None:
+    """UsageError for a text in the place of a list of texts."""
+    if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+        raise UsageError(
+            where=where, what=f"it is {quoted(given)}", why="it is a list of names of results",
+            do=f"Pass a list: [{quoted(given)}]." if isinstance(given, str) else "Pass texts.",
+        )  # fmt: skip
+
+
+def check_no_plugins(where: str, named: Mapping[str, Any], plugins: Callable[[str], bool]) -> None:
+    """UsageError for other ways to distribute a model."""
+    other = next((name for name, given in named.items() if given and plugins(name)), None)
+    if other is not None:
+        raise UsageError(
+            where=f"{where}({other}=...)", what="it shards the model in another way",
+            why="the plan says how tensors are sharded",
+            do='Leave it out; plan="fsdp" shards as FSDP.',
+        )  # fmt: skip
