@@ -150,10 +150,13 @@ class Bounds(TorchDispatchMode):
 
 
 def _turned(bound: Bound, shape: tuple[int, ...]) -> Tensor:
-    """The elements of a comparison that are turned, the same in both texts: at least one."""
+    """The elements of a comparison that are turned, the same in both texts: at least one, and of
+    several not all.
+    """
     with _disable_current_modes():  # which would take these for numbers that the text draws
         drawn = numbers(f"turned {bound}", shape)
-        return drawn >= drawn.max().clamp(max=0.7)
+        turned = drawn >= drawn.max().clamp(max=0.7)
+        return turned & (drawn > drawn.min()) if drawn.numel() > 1 else turned
 
 
 @dataclass(frozen=True)

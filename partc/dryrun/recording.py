@@ -19,6 +19,9 @@ from torch._subclasses import FakeTensorMode
 from partc.dryrun.alone import LoneDist, LoneMesh, Transfer, in_place_of_dist
 from partc.program.role import Role
 
+# whether torch counts the groups of some ranks too, in the names of later ones
+COUNTS_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
 
 class Communicator(NamedTuple):
     """A process group: the name by which its members find each other, and its global ranks."""
@@ -107,7 +110,7 @@ class Recorder(LoneDist):
         if use_local_synchronization and self.here.rank not in members:
             return None
         name = group_name(members, use_local_synchronization, self.made, self.held)
-        self.made += not use_local_synchronization
+        self.made += COUNTS_ALL or not use_local_synchronization
         self.held += self.here.rank in members
         group = Communicator(name, members)
         self.events.append(MakeGroup(group, not use_local_synchronization, _place()))
@@ -136,16 +139,17 @@ class Recorder(LoneDist):
 def group_name(ranks: Sequence[int], local: bool, made: int, held: int) -> str:
     """The name that torch gives to a new group, under which its members look for each other.
 
-    ``made``: the groups that this rank has made so far with all ranks, ``held``: those of which it
-    is a member. With ``local`` (``use_local_synchronization``) the name is a hash of ``held`` too,
-    so that members which hold different numbers of groups never meet.
+    ``made``: the groups that this rank has made so far, before torch 2.14 those with all ranks;
+    ``held``: those of which it is a member. With ``local`` (``use_local_synchronization``) the name
+    is a hash of a number of groups too, ``made`` or before torch 2.14 ``held``, so that members
+    with different numbers never meet.
 
     >>> group_name([0, 1], False, 3, 2)
     '3'
     """
     if not local:
         return str(made)
-    text = "_".join([*map(str, ranks), str(held)])
+    text = "_".join([*map(str, ranks), str(made if COUNTS_ALL else held)])
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 

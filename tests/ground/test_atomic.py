@@ -150,12 +150,16 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     assert _tree(tmp_path) == {"build/rank0.py": "2"}
 
 
-def test_an_interrupt_takes_effect_when_all_stands(tmp_path: Path) -> None:
+def test_an_interrupt_takes_effect_when_all_stands(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     def save() -> None:
         with atomic_directory(tmp_path / "build", ours) as folder:
             signal.raise_signal(signal.SIGINT)
             (folder / "rank0.py").write_text("1")
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt):
         save()
     assert _tree(tmp_path) == {"build/rank0.py": "1"}
