@@ -36,7 +36,7 @@ from partc.passes.stages.schedule_stages import stage_ways
 from partc.plan import Plan
 from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
-from partc.printing import in_pieces
+from partc.printing import noted_pieces
 from partc.program import Program
 from partc.program.check_complete import check_complete, trained
 from partc.program.origin import Origin
@@ -345,9 +345,9 @@ def compile_stage(state: State) -> Iterator[State]:
     run(state, "check_plan")
     for way in order_step(state):
         run(way, "check", "record_events")
-        way.plan = in_pieces(way.plan, way.made["pieces"], [way.graph])
+        way.plan = noted_pieces(way.plan, [way.graph])
         (tape,) = way.made["tapes"].values()
-        for prefetch in prefetches(state.plan, tape, way.mesh):
+        for prefetch in prefetches(way.plan, tape, way.mesh):
             each = way.beside()
             each.plan = way.plan.changed(prefetch=prefetch)
             yield run(each, "choose_messages", "cost_pipeline")
@@ -366,5 +366,5 @@ def compile_pipeline(state: State) -> Iterator[State]:
     for stages in stage_ways(state):
         each = stages.state
         each.made["staged"] = stages
-        each.plan = in_pieces(state.plan, stages.pieces, each.stages)
+        each.plan = noted_pieces(each.plan, each.stages)
         yield run(each, "check", "cost_pipeline")

@@ -33,7 +33,7 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
     """The sources of all pipeline ranks: one file for those that do the same."""
     graphs, order = staged.graphs, staged.step.schedule
     pipeline = Pipeline(
-        graphs, staged.tied, order, mesh, staged.step.wiring, plan.join_mb,
+        graphs, staged.tied, order, mesh, staged.step.wiring, plan.bucket_mb,
         messages=bool(plan.messages), inductor=plan.compile == "inductor",
     )  # fmt: skip
     groups = {file_name(ranks): ranks for ranks in pipeline.groups()}
@@ -63,11 +63,9 @@ def cost_pipeline(
     return {"cost": pipeline_cost(staged.graphs, costs, step, roles, mesh, work=work)}
 
 
-def in_pieces(plan: Plan, pieces: int, graphs: Sequence[Graph]) -> Plan:
-    """A plan that says in how many pieces blocks are computed, and if the ones that it asks for do
-    not exist.
-    """
-    if plan.pieces > 1 and not any(map(in_turns, graphs)):
-        note = f"no block waits for sums that {plan.pieces} pieces of it could hide"
-        return plan.changed(notes=(*plan.notes, note))
-    return plan.changed(pieces=pieces) if pieces > 1 else plan
+def noted_pieces(plan: Plan, graphs: Sequence[Graph]) -> Plan:
+    """A plan with a note, if the pieces of blocks that it asks for do not exist."""
+    if plan.overlap_pieces > 1 and not any(map(in_turns, graphs)):
+        note = f"no block waits for sums that {plan.overlap_pieces} pieces of it could hide"
+        return plan.changed(notes=tuple(dict.fromkeys((*plan.notes, note))))
+    return plan

@@ -55,7 +55,7 @@ class Pipeline:
     """All stages of a pipeline, and how ranks run them.
 
     ``wiring`` comes from the lowered schedule and says how many sends of each link may be under
-    way. Up to ``join_mb`` megabytes of gradients share a bucket. With ``messages`` ranks send each
+    way. Up to ``bucket_mb`` megabytes of gradients share a bucket. With ``messages`` ranks send each
     other what gloo would gather, or sum and scatter. With ``inductor`` the calls between two
     transfers become functions for torch.compile.
     """
@@ -65,7 +65,7 @@ class Pipeline:
     schedule: Schedule
     mesh: Mesh
     wiring: Wiring
-    join_mb: float
+    bucket_mb: float
     messages: bool = False
     inductor: bool = False
 
@@ -111,7 +111,7 @@ class Pipeline:
             labels = [*LETTERS[: len(mine)]] if len(mine) > 1 else [""]
         return [
             stage_text(
-                self.graphs[number], label, title.code, helpers, self.join_mb,
+                self.graphs[number], label, title.code, helpers, self.bucket_mb,
                 lent=self._lent(mine, number), shared=self._shared,
                 layers=self._layers[number] if shared or self._is_repeated(number, mine) else None,
                 first=first.code, inductor=self.inductor,

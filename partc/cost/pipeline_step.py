@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -31,14 +31,20 @@ class Step:
         return self.programs[0].wiring
 
 
-def plan_step(schedule: Schedule, costs: StepCosts, closing: Sequence[Collective] = ()) -> Step:
+def plan_step(
+    schedule: Schedule,
+    costs: StepCosts,
+    closing: Sequence[Collective] = (),
+    sends: Mapping[str, int | tuple[int, ...]] | None = None,
+) -> Step:
     """Add sends, receives and ``closing`` collectives to a schedule; check and simulate the result.
 
-    PlanError where two neighbouring stages run the microbatches in different orders. CheckError,
+    ``sends`` says how many messages of each link may be under way; None: the least numbers that
+    lose no time at these costs. PlanError where two neighbouring stages run the microbatches in different orders. CheckError,
     with the cycle of waits, where the ranks would deadlock.
     """
     check_queues(schedule)
-    programs = lower(schedule, costs=costs, collectives=closing)
+    programs = lower(schedule, costs=costs, collectives=closing, sends=sends)
     check_programs(programs)
     return Step(schedule, programs, simulate(programs, costs))
 

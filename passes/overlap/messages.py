@@ -19,21 +19,20 @@ LEAST = 0.01  # of the step's time: less is lost in the noise between two runs o
 
 
 def with_messages(plan: Plan, steps: Sequence[StepEvents], mesh: Mesh) -> Plan:
-    """The plan with ``messages`` set to true where gloo's copies take long enough.
+    """The plan with ``messages`` set to whether gloo's copies take long enough.
 
-    A plan that sets ``messages`` itself, or a mesh on another library, leaves the plan unchanged.
-    So does a transfer over an axis of one rank, which has nobody to send to.
+    A mesh on another library leaves the plan unchanged, and so does a step in which gloo copies
+    nothing. A transfer over an axis of one rank has nobody to send to: then there are no messages.
     """
-    if plan.messages is not None or mesh.hardware.library != "gloo":
-        return plan
     moves = [move for step in steps for move in _moves(step)]
-    if any(dict(mesh.axes)[move.axis] == 1 for move in moves):
-        return plan
     copied_bytes = sum(_copied_bytes(move, mesh) for move in moves)
+    if mesh.hardware.library != "gloo" or not copied_bytes:
+        return plan
+    if any(dict(mesh.axes)[move.axis] == 1 for move in moves):
+        return plan.changed(messages=False)
     copied_s = mesh.hardware.device.memory_seconds(2 * copied_bytes)  # read and written
     spent = [spent for step in steps for spent in walk_phases(step, mesh).values()]
-    worth = copied_s > LEAST * sum(each.seconds for each in spent)
-    return plan.changed(messages=True) if worth else plan
+    return plan.changed(messages=copied_s > LEAST * sum(each.seconds for each in spent))
 
 
 def _copied_bytes(move: Move, mesh: Mesh) -> int:

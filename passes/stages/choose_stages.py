@@ -39,22 +39,21 @@ def choose_schedule(graph: Graph, plan: Plan) -> Plan:
     return plan.changed(schedule="forward-only" if graph.loss is None else "1f1b")
 
 
-def choose_stages(graph: Graph, plan: Plan) -> Plan:
+def choose_stages(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:
     """The plan with ``stages`` set for an unsharded graph; a plan that names them stays as it is.
 
-    PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
+    ``mesh`` has the machines under it. PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
     """
-    assert plan.mesh is not None
-    if plan.stages or not is_pipeline(plan, plan.mesh):
+    if plan.stages or not is_pipeline(plan, mesh):
         return plan
     chunks = plan.chunks or _usual_chunks(plan.schedule)
     like = named_schedule(plan if plan.order else plan.changed(chunks=chunks))
     if like.stages == 1:
         return plan
-    there = stage_units(graph, plan)
+    there = stage_units(graph, plan, mesh)
     points = balance_ranks(
         there[0], like.rank_of, in_flight=in_flight(like), there=there,
-        memory_bytes=memory_limits(plan.mesh, plan.memory_bytes),
+        memory_bytes=memory_limits(mesh, plan.memory_bytes),
     )  # fmt: skip
     return plan.changed(stages=tuple(there[0][point].name for point in points))
 
