@@ -344,7 +344,7 @@ def compile_stage(state: State) -> Iterator[State]:
     to_local_graph(state)
     run(state, "check_plan")
     for way in order_step(state):
-        run(way, "check", "record_events")
+        run(way, "choose_backend", "record_events")
         way.plan = noted_pieces(way.plan, [way.graph])
         (tape,) = way.made["tapes"].values()
         for prefetch in prefetches(way.plan, tape, way.mesh):
@@ -367,4 +367,4 @@ def compile_pipeline(state: State) -> Iterator[State]:
         each = stages.state
         each.made["staged"] = stages
         each.plan = noted_pieces(each.plan, each.stages)
-        yield run(each, "check", "cost_pipeline")
+        yield run(each, "choose_backend", "cost_pipeline")

@@ -156,6 +156,8 @@ PASSES = (
          "gradients run beside them", optional=True),
     Pass(calls.repeat_stages, SCHEDULED, "stages that were left out are like those that were not",
          PHASED),
+    Pass(calls.choose_backend, PLAN, "programs have the text of one library: gloo's sums are "
+         "scattered in other ways than NCCL's", on_graph=False, decides="backend"),
     # nothing is printed that is not proved
     Pass(check, SCHEDULED, "shapes, layouts, sums, waits: or no program", ONE_STAGE),
     Pass(calls.check_stages, SCHEDULED, "the same for each distinct stage", PHASED),

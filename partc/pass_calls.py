@@ -218,6 +218,12 @@ def record_stage_events(stages: list[Graph], graph: Graph) -> dict[str, object]:
     return {"tapes": {number: record_phases(each, replay(each)) for number, each in distinct}}
 
 
+@calls(messages.with_backend)
+def choose_backend(plan: Plan, mesh: Mesh) -> Plan:
+    """Print for the library that the machines have."""
+    return messages.with_backend(plan, mesh)
+
+
 @calls(messages.with_messages)
 def choose_messages(plan: Plan, tapes: dict[int, StepEvents], mesh: Mesh) -> Plan:
     """Let gloo's ranks send messages where its collectives' copies would cost more."""

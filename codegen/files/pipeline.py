@@ -55,8 +55,8 @@ class Pipeline:
     """All stages of a pipeline, and how ranks run them.
 
     ``wiring`` comes from the lowered schedule and says how many sends of each link may be under
-    way. Up to ``bucket_mb`` megabytes of gradients share a bucket. With ``messages`` ranks send each
-    other what gloo would gather, or sum and scatter. With ``inductor`` the calls between two
+    way. Up to ``bucket_mb`` megabytes of gradients share a bucket. ``backend`` carries tensors between
+    ranks: ``gloo`` or ``nccl``. With ``messages`` ranks send each other what gloo would gather, or sum and scatter. With ``inductor`` the calls between two
     transfers become functions for torch.compile.
     """
 
@@ -67,11 +67,12 @@ class Pipeline:
     wiring: Wiring
     bucket_mb: float
     messages: bool = False
+    backend: str = "gloo"
     inductor: bool = False
 
     def emit(self, ranks: Sequence[int], *, header: str) -> str:
         """The text of the file that some pipeline ranks run; ``ranks`` is one of ``groups()``."""
-        helpers = Helpers(messages=self.messages)
+        helpers = Helpers(messages=self.messages, backend=self.backend)
         stages = self._stages(ranks, helpers)
         steps = {
             rank: RankStep(

@@ -59,7 +59,8 @@ class Plan:
     leaves only when its last tensor is there. ``bucket_copy_mb``: by axis and kind of transfer, the
     megabytes of copies from which on a tensor goes alone. ``grad_parts``: by axis, in how many
     parts the gradients of a block leave. ``hierarchical``: by inner and outer axis, the megabytes
-    of a block's gradients from which on an all-reduce over both is hierarchical. ``messages``: with gloo, ranks send messages instead of an all_gather or reduce_scatter, which
+    of a block's gradients from which on an all-reduce over both is hierarchical. ``backend``: what
+    carries tensors between ranks (empty: that of the mesh's machines). ``messages``: with gloo, ranks send messages instead of an all_gather or reduce_scatter, which
     copies less (None: where these copies take a measurable part of the step). ``prefetch``: between
     two loops over blocks (over the head and the loss), the weights of so many blocks are gathered
     ahead (0: two if the step is faster and fits into memory, else one). Pipelines gather one block
@@ -106,6 +107,7 @@ class Plan:
     bucket_copy_mb: Sizes | None = None
     grad_parts: Mapping[str, int] | None = None
     hierarchical: Sizes | None = None
+    backend: Literal["", "gloo", "nccl"] = ""
     messages: bool | None = None
     prefetch: int = 0
     overlap_pieces: int = 0
@@ -244,6 +246,7 @@ class Plan:
         lines += word_lines("recompute", self.recompute)
         lines += word_lines("compile", self.compile) if self.compile != "none" else []
         lines += [f"bucket_mb = {number_text(self.bucket_mb)}"]
+        lines += word_lines("backend", self.backend) if self.backend else []
         if self.messages is not None:
             lines += [f"messages = {str(self.messages).lower()}"]
         if self.microbatches > 1:

@@ -16,6 +16,7 @@ from partc.plan.mesh import Mesh
 KINDS = ("all_gather", "all_reduce", "reduce_scatter")  # of transfers that share buckets
 MEMORY = "memory"  # in ``flops_per_byte``, beside the mesh axes
 WAYS = ("forward", "backward")  # in which pipeline stages send
+BACKENDS = GLOO, NCCL = "gloo", "nccl"  # what carries tensors between ranks
 PLACES = 3  # of a decimal number that a choice writes: more would only look exact
 
 Sizes = Mapping[str, Mapping[str, float]]
@@ -99,12 +100,14 @@ def read_decided(table: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_axes(plan: Any, mesh: Mesh) -> None:
-    """PlanError if a decision speaks of an axis that the mesh does not have."""
+def check_decided(plan: Any, mesh: Mesh) -> None:
+    """PlanError if a decision speaks of an axis that the mesh does not have, or contradicts another
+    one.
+    """
     for name in ("hierarchical", "bucket_copy_mb", "grad_parts", "flops_per_byte"):
         table = getattr(plan, name) or {}
-        axes = {*table} - ({MEMORY} if name == "flops_per_byte" else set())
-        axes |= {other for each in table.values() for other in each} if name == LEVELS else set()
+        others = [*table.values()] if name == "hierarchical" else []
+        axes = {*table, *(axis for each in others for axis in each)} - {MEMORY}
         for axis in sorted(axes - {*mesh.names}):
             raise PlanError(
                 where=f"plan, {name}",
@@ -112,9 +115,18 @@ def check_axes(plan: Any, mesh: Mesh) -> None:
                 why=f"the mesh has {', '.join(mesh.names) or 'no axes'}",
                 do=f"Use one of these names, or leave {name} out: it is then chosen anew.",
             )
+    check_messages(plan)
 
 
-LEVELS = "hierarchical"
+def check_messages(plan: Any) -> None:
+    """PlanError if the plan asks for messages on another backend than gloo."""
+    if plan.messages and plan.backend not in ("", GLOO):
+        raise PlanError(
+            where="plan, messages",
+            what=f"messages = true, and the backend is {plan.backend}",
+            why="messages stand in for copies that gloo makes, and nothing else does",
+            do='Write messages = false, or backend = "gloo".',
+        )
 
 
 # writing ------------------------------------------------------------------------------------------

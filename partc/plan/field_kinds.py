@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from partc.errors import PlanError
-from partc.plan.decided import DECIDED, flaw_of
+from partc.plan.decided import BACKENDS, DECIDED, flaw_of
 from partc.schedules import NAMES
 from partc.schedules.csv_form import CSV
 from partc.wrong_calls import did_you_mean, quoted
@@ -24,6 +24,7 @@ _WORDS = {
     "random": RANDOM,
     "compile": COMPILERS,
     "reduce": ("step", "microbatch"),
+    "backend": BACKENDS,
 }
 # The least and the most. Plans come from strangers: a schedule lists every microbatch of a rank.
 _NUMBERS = {

@@ -34,7 +34,9 @@ def choose_hierarchical(graph: Graph, stages: list[Graph], plan: Plan, mesh: Mes
         return plan
     found: dict[str, dict[str, float]] = {}
     for most, axes in largest.values():
-        inner, outer = min(permutations(axes), key=lambda way: in_levels_s(most, *way, mesh))
+        inner, outer = min(
+            permutations(axes), key=lambda way: in_levels_s(most, way[0], way[1], mesh)
+        )
         if (least := _least_bytes(most, inner, outer, mesh)) is not None:
             found.setdefault(inner, {})[outer] = rounded(least / BYTES_PER_MB)
     return plan.changed(hierarchical=found)
