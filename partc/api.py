@@ -59,13 +59,14 @@ def compile(
     microbatches: int | None = None,
     schedule: str | None = None,
     stages: Sequence[str] | None = None,
-    chunks: int | None = None,
+    virtual_stages: int | None = None,
     memory_bytes: int | None = None,
     recompute: str | Sequence[str] | None = None,
     batch: str | None = None,
     batch_norm: str | None = None,
     random: str | None = None,
     compile: str | None = None,
+    backend: str | None = None,
     objective: str = "time",
     strict: bool = False,
     dump: str | Path | None = None,
@@ -102,7 +103,7 @@ def compile(
             for inference.
         stages: the module paths at which pipeline stages 1, 2, ... begin (``["blocks.4"]``). If
             nothing says so they are cut evenly by cost.
-        chunks: stages on each pipeline rank, where they are cut by cost.
+        virtual_stages: stages on each pipeline rank, where they are cut by cost.
         memory_bytes: bytes that a rank may hold at its predicted peak, AdamW's states among them.
         recompute: what the backward computes again in place of keeping it (activation
             checkpointing): ``"none"``, ``"cheap"`` values (as if nothing were said),
@@ -116,6 +117,8 @@ def compile(
             piece, so that all plans have the same numbers, and their losses can be compared.
         compile: ``"inductor"`` hands what stands between transfers to torch.compile, each block
             once; ``"none"``.
+        backend: what will carry tensors between ranks, ``"gloo"`` or ``"nccl"``: a program has the
+            text of one. None: that of the mesh's machines, gloo where none are named.
         objective: what ``plan="auto"`` makes least: the ``"time"`` of a step, or ``"dollars"`` or
             ``"energy"`` of a token, for which an open mesh may be used in part.
         strict: refuse an op that has no sharding rule and for which experiments find none; as it
@@ -164,14 +167,13 @@ def compile(
         "compile": compile,
         "schedule": schedule,
         "stages": tuple(stages) if isinstance(stages, list) else stages,
-        "chunks": chunks,
+        "virtual_stages": virtual_stages,
+        "backend": backend,
         "memory_bytes": memory_bytes,
     }
-    if schedule is not None:
-        given["order"] = ""  # that of another schedule
     given = {name: each for name, each in given.items() if each is not None}
     check_fields(given, "compile")
-    wanted = wanted.changed(**given).with_order()
+    wanted = wanted.replanned(**given).with_order()
     aim = objective_of(objective)
     if aim != "time" and wanted.preset != AUTO_PLAN:
         raise _nothing_to_choose(aim, wanted)

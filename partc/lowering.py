@@ -1,5 +1,10 @@
 """The compiler in order: the table of all passes, and the slices of it that a compile runs.
 
+Rows with ``decides`` are choices: they try on copies, or compare what machines take, and write what
+they chose into the plan. All others are passes, which apply the plan and see no machine: the same
+plan gives the same programs on any machine. A plan that is compiled again has all keys, so that
+passes alone run.
+
 A step is on its way from a model to programs as a ``State`` (``passes/runner.py``). A pass reads
 and changes what it names; ``partc passes`` prints the table. In three places the order is not a
 line: ``trace`` records again while blocks turn out unequal, a pipeline of few distinct stages is
@@ -69,6 +74,8 @@ SCHEDULED, EVENTS, SOURCE, COST = "scheduled graph", "events", "source", "cost"
 
 WIDTH, WHY = 120, " " * 9  # of the table as text, and how far its reasons are indented
 LOOPS = (
+    "Rows that leave `plan: NAME` are choices: by what the machines take they write NAME into the",
+    "plan, and do nothing where the plan has it. All others apply the plan and see no machine.",
     "The order is a line but for three loops:",
     "- record to confirm_folds run again while blocks that were left out turn out unequal;",
     "- a pipeline of few distinct stages begins again at record, behind keep_stages, with those;",
@@ -248,12 +255,15 @@ def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, 
 def described(rows: Table) -> Iterator[str]:
     """The table as lines of text, two for a pass: number, name, which steps take it, what is there
     behind it, and its file; below that why it is there. Then where the order is not a line.
+
+    Of a choice the field of the plan stands there that it writes: ``plan: hierarchical``.
     """
     wide = max(len(each.name) for each in rows.passes)
-    yield f"{'':>3}  {'pass':{wide}} {'only':16} {'leaves':15} where"
+    yield f"{'':>3}  {'pass':{wide}} {'only':16} {'leaves':20} where"
     for number, each in enumerate(rows.passes, start=1):
         may = "; left out" if each.name in rows.left_out else "; optional" * each.optional
-        yield f"{number:3}  {each.name:{wide}} {each.when.word:16} {each.out:15} {each.where}{may}"
+        out = f"plan: {each.decides}" if each.decides else each.out
+        yield f"{number:3}  {each.name:{wide}} {each.when.word:16} {out:20} {each.where}{may}"
         yield from wrap(each.why, WIDTH, initial_indent=WHY, subsequent_indent=WHY)
     yield ""
     yield from LOOPS

@@ -25,7 +25,8 @@ def print_step(graph: Graph, plan: Plan) -> dict[str, object]:
     """The source of a step of one stage."""
     source = emit(
         graph, header=header(graph, plan), prefetch=plan.prefetch,
-        messages=bool(plan.messages), backend=plan.backend or GLOO, inductor=plan.compile == "inductor",
+        messages=bool(plan.messages), backend=plan.backend or GLOO,
+        inductor=plan.compile == "inductor",
     )  # fmt: skip
     return {"sources": {ROLE: source}, "files": [ROLE]}
 
@@ -35,7 +36,8 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
     graphs, order = staged.graphs, staged.step.schedule
     pipeline = Pipeline(
         graphs, staged.tied, order, mesh, staged.step.wiring, plan.bucket_mb,
-        messages=bool(plan.messages), backend=plan.backend or GLOO, inductor=plan.compile == "inductor",
+        messages=bool(plan.messages), backend=plan.backend or GLOO,
+        inductor=plan.compile == "inductor",
     )  # fmt: skip
     groups = {file_name(ranks): ranks for ranks in pipeline.groups()}
     sources = {

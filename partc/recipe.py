@@ -291,7 +291,7 @@ def _plan_of(first: Program, wanted: Wanted) -> Plan:
     plan = plan.changed(sends=None, early_sums=None)  # of another order
     plan = plan.changed(recompute="cheap") if wanted.kind != "step" else plan
     if not plan.stages:
-        return plan.changed(schedule="", order="", chunks=0)
+        return plan.changed(schedule="", order="", virtual_stages=0)
     kinds = "FBIW" if wanted.kind == "step" else "F"
     return plan.changed(schedule=f"part{CSV}", order=_part(first.schedule, kinds, num))
 

@@ -15,6 +15,11 @@ from partc.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+RENAMED = {  # old names of a plan's fields and of arguments: their names now
+    "join_mb": "bucket_mb",
+    "pieces": "overlap_pieces",
+    "chunks": "virtual_stages",
+}
 LONGEST = 60  # characters of an argument that a message quotes
 
 
@@ -45,6 +50,8 @@ def _unbound(
         what, meant = str(error), ""
     else:
         what, meant = f"there is no argument {unknown!r}", did_you_mean(unknown, each)
+        if RENAMED.get(unknown) in each:
+            meant = f"It is called {RENAMED[unknown]!r}."
     return UsageError(
         where=f"{name}()", what=what, why=f"it takes {', '.join(each)}",
         do=meant or f"Leave it out, or see help(partc.{name})."

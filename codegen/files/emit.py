@@ -76,8 +76,9 @@ def emit(
 
     Between two loops over blocks the program starts to gather the weights of the first ``prefetch``
     blocks of the next loop. ``backend`` carries tensors between ranks: ``gloo`` or ``nccl``. With
-    ``messages`` ranks send each other what gloo would gather, or sum and scatter. With ``inductor`` the calls between two transfers become functions for
-    torch.compile. CheckError if the text does anything but compute with torch.
+    ``messages`` ranks send each other what gloo would gather, or sum and scatter. With ``inductor``
+    the calls between two transfers become functions for torch.compile. CheckError if the text does
+    anything but compute with torch.
     """
     graph = tidied(graph, fused=inductor)
     items, sides = arranged(graph)

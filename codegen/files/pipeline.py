@@ -55,9 +55,10 @@ class Pipeline:
     """All stages of a pipeline, and how ranks run them.
 
     ``wiring`` comes from the lowered schedule and says how many sends of each link may be under
-    way. Up to ``bucket_mb`` megabytes of gradients share a bucket. ``backend`` carries tensors between
-    ranks: ``gloo`` or ``nccl``. With ``messages`` ranks send each other what gloo would gather, or sum and scatter. With ``inductor`` the calls between two
-    transfers become functions for torch.compile.
+    way. Up to ``bucket_mb`` megabytes of gradients share a bucket. ``backend`` carries tensors
+    between ranks: ``gloo`` or ``nccl``. With ``messages`` ranks send each other what gloo would
+    gather, or sum and scatter. With ``inductor`` the calls between two transfers become functions
+    for torch.compile.
     """
 
     graphs: Sequence[Graph]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+
 def by_messages(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether to send messages: gloo's collectives copy all that they bring once more."""
     return not x.is_cuda and f"{x.device.type}:gloo" in dist.get_backend_config(group)

@@ -24,8 +24,20 @@ from math import prod
 from typing import Literal
 
 Kind = Literal[
-    "R", "U", "M", "cut", "same", "zero", "window", "outside", "stack", "rows", "pieces", "arrived",
-    "parts", "moved",
+    "R",
+    "U",
+    "M",
+    "cut",
+    "same",
+    "zero",
+    "window",
+    "outside",
+    "stack",
+    "rows",
+    "pieces",
+    "arrived",
+    "parts",
+    "moved",
 ]
 Shape = tuple[int, ...]
 

@@ -40,8 +40,8 @@ def plan_step(
     """Add sends, receives and ``closing`` collectives to a schedule; check and simulate the result.
 
     ``sends`` says how many messages of each link may be under way; None: the least numbers that
-    lose no time at these costs. PlanError where two neighbouring stages run the microbatches in different orders. CheckError,
-    with the cycle of waits, where the ranks would deadlock.
+    lose no time at these costs. PlanError where two neighbouring stages run the microbatches in
+    different orders. CheckError, with the cycle of waits, where the ranks would deadlock.
     """
     check_queues(schedule)
     programs = lower(schedule, costs=costs, collectives=closing, sends=sends)

@@ -60,24 +60,24 @@ class Plan:
     megabytes of copies from which on a tensor goes alone. ``grad_parts``: by axis, in how many
     parts the gradients of a block leave. ``hierarchical``: by inner and outer axis, the megabytes
     of a block's gradients from which on an all-reduce over both is hierarchical. ``backend``: what
-    carries tensors between ranks (empty: that of the mesh's machines). ``messages``: with gloo, ranks send messages instead of an all_gather or reduce_scatter, which
-    copies less (None: where these copies take a measurable part of the step). ``prefetch``: between
-    two loops over blocks (over the head and the loss), the weights of so many blocks are gathered
-    ahead (0: two if the step is faster and fits into memory, else one). Pipelines gather one block
-    ahead. ``overlap_pieces``: blocks that wait for sums of activations are computed in so many
-    pieces, so that the sums of one piece overlap the computing of the next (1: not in pieces; 0:
-    the fastest number, if it saves much). ``flops_per_byte``: how long transfers of such blocks
-    take, as FLOPs that a rank computes while one byte crosses an axis, or goes to memory.
-    ``reduce``: gradients are summed over ranks once per ``"step"``, or
-    once per ``"microbatch"`` (ZeRO-2 and 3).
+    carries tensors between ranks (empty: that of the mesh's machines). ``messages``: with gloo,
+    ranks send messages instead of an all_gather or reduce_scatter, which copies less (None: where
+    these copies take a measurable part of the step). ``prefetch``: between two loops over blocks
+    (over the head and the loss), the weights of so many blocks are gathered ahead (0: two if the
+    step is faster and fits into memory, else one). Pipelines gather one block ahead.
+    ``overlap_pieces``: blocks that wait for sums of activations are computed in so many pieces, so
+    that the sums of one piece overlap the computing of the next (1: not in pieces; 0: the fastest
+    number, if it saves much). ``flops_per_byte``: how long transfers of such blocks take, as FLOPs
+    that a rank computes while one byte crosses an axis, or goes to memory. ``reduce``: gradients
+    are summed over ranks once per ``"step"``, or once per ``"microbatch"`` (ZeRO-2 and 3).
 
     Pipelines: ``schedule`` is the name of a schedule, or of a CSV file whose rows ``order`` has, so
     that the plan replays without the file; empty is 1f1b for training and forward-only for
     inference. ``order`` also has the rows of the schedule ``auto``, once it is made. ``sends``: by
     way, how many messages of a link may be under way. ``early_sums``: the stages that begin to sum
-    their blocks' gradients in the last backward. ``stages`` has the module path at which each pipeline stage but the first begins. If
-    ``stages`` is empty the compiler cuts the model into ``chunks`` stages per pipeline rank (0: the
-    schedule's usual number).
+    their blocks' gradients in the last backward. ``stages`` has the module path at which each
+    pipeline stage but the first begins. If ``stages`` is empty the compiler cuts the model into
+    ``virtual_stages`` per pipeline rank (0: the schedule's usual number).
 
     Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
     ``"global"`` the whole batch on every rank.
@@ -117,7 +117,7 @@ class Plan:
     order: str = ""
     sends: Sends | None = None
     early_sums: tuple[int, ...] | None = None
-    chunks: int = 0
+    virtual_stages: int = 0
     memory_bytes: int = 0
     stages: tuple[str, ...] = ()
     reduce: Literal["step", "microbatch"] = "step"
@@ -255,7 +255,7 @@ class Plan:
             lines += [f"schedule = {quote(self.schedule)}"]
         if self.order:
             lines += ['order = """', *(escape(row) for row in self.order.splitlines()), '"""']
-        counts = ("prefetch", "overlap_pieces", "chunks", "memory_bytes")
+        counts = ("prefetch", "overlap_pieces", "virtual_stages", "memory_bytes")
         lines += [f"{name} = {getattr(self, name)}" for name in counts if getattr(self, name)]
         lines += decided_lines(self)
         lines += list_lines("stages", self.stages) + list_lines("notes", self.notes)
@@ -270,6 +270,18 @@ class Plan:
         values = fold_names(self.values, self.apart).items()
         lines += section_lines("values", {quote(k): write_value(v) for k, v in values})
         return "\n".join(lines) + "\n"
+
+    def replanned(self, **given: Any) -> Plan:
+        """The plan with other entries, and without what was decided for the ones before."""
+        of_order = ("schedule", "microbatches", "stages", "virtual_stages")
+        changed = {
+            name for name in of_order if name in given and given[name] != getattr(self, name)
+        }
+        if changed:
+            given = {"sends": None, "early_sums": None, **given}
+        if "schedule" in given or (changed and self.schedule == OWN_ORDER):
+            given = {"order": "", **given}  # that of another schedule
+        return self.changed(**given)
 
     def changed(self, **changes: Any) -> Plan:
         return replace(self, **changes)

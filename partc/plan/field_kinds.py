@@ -31,7 +31,7 @@ _NUMBERS = {
     "microbatches": (1, 65_536),
     "prefetch": (0, 10_000),
     "overlap_pieces": (0, 10_000),
-    "chunks": (0, 10_000),
+    "virtual_stages": (0, 10_000),
     "memory_bytes": (0, _MOST_BYTES),
 }
 _TEXTS = ("preset", "order")
@@ -41,7 +41,6 @@ FIELDS = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, *_TABLES, *DECIDED,
     "schedule", "recompute", "bucket_mb", "messages",
 }  # fmt: skip
-RENAMED = {"join_mb": "bucket_mb", "pieces": "overlap_pieces"}  # old names: new ones
 
 
 def check_fields(table: Mapping[str, Any], where: str) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from partc.file_text import Unreadable, toml_table
 from partc.plan.decided import read_decided
-from partc.plan.field_kinds import FIELDS, RENAMED, check_fields, plan_error
+from partc.plan.field_kinds import FIELDS, check_fields, plan_error
 from partc.plan.mesh import Mesh
 from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
-from partc.wrong_calls import did_you_mean
+from partc.wrong_calls import RENAMED, did_you_mean
 
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
 PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out: "))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from partc.atomic import atomic_directory, atomic_write
 from partc.errors import LoadError, UsageError
 from partc.graph.draws import Draw
+from partc.plan import Plan
 from partc.plan.batch import Dealt
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
@@ -299,6 +300,7 @@ class Program:
             compiles=self.role(0).compiles,
             extras=not self.role(0).is_inference and bool(extras_in(self.returns)),
             decided=list(self.decided),
+            backend=Plan.parse(self.plan).backend if self.mesh.num_ranks > 1 else "",
         )  # fmt: skip
 
 

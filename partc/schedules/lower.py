@@ -70,8 +70,8 @@ def lower(
     ``ahead`` and ``bound`` are explained at the top of this file. Without ``bound``, every
     communicator gets the least bound that loses no time at the actions' ``costs`` (`windows.py`);
     without ``costs``, all actions take the same time. Where ``bound`` is so small that a schedule
-    which can run would deadlock, a communicator gets a larger bound. ``sends`` has a bound for every
-    link (`sends.py`), and stands above ``bound`` and ``costs``.
+    which can run would deadlock, a communicator gets a larger bound. ``sends`` has a bound for
+    every link (`sends.py`), and stands above ``bound`` and ``costs``.
     """
     wiring = wire(
         schedule.rank_of, schedule.microbatches, communicators=communicators,

@@ -55,10 +55,10 @@ def send_bounds(
 ) -> list[int]:
     """Per communicator, the number of sends that may still be under way after a new send.
 
-    ``bound`` is the least such number for every communicator, or for each of them. Without ``bound``, a communicator
-    gets the least number, at least 1, that loses no time if actions take ``lengths``, by
-    ``4 * stage + kind``. If the orders of actions deadlock anyway, the bounds are those at the
-    deadlock.
+    ``bound`` is the least such number for every communicator, or for each of them. Without
+    ``bound``, a communicator gets the least number, at least 1, that loses no time if actions take
+    ``lengths``, by ``4 * stage + kind``. If the orders of actions deadlock anyway, the bounds are
+    those at the deadlock.
     """
     channels = range(len(traffic.order))
     if bound is None:

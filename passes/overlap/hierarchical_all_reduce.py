@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
+from math import inf
 from typing import Any
 
 from torch import fx
@@ -95,10 +96,10 @@ def _planned(chains: list[Chain], plan: Plan, mesh: Mesh) -> Levels | None:
     None too where a gradient cannot be scattered over the inner axis.
     """
     for inner, outer in permutations(axes_of(chains)):
-        least_mb = (plan.hierarchical or {}).get(inner, {}).get(outer)
-        if least_mb is not None and bytes_of(chains) >= least_mb * BYTES_PER_MB:
-            if all(_scattered(first, inner, mesh) for first, _ in chains):
-                return Levels(inner, outer)
+        least_mb = (plan.hierarchical or {}).get(inner, {}).get(outer, inf)
+        large = bytes_of(chains) >= least_mb * BYTES_PER_MB
+        if large and all(_scattered(first, inner, mesh) for first, _ in chains):
+            return Levels(inner, outer)
     return None
 
 

@@ -34,7 +34,8 @@ def with_backend(plan: Plan, mesh: Mesh) -> Plan:
 def with_messages(plan: Plan, steps: Sequence[StepEvents], mesh: Mesh) -> Plan:
     """The plan with ``messages`` set to whether gloo's copies take long enough.
 
-    Another backend leaves the plan unchanged, and so does a step in which gloo copies nothing. A transfer over an axis of one rank has nobody to send to: then there are no messages.
+    Another backend leaves the plan unchanged, and so does a step in which gloo copies nothing. A
+    transfer over an axis of one rank has nobody to send to: then there are no messages.
     """
     moves = [move for step in steps for move in _moves(step)]
     copied_bytes = sum(_copied_bytes(move, mesh) for move in moves)

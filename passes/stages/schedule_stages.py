@@ -30,7 +30,12 @@ from partc.passes.overlap.order_step import (
 )
 from partc.passes.overlap.take_turns import awaited_in_blocks, take_turns
 from partc.passes.runner import State, run
-from partc.passes.stages.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
+from partc.passes.stages.choose_stages import (
+    AUTO,
+    named_schedule,
+    pipeline_ranks,
+    virtual_stages_of,
+)
 from partc.passes.stages.early_sums import (
     candidates,
     choose_early_sums,
@@ -232,7 +237,7 @@ def _left_for_activations(graphs: Sequence[Graph], plan: Plan, mesh: Mesh) -> fl
     limit = min(limits)
     states = [state_bytes(graph) for graph in graphs]
     each = sorted((s.params + s.grads + s.optimizer + s.buffers for s in states), reverse=True)
-    most = sum(each[: chunks_of(plan)]) + states[0].inputs
+    most = sum(each[: virtual_stages_of(plan)]) + states[0].inputs
     if most >= limit:
         raise PlanError(
             where="schedule='auto'",
