@@ -149,7 +149,7 @@ PASSES = (
          "its way", PIECES),
     Pass(split_stages, "stage graphs", "each pipeline rank runs its own part", PHASED),
     Pass(choose_hierarchical, PLAN, "as for one stage, once stages are apart", PHASED,
-         on_graph=False, name="choose_hierarchical_per_stage", decides="hierarchical"),
+         on_graph=False, name="choose_stage_hierarchy", decides="hierarchical"),
     Pass(hierarchical_all_reduce, "stage graphs", "as for one stage, once stages are apart", PHASED,
          optional=True, name="hierarchical_per_stage"),
     Pass(choose_bucket_copies, PLAN, "to copy a large tensor takes longer than to start a transfer",

@@ -45,11 +45,11 @@ def compile_command(args: argparse.Namespace) -> int:
         program = api.compile(
             target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
             microbatches=args.microbatches, schedule=args.schedule,
-            virtual_stages=args.virtual_stages, stages=args.stages.split(",") if args.stages else
-            None, recompute=_recompute(args), memory_bytes=args.memory_bytes,
-            objective=args.objective, compile=args.compile, backend=args.backend, batch="local" if
-            args.local_batch else None, dump=args.dump, disable=args.disable.split(",") if
-            args.disable else (),
+            virtual_stages=args.virtual_stages,
+            stages=args.stages.split(",") if args.stages else None, recompute=_recompute(args),
+            memory_bytes=args.memory_bytes, objective=args.objective, compile=args.compile,
+            backend=args.backend, batch="local" if args.local_batch else None,
+            dump=args.dump, disable=args.disable.split(",") if args.disable else (),
         )  # fmt: skip
     program.save(args.out)
     lines = {name: text.count("\n") for name, text in sorted(program.sources.items())}

@@ -32,7 +32,7 @@ from partc.graph import (
     set_value,
     value,
 )
-from partc.graph.graph_edits import run_on_fakes
+from partc.graph.graph_edits import restore_order, run_on_fakes
 from partc.graph.moves import gathers_param, kind_of
 from partc.passes.overlap.share_gathers import stretch_of
 from partc.plan import Plan
@@ -63,6 +63,9 @@ def bucket_collectives(graph: Graph, plan: Plan) -> Graph:
     for members in [each for group in groups for each in _filled(group, limit_bytes)]:
         if len(members) > 1:
             _join(graph, members, order, block_in)
+    # The buckets of two levels of one sum need not have the same members: one may wait for another
+    # that was put behind it.
+    restore_order(graph)
     graph.fx.lint()
     return graph
 
@@ -202,6 +205,8 @@ def worth_copying(groups: Groups, plan: Plan) -> Groups:
 
 
 def _is_worth_copying(node: fx.Node, plan: Plan) -> bool:
+    """Of a hierarchical all-reduce its reduce-scatter decides: all three go alone, or none."""
+    node = leading(node)
     of_axis = (plan.bucket_copy_mb or {}).get(str(node.kwargs["axis"]), {})
     most_mb = of_axis.get(kind_of(node))
     return most_mb is None or copied_bytes(node) <= most_mb * BYTES_PER_MB
@@ -213,9 +218,8 @@ def copied_bytes(node: fx.Node) -> int:
     An all-gather copies the shard into the bucket, and the whole weight out of it if a transfer of
     its own would deliver the weight in one row. A reduce-scatter copies the gradient into the
     bucket. An all-reduce copies nothing: its gradients are computed in the bucket
-    (``codegen/calls/joint_grads.py``). Of a hierarchical all-reduce the reduce-scatter decides.
+    (``codegen/calls/joint_grads.py``).
     """
-    node = leading(node)
     sent_bytes, arrived_bytes = put_in_bytes(node), int(fake_of(node).nbytes)
     in_a_row = node.kwargs.get("dim") == 0 and node.kwargs.get("outer", 1) == 1
     if node.target is collectives.all_gather:

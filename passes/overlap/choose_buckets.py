@@ -43,7 +43,8 @@ def choose_bucket_copies(graph: Graph, stages: list[Graph], plan: Plan, mesh: Me
     """
     found: dict[str, dict[str, float]] = {}
     for each in stages or [graph]:
-        for node in (node for groups in groups_of(each) for nodes in groups for node in nodes):
+        nodes = [node for groups in groups_of(each) for nodes in groups for node in nodes]
+        for node in map(leading, nodes):
             axis, kind = str(node.kwargs["axis"]), kind_of(node)
             if copied_bytes(node) and kind not in found.get(axis, {}):
                 most_mb = rounded(_most_copied(node, mesh) / BYTES_PER_MB)

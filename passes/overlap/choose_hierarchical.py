@@ -38,7 +38,7 @@ def choose_hierarchical(graph: Graph, stages: list[Graph], plan: Plan, mesh: Mes
             permutations(axes), key=lambda way: in_levels_s(most, way[0], way[1], mesh)
         )
         if (least := _least_bytes(most, inner, outer, mesh)) is not None:
-            found.setdefault(inner, {})[outer] = rounded(least / BYTES_PER_MB)
+            found.setdefault(inner, {})[outer] = rounded(least / BYTES_PER_MB) if least > 1 else 0
     return plan.changed(hierarchical=found)
 
 

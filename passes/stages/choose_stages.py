@@ -102,7 +102,7 @@ def _own_schedule(plan: Plan) -> Schedule:
 
 
 def virtual_stages_of(plan: Plan) -> int:
-    """Virtual stages per pipeline rank, from the stages that the plan names or from ``virtual_stages``.
+    """Stages on each pipeline rank, from those that the plan names or from ``virtual_stages``.
 
     PlanError if the named stages cannot be divided evenly among the ranks.
     """
