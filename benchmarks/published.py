@@ -107,7 +107,7 @@ def candidate_of(row: Row) -> Candidate:
         shard=row.data_ranks if row.data == "fsdp" else 1,
         replicate=row.data_ranks if row.data == "ddp" else 1,
         tp=row.tp, pp=row.pp, microbatches=row.microbatches, data=row.data, word=row.word,
-        schedule="1f1b" if row.chunks == 1 else "interleaved-1f1b", virtual_stages=row.chunks,
+        schedule="1f1b" if row.chunks == 1 else "interleaved-1f1b", chunks=row.chunks,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -14,6 +14,7 @@ from partc.schedules import Schedule
 from partc.schedules.check_programs import check_programs
 from partc.schedules.lower import lower
 from partc.schedules.programs import Collective, RankProgram, Wiring
+from partc.schedules.sends import Sends
 from partc.schedules.simulate import Simulated, simulate
 from partc.schedules.step_costs import Link, StepCosts
 
@@ -35,7 +36,7 @@ def plan_step(
     schedule: Schedule,
     costs: StepCosts,
     closing: Sequence[Collective] = (),
-    sends: Mapping[str, int | tuple[int, ...]] | None = None,
+    sends: Sends | None = None,
 ) -> Step:
     """Add sends, receives and ``closing`` collectives to a schedule; check and simulate the result.
 

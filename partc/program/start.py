@@ -68,21 +68,21 @@ def _check_backend(device: torch.device) -> None:
         )
 
 
-def group_backend(device_type: str) -> str:
-    """What carries tensors of a kind of device in the default process group: ``gloo``, ``nccl``, or
-    another library; "" if nothing does.
+def group_backend(device_type: str) -> str | None:
+    """What carries tensors of a kind of device in the default process group, ``gloo`` or ``nccl``.
+
+    None without a group, or where another library carries them.
     """
-    for kind in dist.get_backend_config().split(","):
-        of, colon, library = kind.rpartition(":")
-        if not colon or of == device_type:
-            return library
-    return ""
+    kinds = dist.get_backend_config().split(",") if dist.is_initialized() else []
+    found = (kind.rpartition(":") for kind in kinds)
+    carrying = (library for of, colon, library in found if not colon or of == device_type)
+    return next((library for library in carrying if library in BACKENDS), None)
 
 
 def _check_library(program: Program, device: torch.device) -> None:
     """RunError if the program has the text of gloo, and the group is NCCL's, or the other way."""
     mine, there = Plan.parse(program.plan).backend, group_backend(device.type)
-    if program.mesh.num_ranks > 1 and mine and there in BACKENDS and there != mine:
+    if program.mesh.num_ranks > 1 and mine and there and there != mine:
         raise RunError(
             where=f"module({device.type!r})",
             what=f"the program has the text for {mine}, and the default process group is {there}'s",

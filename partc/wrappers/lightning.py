@@ -81,8 +81,7 @@ class Strategy(ServedByStage):
         autocast = self.precision_plugin.forward_context
         compiled, loss = Compiled(self.lightning_module, autocast), loss_of(autocast)
         with compiled.compiling() as model:
-            backend = group_backend(self.root_device.type) or None
-            options = {"backend": backend, **self._options}
+            options = {"backend": group_backend(self.root_device.type), **self._options}
             program = compile_program(model, self._mesh, inputs, loss=loss, **options)
             partial: Any = "replicate" if self._is_whole else None
             self._stage = program.module(str(self.root_device), partial=partial)

@@ -143,7 +143,7 @@ class Prepared(nn.Module):
         shapes = self._largest([[*x.shape] for x in given.tensors])
         pairs = zip(shapes, given.tensors, strict=True)
         like = given.with_tensors([torch.empty(s, dtype=x.dtype, device="meta") for s, x in pairs])
-        options = {"backend": group_backend(self.device_type) or None, **how.options}
+        options = {"backend": group_backend(self.device_type), **how.options}
         program = partc.compile(
             model, how.mesh, like, loss=loss, plan=how.plan, batch="local", **options
         )

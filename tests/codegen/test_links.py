@@ -87,9 +87,7 @@ def small_loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_program_runs_on_its_backend_alone(
-    sends: bool, world: Processes, tmp_path: Path
-) -> None:
+def test_a_program_runs_on_its_backend_alone(sends: bool, world: Processes, tmp_path: Path) -> None:
     """By whatever name the default group has it."""
     model, x = small()
     plan = Plan(preset="fsdp", messages=sends)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-
 import pytest
 import torch
 from torch import nn
@@ -42,7 +41,8 @@ class Block(nn.Module):
         )
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(heads.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        mlp: torch.Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + mlp
 
 
 class Model(nn.Module):
