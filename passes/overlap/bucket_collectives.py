@@ -247,15 +247,15 @@ def _parts(graph: Graph, groups: Groups, plan: Plan) -> Iterator[list[fx.Node]]:
     """Split each group of reductions into parts of about equally many bytes, in the order in which
     the gradients are made.
 
-    ``grad_parts`` counts those of the gradients that take most bytes on an axis, which are a
-    block's; smaller groups leave in fewer parts of that size.
+    ``grad_parts`` counts those of a block's gradients (``largest_forms``); smaller groups leave in
+    fewer parts of that size.
     """
     wanted = plan.grad_parts or {}
     most = {axis: size for axis, (size, _, _) in largest_forms(graph, groups).items()}
     for nodes in groups:
         sizes, axis = [_num_bytes(leading(n)) for n in nodes], leading_axis(nodes)
-        share = sum(sizes) / most[axis] if most[axis] else 0.0
-        num = max(1, int(wanted.get(axis, 1) * share + 0.5))
+        share = sum(sizes) / max(most.get(axis, 0), 1)
+        num = max(1, int(wanted.get(axis, 1) * share + 0.5)) if len(nodes) > 1 else 1
         middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
         number = {n: int(num * at / sum(sizes)) for n, at in zip(nodes, middles, strict=True)}
         yield from (list(part) for _, part in groupby(nodes, key=number.__getitem__))
@@ -263,8 +263,10 @@ def _parts(graph: Graph, groups: Groups, plan: Plan) -> Iterator[list[fx.Node]]:
 
 def largest_forms(graph: Graph, groups: Groups) -> dict[str, tuple[int, int, list[fx.Node]]]:
     """By axis the bytes of a group, the number of blocks with such a one, and the group, for the
-    form of groups that has most bytes in all.
+    form of groups that has most bytes in all. Forms that several blocks have come first: of the
+    others there is little. Groups of one tensor have no parts, and do not count.
     """
+    groups = [nodes for nodes in groups if len(nodes) > 1]
     forms = [tuple(map(_form, nodes)) for nodes in groups]
     times: Counter[tuple[Any, ...]] = Counter()
     for nodes, form in zip(groups, forms, strict=True):
@@ -272,9 +274,8 @@ def largest_forms(graph: Graph, groups: Groups) -> dict[str, tuple[int, int, lis
     found: dict[str, tuple[int, int, list[fx.Node]]] = {}
     for nodes, form in zip(groups, forms, strict=True):
         size, axis = sum(num_bytes for *_, num_bytes in form), leading_axis(nodes)
-        known = found.get(axis)
-        if known is None or size * times[form] > known[0] * known[1]:
-            found[axis] = size, times[form], nodes
+        one = size, times[form], nodes
+        found[axis] = max(found.get(axis, one), one, key=lambda x: (x[1] > 1, x[0] * x[1]))
     return found
 
 

@@ -81,9 +81,7 @@ def best_parts(graph: Graph, plan: Plan, mesh: Mesh) -> dict[str, int]:
     groups: Groups = worth_copying(groups_of(graph)[1], plan)
     forms = largest_forms(graph, groups)
     return {
-        axis: _num_parts(size, blocks, nodes, mesh)
-        for axis, (size, blocks, nodes) in forms.items()
-        if len(nodes) > 1
+        axis: _num_parts(size, blocks, nodes, mesh) for axis, (size, blocks, nodes) in forms.items()
     }
 
 

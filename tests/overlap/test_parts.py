@@ -8,20 +8,23 @@ import pytest
 
 from partc.api import compile
 from partc.machines.topology import Topology
-from partc.passes.overlap import order_step
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.verification.verification import verify
 from tests.overlap.words import IDS, LAYERS, model
 
 
-def compiled(plan: str, bytes_per_s: float, latency_s: float = 1e-6) -> Program:
+def compiled(
+    plan: str, bytes_per_s: float, latency_s: float = 1e-6, parts: dict[str, int] | None = None
+) -> Program:
     machine = Topology.load("cpu")
     (level,) = machine.levels
     links = replace(level, bytes_per_s=bytes_per_s, latency_s=latency_s)
     hardware = replace(without_copies(machine), levels=(links,), start_s=0.0)
     mesh = Mesh((("dp", 2),), hardware)
-    return compile(model(), mesh, (IDS,), loss=lambda m, x: m(x), plan=plan)
+    asked = Plan(preset=plan, grad_parts=parts)
+    return compile(model(), mesh, (IDS,), loss=lambda m, x: m(x), plan=asked)
 
 
 def without_copies(machine: Topology) -> Topology:
@@ -44,13 +47,12 @@ def seconds(program: Program) -> float:
 
 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
-def test_parts_where_they_end_the_step_earlier(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_where_they_end_the_step_earlier(plan: str) -> None:
     """Not where a bucket takes no time, nor where the network is never done with the one before."""
     made = compiled(plan, 1e9)
     assert reductions(made) > 1
     assert reductions(compiled(plan, 1e12)) == reductions(compiled(plan, 1e6, 1e-3)) == 1
     verify(made, model(), (IDS,), lambda m, x: m(x)).check()
-    monkeypatch.setattr(order_step, "leaves_in_parts", lambda graph, mesh: False)
-    whole = compiled(plan, 1e9)
+    whole = compiled(plan, 1e9, parts={"dp": 1})
     assert reductions(whole) == 1
     assert seconds(whole) > seconds(made)
