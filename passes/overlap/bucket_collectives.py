@@ -247,15 +247,16 @@ def _parts(graph: Graph, groups: Groups, plan: Plan) -> Iterator[list[fx.Node]]:
     """Split each group of reductions into parts of about equally many bytes, in the order in which
     the gradients are made.
 
-    ``grad_parts`` counts those of a block's gradients (``largest_forms``); smaller groups leave in
-    fewer parts of that size.
+    ``grad_parts`` counts those of a block's gradients (``largest_forms``); other groups leave in
+    parts of that size.
     """
     wanted = plan.grad_parts or {}
     most = {axis: size for axis, (size, _, _) in largest_forms(graph, groups).items()}
     for nodes in groups:
         sizes, axis = [_num_bytes(leading(n)) for n in nodes], leading_axis(nodes)
         share = sum(sizes) / max(most.get(axis, 0), 1)
-        num = max(1, int(wanted.get(axis, 1) * share + 0.5)) if len(nodes) > 1 else 1
+        parts = wanted.get(axis, 1)
+        num = max(1, int(parts * share + 0.5)) if parts > 1 and len(nodes) > 1 else 1
         middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
         number = {n: int(num * at / sum(sizes)) for n, at in zip(nodes, middles, strict=True)}
         yield from (list(part) for _, part in groupby(nodes, key=number.__getitem__))

@@ -7,7 +7,7 @@ gathered  over dp before each use, forward and backward (ZeRO-3)
 moves     all_gather over dp x11, 596 KB
           all_reduce over dp x2, 8 B
           all_to_all over dp x2, 131 KB
-          reduce_scatter over dp x7, 864 KB
+          reduce_scatter over dp x6, 864 KB
 note      embed.weight: its rows travel, which takes less time than the whole
 """
 
@@ -294,10 +294,9 @@ class WordsStep(nn.Module):
         del d_reshape
         grads = {self.head_weight: weight_grad(d_head, x_1)}              # f32[2048,64]{U:dp}
         d_x = d_head @ head_weight                                        # f32[8@dp,64,64]
-        reduced.append(scatter_grads(grads, 2, self.dp))                  # f32[2048@dp,64]
         grads[self.head_bias] = d_head.sum((0, 1))                        # f32[2048]{U:dp}
         del x_1, head_weight, d_head, x_1_done
-        reduced.append(scatter_grads(grads, 2, self.dp))                  # f32[2048@dp]
+        reduced.append(scatter_grads(grads, 2, self.dp))
         for layer, following in zip(
             reversed(self.blocks), [*reversed(self.blocks), None][1:], strict=True):
             before, reduced = reduced, []
