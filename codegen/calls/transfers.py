@@ -130,8 +130,8 @@ class Transfers(Expressions):
         lines += [Line(after, comment(typed(node)))] if after else []
         # Over gloo a reduce-scatter of gradients is an all_to_all (it sends half as much as gloo's
         # own): the pieces of all ranks have arrived and are still to be added up.
-        in_pieces = start in self.joint.params and kind_of(start) == "reduce_scatter"
-        if in_pieces and not self.helpers.messages:
+        scattered = start in self.joint.params and kind_of(start) == "reduce_scatter"
+        if scattered and self.helpers.in_pieces:
             lines.append(Line(f"{name} = {self.helpers.use('summed')}({name})"))
         return Statement(lines, reads=[start], binds=[node])
 

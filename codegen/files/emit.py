@@ -69,18 +69,20 @@ MEANINGS = {
 
 
 def emit(
-    graph: Graph, *, header: str, prefetch: int = 1, messages: bool = False, inductor: bool = False
-) -> str:
+    graph: Graph, *, header: str, prefetch: int = 1, messages: bool = False,
+    backend: str = "gloo", inductor: bool = False,
+) -> str:  # fmt: skip
     """The text of a role's file: tables, helper functions, block classes and ``class <Model>Step``.
 
     Between two loops over blocks the program starts to gather the weights of the first ``prefetch``
-    blocks of the next loop. With ``messages`` ranks send each other what gloo would gather, or sum
-    and scatter. With ``inductor`` the calls between two transfers become functions for
-    torch.compile. CheckError if the text does anything but compute with torch.
+    blocks of the next loop. ``backend`` carries tensors between ranks: ``gloo`` or ``nccl``. With
+    ``messages`` ranks send each other what gloo would gather, or sum and scatter. With ``inductor``
+    the calls between two transfers become functions for torch.compile. CheckError if the text does
+    anything but compute with torch.
     """
     graph = tidied(graph, fused=inductor)
     items, sides = arranged(graph)
-    helpers = Helpers(messages=messages)
+    helpers = Helpers(messages=messages, backend=backend)
     items = outlined(graph, items, helpers)
     items = compiled(graph, items, helpers) if inductor else items
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.

@@ -279,7 +279,7 @@ class Finish:
             elif node is not chain[-1]:
                 yield Line(f"grads, done = {self._summed(node, param)}", indent=1)
                 yield Line("done.wait()", indent=1)
-                if node.target is collectives.reduce_scatter and not self.helpers.messages:
+                if node.target is collectives.reduce_scatter and self.helpers.in_pieces:
                     yield Line(f"grads = {self.helpers.use('summed')}(grads)", indent=1)
             else:
                 yield Line(f"{self._reduced}.append({self._summed(node, param)})", indent=1)

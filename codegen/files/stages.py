@@ -47,7 +47,7 @@ def stage_text(
     label: str,
     title: str,
     helpers: Helpers,
-    join_mb: float,
+    bucket_mb: float,
     *,
     lent: frozenset[str] = frozenset(),
     shared: frozenset[str] = frozenset(),
@@ -59,7 +59,7 @@ def stage_text(
 
     With ``layers`` the layers are counted from the stage's first one, whose number is the
     expression ``first``, so that several ranks or stages share the text. ``lent`` are buffers that
-    another stage of the rank holds, ``shared`` those that several stages have. Up to ``join_mb``
+    another stage of the rank holds, ``shared`` those that several stages have. Up to ``bucket_mb``
     megabytes of gradients share a bucket when the step ends. With ``inductor`` the calls between
     transfers become functions for torch.compile.
     """
@@ -73,7 +73,7 @@ def stage_text(
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
-        first=first, ends=ends, bucket_bytes=round(join_mb * BYTES_PER_MB), shared=shared,
+        first=first, ends=ends, bucket_bytes=round(bucket_mb * BYTES_PER_MB), shared=shared,
     )  # fmt: skip
 
 

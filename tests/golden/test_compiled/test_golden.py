@@ -86,12 +86,10 @@ def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
     pieces = [x.reshape(num, -1) for x in grads.values()]
     grads.clear()
     sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
-    gloo = f"{sent.device.type}:gloo" in dist.get_backend_config(group)
-    mine = torch.empty_like(sent if gloo else sent[0])  # gloo's reduce_scatter sends twice as much
-    start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
-    done = start(mine, sent, group=group, async_op=True)
-    parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)
-    return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
+    arrived = torch.empty_like(sent)  # gloo's reduce_scatter sends twice as much
+    done = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
+    parts = zip(shapes.items(), arrived.split(sizes, 1), strict=True)
+    return {p: part.unflatten(1, shape) for (p, shape), part in parts}, done
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
