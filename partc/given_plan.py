@@ -60,7 +60,9 @@ def _no_plan(given: object) -> PlanError:
 
 def check_made(plan: Plan) -> None:
     """PlanError for a Plan whose fields have other types than those that a plan's text gives."""
-    check_fields({name: given for name, given in vars(plan).items() if name in PLAIN}, "Plan")
+    left_out = vars(Plan())
+    said = {name: given for name, given in vars(plan).items() if given != left_out[name]}
+    check_fields({name: given for name, given in said.items() if name in PLAIN}, "Plan")
     tables = (plan.params, plan.inputs)
     layouts = [x for table in tables for cuts in table.values() for x in _entries(cuts)]
     meshes = isinstance(plan.mesh, Mesh | None)

@@ -37,7 +37,7 @@ _NUMBERS = {
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes")
 _TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values")
-PLAIN = {*_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "join_mb"}
+PLAIN = {*_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "bucket_mb"}
 FIELDS = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, *_TABLES, *DECIDED,
     "schedule", "recompute", "bucket_mb", "messages",
@@ -119,7 +119,7 @@ def _list(name: str, given: Any, where: str) -> None:
         if name == "stages":
             do = (
                 "Write the modules at which stages behind the first begin: "
-                'stages = ["blocks.4"]. How many there are, the axis pp and chunks say.'
+                'stages = ["blocks.4"]. How many there are, the axis pp and virtual_stages say.'
             )
         raise plan_error(
             where, f"{name} = {quoted(given)} means nothing", "it is a list of texts", do
