@@ -17,7 +17,7 @@ from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
 from partc.errors import MemoryLimitError, PlanError
-from partc.given_plan import check_texts, read_plan, warn_of_idle
+from partc.given_plan import backend_at_hand, check_texts, read_plan, warn_of_idle
 from partc.graph.graph_edits import copied
 from partc.lowering import staged_plan, table, to_local_graph
 from partc.machines.objective import Objective, objective_of
@@ -119,7 +119,8 @@ def compile(
         compile: ``"inductor"`` hands what stands between transfers to torch.compile, each block
             once; ``"none"``.
         backend: what will carry tensors between ranks, ``"gloo"`` or ``"nccl"``: a program has the
-            text of one. None: that of the mesh's machines, gloo where none are named.
+            text of one. None: that of the mesh's machines; where none are named that of the process
+            group, NCCL for a model on GPUs, else gloo.
         objective: what ``plan="auto"`` makes least: the ``"time"`` of a step, or ``"dollars"`` or
             ``"energy"`` of a token, for which an open mesh may be used in part.
         strict: refuse an op that has no sharding rule and for which experiments find none; as it
@@ -184,6 +185,8 @@ def compile(
     if dump is not None:
         check_folder(dump)
     at = Mesh.of(mesh)
+    if at.topology is None and at.num_ranks > 1 and not wanted.backend:
+        wanted = wanted.changed(backend=backend_at_hand(model, mesh))
     made = partial(_made, model, inputs, loss, at, wanted, rows, strict, microbatches, aim, dump)
     kept = cache_of(cache, model)
     if kept is None or isinstance(model, Traced) or dump is not None:

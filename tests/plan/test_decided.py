@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from torch import Tensor, nn
 
 from partc.api import compile
 from partc.errors import PlanError, UsageError
+from partc.given_plan import backend_at_hand
 from partc.plan import Plan
 from partc.plan.decided import check_decided
 from partc.plan.mesh import Mesh
@@ -80,3 +85,20 @@ def test_another_order_drops_what_was_decided_for_the_one_before() -> None:
     for change in ({"microbatches": 2}, {"stages": ("layers.1",)}, {"schedule": "1f1b"}):
         other = plan.replanned(**change)
         assert (other.order, other.sends, other.early_sums) == ("", None, None)
+
+
+def test_without_a_machine_the_devices_of_a_script_tell_the_backend() -> None:
+    model = nn.Linear(2, 2)
+    assert backend_at_hand(model, "dp=2") == ""  # no process group: nothing tells
+    assert backend_at_hand(model, SimpleNamespace(device_type="cuda")) == "nccl"
+    made = compile(
+        model, "dp=2", (torch.randn(4, 2),), loss=summed, plan='preset = "ddp"\nbackend = "nccl"'
+    )
+    assert Plan.parse(made.plan).backend == "nccl"
+    made = compile(model, "dp=2", (torch.randn(4, 2),), loss=summed, plan="ddp")
+    assert Plan.parse(made.plan).backend == "gloo"
+
+
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).sum()
+    return loss
