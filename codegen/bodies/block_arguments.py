@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch import fx
-
+from partc.codegen.calls.wishes import Wishes
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.graph import Phase, fake_of, is_tensor
 from partc.plan.mesh import MICROBATCH_AXIS
@@ -37,7 +36,7 @@ def main_slot(side: Interface) -> Slot | None:
     return max(carried, key=lambda slot: fake_of(slot.nodes[0]).numel(), default=None)
 
 
-def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:
+def argument_name(side: Interface, slot: Slot, wish: Wishes) -> str:
     """The wanted name of an argument of a block's method."""
     if slot.kind != "carried" or slot is main_slot(side):
         return wish.get(side.own(slot), "value")

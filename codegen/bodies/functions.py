@@ -12,8 +12,10 @@ from torch import fx
 
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.units import RESULTS, Unit, moves
-from partc.codegen.calls.names import Scope, known_as
+from partc.codegen.calls.moved_names import known_as
+from partc.codegen.calls.scope import Scope
 from partc.codegen.calls.statements import Statement, free_early, with_sections
+from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers, Outlined
 from partc.codegen.text import NONE, Line, Text, block, wrap
 from partc.graph import Graph, fake_of, first_operand, is_backward, is_call, picked, typed, value
@@ -82,20 +84,19 @@ class Written:
 
     @classmethod
     def of(
-        cls, graph: Graph, unit: Unit, wished: Sequence[str], helpers: Helpers, *,
+        cls, graph: Graph, unit: Unit, wishes: Wishes, helpers: Helpers, *,
         fused: bool = False, frees: bool = False,
     ) -> Written:  # fmt: skip
-        """Write the calls of a unit; ``wished`` has the wanted names of its inputs and nodes.
+        """Write the calls of a unit; ``wishes`` has the wanted names of its inputs and nodes.
 
         ``fused``: the text is for torch.compile, so module paths stand in it as comments and no
         value is written over another. ``frees``: a ``del`` drops what is no longer read.
         """
-        wish = dict(zip([*unit.inputs, *unit.nodes], wished, strict=True))
         scope = Scope()
-        seen = {node: Text(scope.fresh(wish[node])) for node in unit.inputs}
+        seen = {node: Text(scope.value(node, wishes, first=True)) for node in unit.inputs}
         arguments = [str(text) for text in seen.values()]
         body = Body(
-            graph, unit.nodes, wish, scope, helpers, seen, set(unit.outputs),
+            graph, unit.nodes, wishes, scope, helpers, seen, set(unit.outputs),
             device=f"{arguments[0]}.device", one_turn=True, fused=fused,
         )  # fmt: skip
         last = unit.nodes[-1]
@@ -119,8 +120,10 @@ class Written:
             lines = with_sections(statements)
         else:
             lines = [line for s in statements for line in s.lines]
-        results = tuple(wish[n] if n is last else str(body.text(n)) for n in unit.outputs)
-        return cls(arguments, lines, body.seen, results)
+        [[signature, *lines]] = scope.settled([[Line(", ".join(arguments)), *lines]])
+        names = {n: Text(scope.named(str(text))) for n, text in body.seen.items()}
+        results = tuple(wishes.get(n) if n is last else str(names[n]) for n in unit.outputs)
+        return cls(signature.code.split(", "), lines, names, results)
 
     @property
     def code(self) -> list[str]:

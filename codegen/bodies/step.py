@@ -16,6 +16,7 @@ from partc.codegen.bodies.block_arguments import (
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.calls.path_names import inside
+from partc.codegen.calls.settle import unmarked
 from partc.codegen.calls.statements import Statement
 from partc.codegen.repeats.blocks import LATER, Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, Slot
@@ -120,7 +121,7 @@ class StepBody(Body):
                     item.groups[0].nodes
                 ) | self._backward_of(item):
                     name = self._variable_name(side, slot)
-                    self.wishes |= dict.fromkeys(self._in_place_of(first), name)
+                    self.wishes.give(dict.fromkeys(self._in_place_of(first), name))
 
     def _in_place_of(self, node: fx.Node) -> Iterator[fx.Node]:
         """A value, and the values before it that were moved without a copy: they share a name."""
@@ -164,7 +165,7 @@ class StepBody(Body):
         arguments += [str(self.text(s.nodes[0])) for s in side.of("shared")] + items
         for position in side.carried:
             variables.setdefault(
-                position, self.scope.fresh(self.wishes.get(side.group.nodes[position], "value"))
+                position, self.scope.value(loop.groups[-1].nodes[position], self.wishes)
             )
         kept = {
             p: self.scope.fresh(f"{self.wishes.get(side.group.nodes[p], 'value')}_all")
@@ -218,7 +219,8 @@ class StepBody(Body):
             and slot.nodes[0] in self.place
         ):
             return first
-        name = self.scope.fresh(wish)
+        last = side.loop.groups[-1].nodes[slot.position]
+        name = self.scope.value(last, self.wishes, wish, first=True)
         lines.append(Line(f"{name} = {first}"))
         return name
 
@@ -294,7 +296,8 @@ class StepBody(Body):
             before = self.wishes.get(last, "")
             for user in last.users:  # a cast is called after what it casts
                 if self.wishes.get(user, "").startswith(f"{before}_"):
-                    self.wishes[user] = name + self.wishes[user].removeprefix(before)
+                    behind = self.wishes.get(user).removeprefix(before)
+                    self.wishes.names[user] = unmarked(name) + behind
 
 
 def _sliced(texts: Sequence[str]) -> str:

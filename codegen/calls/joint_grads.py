@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
-from partc.codegen.calls.names import Scope
+from partc.codegen.calls.scope import Scope
 from partc.codegen.repeats.equal import ends_step
 from partc.graph import Graph, collectives, tensor_args
 from partc.graph.moves import Move, carried, moves

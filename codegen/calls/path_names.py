@@ -1,6 +1,9 @@
-"""Names that come from a module path: ``mlp_0`` of ``h.0.mlp``."""
+"""Names that come from a module path: ``h_0_mlp`` of ``h.0.mlp``."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 
 def inside(path: str, prefix: str) -> str:
@@ -20,16 +23,47 @@ def is_within(path: str, outer: str) -> bool:
 
 
 def module_name(path: str) -> str:
-    """The last name of a module path with the indices around it: ``h.0.mlp`` is ``mlp_0``.
+    """The last name of a module path, behind the list and the indices around it.
 
-    >>> module_name("encoder.layers.3.fc.1")
-    'fc_3_1'
+    An index at the end stands at the name: ``h.0`` is ``h0``.
+
+    >>> module_name("encoder.layers.3.fc.1"), module_name("h.0.mlp"), module_name("mlp.up")
+    ('layers_3_fc1', 'h_0_mlp', 'up')
     """
-    words: list[str] = []
-    numbers: list[str] = []
-    for part in path.split("."):
-        (numbers if part.isdigit() else words).append(part)
-    return "_".join([*(words[-1:] or ["m"]), *numbers])
+    *around, last = path.split(".")
+    if not last.isdigit():
+        return "_".join(filter(None, [_list_of(around), last]))
+    numbers = [last]
+    while around and around[-1].isdigit():
+        numbers.insert(0, around.pop())
+    word = around.pop() if around else "m"
+    return "_".join(filter(None, [_list_of(around), word + "x".join(numbers)]))
+
+
+def _list_of(parts: Sequence[str]) -> str:
+    """The last list on a path with all indices on it: ``layer_0_1`` of ``block.0.layer.1.mlp``."""
+    lists = [a for a, b in pairwise(parts) if b.isdigit() and not a.isdigit()]
+    return "_".join([*lists[-1:], *(part for part in parts if part.isdigit())])
+
+
+def qualifiers(path: str) -> Iterator[str]:
+    """What a module path can add to a name, from little to much.
+
+    >>> list(qualifiers("encoder.block.0.layer.1.mlp.wi"))
+    ['layer_0_1', 'layer_0_1_wi', 'layer_0_1_mlp_wi', 'encoder_layer_0_1_mlp_wi']
+    """
+    parts = path.split(".") if path else []
+    within = _list_of(parts)
+    words = [a for a, b in pairwise([*parts, ""]) if not a.isdigit() and not b.isdigit()]
+    inner = [w for i, w in enumerate(parts) if w in words and any(p.isdigit() for p in parts[:i])]
+    outer = [word for word in words if word not in inner] if within else []
+    inner = inner if within else words
+    if within:
+        yield within
+    for num in range(1, len(inner) + 1):
+        yield "_".join(filter(None, [within, *inner[-num:]]))
+    for num in range(1, len(outer) + 1):
+        yield "_".join(filter(None, [*outer[-num:], within, *inner]))
 
 
 def last_words(name: str) -> str:

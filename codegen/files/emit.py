@@ -27,7 +27,8 @@ from partc.codegen.bodies.tables import (
 )
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS
-from partc.codegen.calls.names import Scope, attributes, wishes
+from partc.codegen.calls.names import wishes
+from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.mesh_attributes import mesh_attributes
@@ -347,7 +348,7 @@ class RoleText:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)
         lines.append(Line(self._result(body)))
-        return block(lines, 2)
+        return block(scope.settled([lines])[0], 2)
 
     def final_grads(self) -> dict[fx.Node, list[str]]:
         """For each gradient that no block adds to ``.grad`` itself its parameters, as texts."""
