@@ -89,11 +89,11 @@ class JointGrads:
         if self.empty and not in_place:
             name = self.empty.pop()
         else:
-            name = scope.fresh("grads")
+            name = scope.passing("grads")
             self.fresh.append(start)
         self.entries[name] = []
         if in_place:
-            self.rooms[name] = scope.fresh("flat")
+            self.rooms[name] = scope.passing("flat")
         return name
 
     def sent(self, start: fx.Node) -> None:

@@ -6,12 +6,15 @@ after its op (``gelu``). A gradient is named after its value: ``d_w1``.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import fx
 
 from partc.codegen.calls.gradient_names import name_gradients
@@ -52,7 +55,7 @@ def wishes(
     named = dict(_placeholder_names(graph, prefix))
     forward = [n for n in graph.calls() if has_value(n) and is_forward(n)]
     said = {*named}
-    named |= {n: op_name(n) for n in forward}
+    named |= {n: _constant_name(n) or op_name(n) for n in forward}
     named |= dict(_function_names(forward))
     named |= dict(_result_names(forward))
     users = dict(_variable_names(forward))
@@ -68,6 +71,7 @@ def wishes(
     moved = {n for n in graph.calls() if has_value(n) and before_move(n) is not None}
     wanted = Wishes(named, prefix, {*given}, said | {*users, *compiled}, moved)
     name_gradients(graph, wanted, compiled)
+    wanted.same |= dict(_gathered_again([n for n in graph.calls() if has_value(n)]))
     wanted.give(given)
     return wanted
 
@@ -115,6 +119,37 @@ def _weight_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
         path = weights[0].removesuffix(".weight") if len(weights) == 1 else ""
         if path and is_within(path, prefix) and is_within(path, value(node).module):
             yield node, module_name(inside(path, prefix))
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether a value is a parameter or buffer that a collective has moved."""
+    while node.op == "call_function" and (before := carried(node)) is not None:
+        node = before
+    return node.op == "placeholder" and value(node).kind in ("param", "buffer")
+
+
+def _gathered_again(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each weight that is gathered more than once, with its first gather."""
+    first: dict[object, fx.Node] = {}
+    for node in nodes:
+        if is_tensor(node) and _is_stored(node):
+            root = moved_from(node)[-1]
+            while (before := carried(root)) is not None:
+                root = before
+            key = (root, tuple(fake_of(node).shape), fake_of(node).dtype)
+            if first.setdefault(key, node) is not node:
+                yield node, first[key]
+
+
+def _constant_name(node: fx.Node) -> str:
+    """The name of a number that a program makes a tensor of; "" for other values."""
+    schema = getattr(node.target, "_schema", None)
+    name = schema.name.split("::")[1] if schema is not None else ""
+    if name not in ("scalar_tensor", "full") or tuple(fake_of(node).shape):
+        return ""
+    number: Any = node.args[0 if name == "scalar_tensor" else 1]
+    lowest = -torch.finfo(torch.float32).max
+    return {0: "zero", 1: "one", -math.inf: "minus_infinity", lowest: "lowest"}.get(number, "")
 
 
 def _weight_of(node: fx.Node) -> str:
@@ -193,7 +228,7 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
     for node in nodes:
         readers = [value(u).module for u in node.users if has_value(u) and is_forward(u)]
         path = value(node).module
-        while path and is_tensor(node):
+        while path and is_tensor(node) and not _is_stored(node):
             if any(not is_within(reader, path) for reader in readers):
                 results.setdefault((path, value(node).turn), []).append(node)
             path = path.rpartition(".")[0]

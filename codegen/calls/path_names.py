@@ -1,9 +1,9 @@
-"""Names that come from a module path: ``h_0_mlp`` of ``h.0.mlp``."""
+"""Names that come from a module path: ``mlp`` of ``h.0.mlp``, or ``h_0_mlp``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import pairwise, takewhile
 
 
 def inside(path: str, prefix: str) -> str:
@@ -23,47 +23,42 @@ def is_within(path: str, outer: str) -> bool:
 
 
 def module_name(path: str) -> str:
-    """The last name of a module path, behind the list and the indices around it.
+    """The last name of a module path; an index at its end stands at the name.
 
-    An index at the end stands at the name: ``h.0`` is ``h0``.
-
-    >>> module_name("encoder.layers.3.fc.1"), module_name("h.0.mlp"), module_name("mlp.up")
-    ('layers_3_fc1', 'h_0_mlp', 'up')
+    >>> module_name("h.0.mlp"), module_name("encoder.layers.3"), module_name("blocks.0.1")
+    ('mlp', 'layers3', 'blocks0x1')
     """
-    *around, last = path.split(".")
-    if not last.isdigit():
-        return "_".join(filter(None, [_list_of(around), last]))
-    numbers = [last]
-    while around and around[-1].isdigit():
-        numbers.insert(0, around.pop())
-    word = around.pop() if around else "m"
-    return "_".join(filter(None, [_list_of(around), word + "x".join(numbers)]))
-
-
-def _list_of(parts: Sequence[str]) -> str:
-    """The last list on a path with all indices on it: ``layer_0_1`` of ``block.0.layer.1.mlp``."""
-    lists = [a for a, b in pairwise(parts) if b.isdigit() and not a.isdigit()]
-    return "_".join([*lists[-1:], *(part for part in parts if part.isdigit())])
+    parts = path.split(".")
+    numbers = [*takewhile(str.isdigit, reversed(parts))][::-1]
+    word = parts[-len(numbers) - 1] if len(parts) > len(numbers) else "m"
+    return word + "x".join(numbers)
 
 
 def qualifiers(path: str) -> Iterator[str]:
     """What a module path can add to a name, from little to much.
 
+    Of lists the last name is shown, or the name in front of all lists, with all indices.
+
     >>> list(qualifiers("encoder.block.0.layer.1.mlp.wi"))
-    ['layer_0_1', 'layer_0_1_wi', 'layer_0_1_mlp_wi', 'encoder_layer_0_1_mlp_wi']
+    ['layer_0_1', 'encoder_0_1', 'encoder_0_1_wi', 'encoder_0_1_mlp_wi']
+    >>> list(qualifiers("mlp.up"))
+    ['up', 'mlp_up']
     """
     parts = path.split(".") if path else []
-    within = _list_of(parts)
-    words = [a for a, b in pairwise([*parts, ""]) if not a.isdigit() and not b.isdigit()]
-    inner = [w for i, w in enumerate(parts) if w in words and any(p.isdigit() for p in parts[:i])]
-    outer = [word for word in words if word not in inner] if within else []
-    inner = inner if within else words
-    if within:
-        yield within
-    for num in range(1, len(inner) + 1):
-        yield "_".join(filter(None, [within, *inner[-num:]]))
-    for num in range(1, len(outer) + 1):
-        yield "_".join(filter(None, [*outer[-num:], within, *inner]))
+    numbers = "_".join(part for part in parts if part.isdigit())
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    lists = [a for a, b in pairwise(parts) if b.isdigit() and not a.isdigit()]
+    outer, inner = parts[: max(first - 1, 0)], parts[first:]
+    words = [w for w, then in pairwise([*inner, ""]) if not w.isdigit() and not then.isdigit()]
+    if numbers:
+        yield f"{lists[-1]}_{numbers}" if lists else f"m_{numbers}"
+        outer = outer or lists[:1]
+        yield f"{outer[-1]}_{numbers}" if outer else f"m_{numbers}"
+    within = [f"{outer[-1]}_{numbers}"] if numbers and outer else []
+    for num in range(1, len(words) + 1):
+        yield "_".join([*within, *words[-num:]])
+    for num in range(2, len(outer) + 1) if numbers else ():
+        yield "_".join([*outer[-num:], numbers, *words])
 
 
 def last_words(name: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from partc.codegen.calls.inline import is_free, is_pointwise
 from partc.codegen.calls.op_names import op_name
 from partc.codegen.calls.path_names import qualifiers
 from partc.codegen.calls.wishes import Wishes
@@ -33,9 +34,12 @@ def longer_names(node: fx.Node, wish: str, wishes: Wishes) -> Iterator[str]:
         yield more
     yield from (joined(word, wish) for word in words[:1])
     yield more
+    pair = _pair(node, wish, wishes)
     for word in words:
         yield joined(word, wish)
         yield joined(word, more)
+        yield pair
+        yield joined(word, pair)
     if node in wishes.same:
         yield f"{wish}_again"
 
@@ -55,10 +59,17 @@ def _behind(node: fx.Node) -> str:
         before = carried(node)
         if before is None:
             return "piece"
-        node = before if before.op == "call_function" else node
         if before.op != "call_function":
-            return "moved"
+            return "whole"
+        node = before
     return BEHIND.get(kind_of(node), "moved")
+
+
+def _pair(node: fx.Node, wish: str, wishes: Wishes) -> str:
+    """A wish with the first and the last value that it is made of."""
+    operands = [n for n in tensor_args(node) if has_value(n)]
+    last = wishes.get(operands[-1]) if len(operands) > 1 else ""
+    return joined(joined(_source(node, wishes), last), wish)
 
 
 def _source(node: fx.Node, wishes: Wishes) -> str:
@@ -68,7 +79,8 @@ def _source(node: fx.Node, wishes: Wishes) -> str:
         if not operands:
             break
         node = operands[0]
-        if node in wishes.said or node in wishes.given or node.op == "placeholder":
+        light = is_free(node) or is_pointwise(node)
+        if node in wishes.said or node in wishes.given or not light:
             break
     return wishes.get(node, "")
 

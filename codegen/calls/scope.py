@@ -59,7 +59,8 @@ class Scope:
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self.taken = {*RESERVED, *taken}
-        self.marked: dict[fx.Node, Marked] = {}
+        self.marked: dict[fx.Node | int, Marked] = {}
+        self.final: list[str] = []
 
     def fresh(self, wish: str) -> str:
         """A new identifier for a wanted name: ``x``, then ``x_1``, then ``x_2``."""
@@ -81,6 +82,12 @@ class Scope:
             wanted = identifier(wish or wishes.get(node) or "value").replace("__v", "_v")
             self.marked[node] = Marked(node, wanted, len(self.marked), wishes, first)
         return self.marked[node].mark
+
+    def passing(self, wish: str) -> str:
+        """The mark of a list or dict: behind its last line its name may be used for another one."""
+        number = len(self.marked)
+        self.marked[number] = Marked(None, wish, number, Wishes({}))
+        return self.marked[number].mark
 
     def settled(self, functions: Sequence[Sequence[Line]]) -> list[list[Line]]:
         """The lines of all functions of the scope, each mark replaced by the value's name."""

@@ -26,11 +26,16 @@ Span = tuple[int, int]  # the first and the last line of a function in which a v
 class Marked:
     """A value that stands in functions under a mark, until it gets a name."""
 
-    node: fx.Node
+    node: fx.Node | None  # None for a list or dict, whose name may be used again behind it
     wish: str
     number: int
     wishes: Wishes
     first: bool = False  # an argument or weight: it gets its name before all others
+
+    @property
+    def value(self) -> object:
+        """What is equal for a value and its recomputations: these may share a name."""
+        return self.wish if self.node is None else self.wishes.same.get(self.node, self.node)
 
     @property
     def mark(self) -> str:
@@ -52,13 +57,23 @@ class Claim:
 
     @property
     def rank(self) -> int:
-        return GIVEN if self.main.first else self.main.wishes.rank(self.main.node)
+        known = OP - 1 if self.of else OP  # the gradient of a value with a line is first of all
+        node = self.main.node
+        first = self.main.first or node is None
+        return GIVEN if first else min(known, self.main.wishes.rank(node))  # type: ignore[arg-type]
+
+    @property
+    def is_gradient(self) -> bool:
+        node = self.main.node
+        return node is not None and not self.main.first and self.main.wishes.is_gradient(node)
 
     @cached_property
     def names(self) -> list[str]:
         """The names that the value can have, the best first."""
         node, wish, wishes = self.main.node, self.main.wish, self.main.wishes
-        if self.main.first or not wishes.is_gradient(node):
+        if node is None:
+            return [wish]
+        if not self.is_gradient:
             return list(dict.fromkeys([wish, *longer_names(node, wish, wishes)]))
         return list(dict.fromkeys(gradient_names(node, wish, wishes, self.of)))
 
@@ -87,13 +102,12 @@ def settle(
     The forward's values get names first, since gradients are named after them.
     """
     claims = _claims(marked, _spans(functions))
-    gradients = [c for c in claims if c.main.wishes.is_gradient(c.main.node) and not c.main.first]
+    gradients = [claim for claim in claims if claim.is_gradient]
     forward = [c for c in claims if c not in gradients]
     _resolve(forward, taken)
-    known = {m.node: c.name for c in forward for m in c.members}
+    known = {m.node: c.name for c in forward for m in c.members if m.node is not None}
     for claim in gradients:
-        of = claim.main.wishes.of.get(claim.main.node)
-        claim.of = known.get(of, "") if of is not None else ""
+        claim.of = known.get(claim.main.wishes.of.get(claim.main.node), "")  # type: ignore[arg-type]
     _resolve(gradients, {*taken, *known.values()})
     names = [each.wish for each in marked]
     for claim in claims:
@@ -119,20 +133,19 @@ def _claims(marked: Sequence[Marked], spans: dict[int, dict[int, Span]]) -> list
     A recomputation has a claim of its own where the value itself is still read behind it.
     """
     claims: list[Claim] = []
-    by_value: dict[fx.Node, list[Claim]] = defaultdict(list)
+    by_value: dict[object, list[Claim]] = defaultdict(list)
     for each in marked:
         mine = spans.get(each.number)
         if mine is None:
             continue
-        value = each.wishes.same.get(each.node, each.node)
-        for claim in by_value[value]:
+        for claim in by_value[each.value]:
             if all(claim.spans[i][1] < mine[i][0] for i in claim.spans.keys() & mine.keys()):
                 claim.members.append(each)
                 claim.spans |= mine
                 break
         else:
             claims.append(Claim([each], spans=dict(mine)))
-            by_value[value].append(claims[-1])
+            by_value[each.value].append(claims[-1])
     return claims
 
 
@@ -147,6 +160,12 @@ def _resolve(claims: Sequence[Claim], taken: Collection[str]) -> None:
         for claim in losers:
             claim.index += 1
         moved = bool(losers)
+    held = {*taken, *(claim.name for claim in claims)}
+    for claim in claims:  # a name may have become free that several wanted
+        free = next((i for i, name in enumerate(claim.names) if name not in held), None)
+        if claim.index >= len(claim.names) and free is not None:
+            claim.index = free
+            held.add(claim.name)
 
 
 def _losers(name: str, claims: list[Claim], taken: Collection[str]) -> Iterator[Claim]:
@@ -167,5 +186,5 @@ def _winner(claims: list[Claim]) -> Claim | None:
     best = [claim for claim in best if claim.rank == rank]
     if len(best) == 1 or rank == GIVEN or index >= len(best[0].names):
         return best[0]
-    modules = {claim.main.wishes.module(claim.main.node) for claim in best}
+    modules = {claim.main.wishes.module(claim.main.node) for claim in best}  # type: ignore[arg-type]
     return best[-1] if rank < OP and len(modules) == 1 else None

@@ -138,7 +138,7 @@ class Transfers(Expressions):
     def _gather_weights(self, node: fx.Node) -> Statement:
         """The start of a gather of weights: ``gathered = gather_weights([...], 2, self.dp)``."""
         shards = c10d.shards([str(self.text(n)) for n in tensor_args(node)], node, self.helpers)
-        name = self.scope.fresh("gathered")
+        name = self.scope.passing("gathered")
         self.seen[node] = Text(name)
         call = c10d.transfer(node, shards, moves(node), self.helpers)
         return Statement([Line(f"{name} = {call}")], binds=[node])
