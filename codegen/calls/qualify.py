@@ -34,12 +34,12 @@ def longer_names(node: fx.Node, wish: str, wishes: Wishes) -> Iterator[str]:
         yield more
     yield from (joined(word, wish) for word in words[:1])
     yield more
-    pair = _pair(node, wish, wishes)
     for word in words:
         yield joined(word, wish)
         yield joined(word, more)
-        yield pair
-        yield joined(word, pair)
+    pair = _pair(node, wish, wishes)
+    yield pair
+    yield from (joined(word, pair) for word in words)
     if node in wishes.same:
         yield f"{wish}_again"
 
@@ -67,7 +67,7 @@ def _behind(node: fx.Node) -> str:
 
 def _pair(node: fx.Node, wish: str, wishes: Wishes) -> str:
     """A wish with the first and the last value that it is made of."""
-    operands = [n for n in tensor_args(node) if has_value(n)]
+    operands = [n for n in tensor_args(node) if has_value(n) and value(n).kind != "param"]
     last = wishes.get(operands[-1]) if len(operands) > 1 else ""
     return joined(joined(_source(node, wishes), last), wish)
 

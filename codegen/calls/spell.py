@@ -62,7 +62,7 @@ def _aten(call: Call) -> Text:
     target: Any = call.node.target
     overload = "" if target._overloadname == "default" else f".{target._overloadname}"
     return Text(
-        f"torch.ops.{target.namespace}.{call.name}{overload}({call.arguments(place=_is_factory(call))})"
+        f"torch.ops.{target.namespace}.{call.name}{overload}({call.arguments(place=_is_factory(call), named=True)})"
     )
 
 
@@ -111,7 +111,7 @@ FUNCTIONAL = {"elu": "elu", "gelu": "gelu", "hardtanh": "hardtanh", "leaky_relu"
 @spells(*IN_TORCH)
 def _in_torch(call: Call) -> Text:
     """``aten.exp(x)`` is ``torch.exp(x)``."""
-    return Text(f"torch.{call.name}({call.arguments(place=_is_factory(call))})")
+    return Text(f"torch.{call.name}({call.arguments(place=_is_factory(call), named=True)})")
 
 
 FIRST = {"torch.native_layer_norm(": "F.layer_norm("}  # the same, with the first result alone
@@ -312,7 +312,10 @@ def _scalar_tensor(call: Call) -> Text:
 
 @spells("slice_scatter")
 def _slice_scatter(call: Call) -> Text:
-    return Text(f"torch.slice_scatter({call.arguments()})")
+    end = call.get("end")
+    if isinstance(end, int) and end >= fake_of(call.get("self")).shape[call.get("dim")]:
+        call.given.pop("end", None)  # up to the last one
+    return Text(f"torch.slice_scatter({call.arguments(named=True)})")
 
 
 # nn.functional with another order or name ---------------------------------------------------------
