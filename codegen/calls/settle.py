@@ -11,11 +11,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from torch import fx
 
 from partc.codegen.calls.qualify import gradient_names, longer_names
 from partc.codegen.calls.wishes import GIVEN, OP, Wishes
+from partc.quoting import identifier
 
 # The mark of a value in functions that are still being written: ``mul__v3__`` is value 3.
 MARK = re.compile(r"[A-Za-z_]\w*?__v(\d+)__")
@@ -71,11 +73,13 @@ class Claim:
     def names(self) -> list[str]:
         """The names that the value can have, the best first."""
         node, wish, wishes = self.main.node, self.main.wish, self.main.wishes
-        if node is None:
+        if node is None or not wishes.names:
             return [wish]
-        if not self.is_gradient:
-            return list(dict.fromkeys([wish, *longer_names(node, wish, wishes)]))
-        return list(dict.fromkeys(gradient_names(node, wish, wishes, self.of)))
+        if self.is_gradient:
+            names = gradient_names(node, wish, wishes, self.of)
+        else:
+            names = chain([wish], longer_names(node, wish, wishes))
+        return list(dict.fromkeys(map(identifier, names)))
 
     @property
     def name(self) -> str:

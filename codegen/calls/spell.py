@@ -61,9 +61,8 @@ def _aten(call: Call) -> Text:
     """``aten.foo.Tensor(x)`` is ``torch.ops.aten.foo.Tensor(x)``."""
     target: Any = call.node.target
     overload = "" if target._overloadname == "default" else f".{target._overloadname}"
-    return Text(
-        f"torch.ops.{target.namespace}.{call.name}{overload}({call.arguments(place=_is_factory(call), named=True)})"
-    )
+    arguments = call.arguments(place=_is_factory(call), named=True)
+    return Text(f"torch.ops.{target.namespace}.{call.name}{overload}({arguments})")
 
 
 def written_over(call: Text, into: Text) -> str:
@@ -111,7 +110,7 @@ FUNCTIONAL = {"elu": "elu", "gelu": "gelu", "hardtanh": "hardtanh", "leaky_relu"
 @spells(*IN_TORCH)
 def _in_torch(call: Call) -> Text:
     """``aten.exp(x)`` is ``torch.exp(x)``."""
-    return Text(f"torch.{call.name}({call.arguments(place=_is_factory(call), named=True)})")
+    return Text(f"torch.{call.name}({call.arguments(place=_is_factory(call))})")
 
 
 FIRST = {"torch.native_layer_norm(": "F.layer_norm("}  # the same, with the first result alone

@@ -37,7 +37,7 @@ def header(graph: Graph, plan: Plan) -> str:
     ]
     rows += [("whole", row) for row in _whole([graph], plan)]
     rows += [("moves", row) for row in _moves(graph)]
-    rows += [("note", comment(note)) for note in plan.notes]
+    rows += [("note", comment(note, 400)) for note in plan.notes]
     return "\n".join([*lines, *_wrapped(rows)])
 
 
@@ -61,7 +61,7 @@ def stage_header(
     rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graphs[0].inputs]
     rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
     rows += [("whole", row) for row in _whole([graphs[s] for s in stages if s is not None], plan)]
-    rows += [("note", comment(note)) for note in plan.notes]
+    rows += [("note", comment(note, 400)) for note in plan.notes]
     return "\n".join([*lines, *_wrapped(rows)])
 
 
@@ -73,7 +73,8 @@ def _whole(graphs: Sequence[Graph], plan: Plan) -> list[str]:
     times = {node: graph.times(node) for graph in graphs for node in graph.params.values()}
     for axis in graphs[0].mesh.names if graphs else ():
         whole = {n: p for n, p in matrices.items() if layout_on(p, axis).kind != "cut"}
-        if whole and len(whole) < len(matrices):
+        noted = any(note.startswith(f"{axis}=") for note in plan.notes)  # which says more
+        if whole and len(whole) < len(matrices) and not noted:
             names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in whole))
             more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
             size = _bytes(sum(times[p] * num_bytes(p) for p in whole.values()))
