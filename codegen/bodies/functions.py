@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from partc.codegen.bodies.body import Body
-from partc.codegen.bodies.units import RESULTS, Unit, moves
+from partc.codegen.bodies.units import RESULTS, Unit, is_movable, moves
 from partc.codegen.calls.moved_names import known_as
+from partc.codegen.calls.path_names import is_within
 from partc.codegen.calls.scope import Scope
 from partc.codegen.calls.statements import Statement, free_early, with_sections
 from partc.codegen.calls.wishes import Wishes
@@ -154,12 +155,18 @@ class Written:
         return "\n".join([*head, f'    """{says}"""', block(lines, 1)])
 
 
-def function_name(unit: Unit) -> str:
+def function_name(unit: Unit, result: str) -> str:
     """The wanted name of a unit's function: ``rms_norm``, ``rms_norm_backward``, ``rms_norm_anew``.
 
-    ``anew`` recomputes forward values in the backward.
+    ``anew`` recomputes forward values in the backward. A function of less than half of a module's
+    calls is also called after its result: ``attention_k_embed``.
     """
     what = "_backward" if unit.is_backward else "_anew" if unit.repeats else ""
+    path, own = unit.home.path, {*unit.nodes}
+    of_module = [n for n in unit.place.nodes if is_within(value(n).module, path)]
+    alike = [n for n in of_module if is_backward(n) == is_backward(unit.nodes[0]) and is_movable(n)]
+    if not what and not unit.home.line and 2 * len(own) < len(alike):
+        what = f"_{result}"
     return snake(unit.home.name) + what
 
 

@@ -105,7 +105,9 @@ def _printed(
     for other in others:
         if written[0].function(other.name, first, lines).text == other.text:
             return other
-    return written[0].function(scope.fresh(function_name(first)), first, lines)
+    return written[0].function(
+        scope.fresh(function_name(first, written[0].results[0])), first, lines
+    )
 
 
 def _is_worth_it(num_calls: int, num_lines: int) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from partc.codegen.bodies.block_arguments import (
+    SAVED,
     argument_name,
     main_slot,
     passed,
@@ -175,7 +176,7 @@ class StepBody(Body):
         targets = [variables[p] for p in side.carried] + [f"{kept[p]}_here" for p in side.listed]
         body = []
         for word in cls.left_by(side):
-            lines.append(Line(f"{self._saved(cls, word)} = []"))
+            lines.append(Line(f"{self._saved(cls, word)}: list[{SAVED}] = []"))
             targets.append(word)
             body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
         arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]

@@ -11,6 +11,7 @@ import jinja2
 import torch
 from torch import fx
 
+from partc.codegen.bodies.block_arguments import REDUCED
 from partc.codegen.bodies.classes import BlockClass, class_names
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.outline import outlined
@@ -343,7 +344,11 @@ class RoleText:
         )
         lines = with_sections(statements)
         if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
-            lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
+            lines = [
+                Line(f"reduced: {REDUCED} = []"),
+                *lines,
+                Line(f"{self.helpers.use('finish')}(reduced)"),
+            ]
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from partc.codegen.bodies.block_arguments import LEFT
+from partc.codegen.bodies.block_arguments import LEFT, REDUCED
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.outline import outlined
@@ -362,7 +362,11 @@ class StageText(RoleText):
         """The lines, between ``reduced = []`` and ``finish(reduced)`` where they use that list."""
         if not any("reduced" in line.code for line in lines):
             return lines
-        return [Line("reduced = []"), *lines, Line(f"{self.helpers.use(self.adds[2])}(reduced)")]
+        return [
+            Line(f"reduced: {REDUCED} = []"),
+            *lines,
+            Line(f"{self.helpers.use(self.adds[2])}(reduced)"),
+        ]
 
 
 def _base(code: str) -> str:
