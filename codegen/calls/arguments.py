@@ -130,9 +130,8 @@ def number(value: float) -> Text | None:
     if 0 < value < 1 and 1 - rest == value:
         return Text(f"1 - {rest}", SUM)
     whole = round(value / (value - 1)) if value > 1 else 0
-    return (
-        Text(f"{whole} / {whole - 1}", PRODUCT) if whole and whole / (whole - 1) == value else None
-    )
+    known = whole > 1 and whole / (whole - 1) == value
+    return Text(f"{whole} / {whole - 1}", PRODUCT) if known else None
 
 
 def _same(value: Any, default: Any) -> bool:
