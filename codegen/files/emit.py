@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from partc.codegen.bodies.block_arguments import REDUCED
-from partc.codegen.bodies.classes import BlockClass, class_names
+from partc.codegen.bodies.class_names import class_names
+from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.step import StepBody
