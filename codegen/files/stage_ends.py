@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from partc.codegen.bodies.block_arguments import REDUCED
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.files.spelling import result_type
 from partc.codegen.helpers.needed import Helpers
@@ -244,7 +245,7 @@ class Finish:
     def _reductions(self) -> Iterator[Line]:
         """The lines of ``finish`` that start all sums over ranks and then wait for them."""
         if not self.ends.leaving:
-            yield Line("reduced = []")
+            yield Line(f"reduced: {REDUCED} = []")
         early = self._early()
         for chain, names in self.ends.groups():
             paths = [self.attributes[self.graph.params[n]] for n in names]
