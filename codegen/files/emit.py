@@ -49,8 +49,10 @@ from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
 from partc.passes.canonical.dedupe_layers import Unfolded
+from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
 
+NO_AXES = Mesh(())
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("partc.codegen"),
     undefined=jinja2.StrictUndefined,
@@ -69,9 +71,12 @@ MEANINGS = {
 
 
 def emit(
-    graph: Graph, *, header: str, prefetch: int = 1, messages: bool = False, inductor: bool = False
-) -> str:
+    graph: Graph, *, header: str, mesh: Mesh | None = None, prefetch: int = 1,
+    messages: bool = False, inductor: bool = False,
+) -> str:  # fmt: skip
     """The text of a role's file: tables, helper functions, block classes and ``class <Model>Step``.
+
+    ``mesh`` has the axes that the launcher makes, where the graph lacks those of one rank.
 
     Between two loops over blocks the program starts to gather the weights of the first ``prefetch``
     blocks of the next loop. With ``messages`` ranks send each other what gloo would gather, or sum
@@ -85,7 +90,8 @@ def emit(
     items = compiled(graph, items, helpers) if inductor else items
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    text = RoleText(graph, header, items, sides, helpers, prefetch=prefetch).text()
+    at = mesh or graph.mesh
+    text = RoleText(graph, header, items, sides, helpers, mesh=at, prefetch=prefetch).text()
     check_source(text)
     return text
 
@@ -125,6 +131,7 @@ class RoleText:
     items: list[Item]
     sides: dict[Loop, Interface]
     helpers: Helpers
+    mesh: Mesh = NO_AXES  # of all ranks
     adds: tuple[str, str, str] = ADDS
     prefetch: int = 1
     lent: frozenset[str] = frozenset()  # buffers that another stage of the same rank holds
@@ -157,7 +164,7 @@ class RoleText:
         return TEMPLATES.get_template("program.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
             distributed=self.is_distributed,
-            mesh=literal(dict(self.graph.mesh.axes)),
+            mesh=literal(dict(self.mesh.axes)),
             dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
             tables=self._tables(),
             helpers=self.helpers.text(),
