@@ -108,7 +108,7 @@ def _broken(code: str, pair: tuple[int, int], indent: int) -> Iterator[list[str]
     """
     start, end = pair
     items = [item.strip() for item in _split(code[start + 1 : end]) if item.strip()]
-    if len(items) < 2 and not (items and _is_call(code, start)):
+    if len(items) < 2 and not (items and (_is_call(code, start) or code[start] == "{")):
         return
     items = [*(f"{item}," for item in items[:-1]), items[-1]]
     opened, closed = " " * indent + code[: start + 1], code[end:]

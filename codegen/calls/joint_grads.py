@@ -1,8 +1,7 @@
 """The dicts in which a generated function collects the gradients of one bucket.
 
 A bucket is reduced in one transfer. ``grads[self.w] = ...`` puts a gradient into the dict, by its
-parameter; ``scatter_grads(grads, 2, self.dp)`` sends all of them and leaves the dict empty for the
-next bucket. A second reduction of the same gradients, over another axis, takes the dict that the
+parameter; ``scatter_grads(grads, 2, self.dp)`` sends all of them, and the dict is deleted. A second reduction of the same gradients, over another axis, takes the dict that the
 first one returns. The last all_reduce of gradients is sent without a copy: they are written
 straight into the memory that is sent, ``flat, grads = room([self.w, ...])``.
 """
@@ -62,7 +61,7 @@ class JointGrads:
         self.rooms: dict[str, str] = {}
         self.entries: dict[str, list[str]] = {}  # parameters, in the order in which they came in
         self.fresh: list[fx.Node] = []
-        self.empty: list[str] = []  # dicts whose gradients have been sent
+        self.sent_names: list[str] = []  # of dicts that have been sent and deleted
 
     def _param(self, result: fx.Node | None, stored: Mapping[fx.Node, list[str]]) -> str | None:
         """The parameter whose gradient a reduction's result is, or becomes in a later reduction."""
@@ -84,21 +83,19 @@ class JointGrads:
         return self.names[start]
 
     def _begin(self, start: fx.Node, scope: Scope) -> str:
-        """A dict for a reduction: an emptied one, a new one, or one with room for an all_reduce."""
+        """A new dict for a reduction, or one with room for an all_reduce."""
         in_place = self._ends_in_place(start)
-        if self.empty and not in_place:
-            name = self.empty.pop()
-        else:
-            name = scope.fresh("grads")
-            self.fresh.append(start)
+        free = self.sent_names and not in_place
+        name = self.sent_names.pop() if free else scope.fresh("grads")
+        self.fresh.append(start)
         self.entries[name] = []
         if in_place:
             self.rooms[name] = scope.fresh("flat")
         return name
 
     def sent(self, start: fx.Node) -> None:
-        """Note that a reduction has sent its gradients and left its dict empty."""
-        self.empty.append(self.names[start])
+        """Note that a reduction has sent its gradients: another dict may have the name."""
+        self.sent_names.append(self.names[start])
 
     def _ends_in_place(self, start: fx.Node) -> bool:
         """Whether a reduction is a last all_reduce: its results are the gradients themselves."""

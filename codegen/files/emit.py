@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,7 @@ from partc.codegen.bodies.tables import (
     table,
 )
 from partc.codegen.calls.buffers_in_place import updates
-from partc.codegen.calls.expressions import ADDS
+from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.names import Scope, attributes, wishes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
@@ -132,7 +133,7 @@ class RoleText:
     sides: dict[Loop, Interface]
     helpers: Helpers
     mesh: Mesh = NO_AXES  # of all ranks
-    adds: tuple[str, str, str] = ADDS
+    adds: Adds = ADDS
     prefetch: int = 1
     lent: frozenset[str] = frozenset()  # buffers that another stage of the same rank holds
     # the list whose layers are counted from the stage's first one, if several stages share a text
@@ -299,7 +300,8 @@ class RoleText:
         mesh = ["mesh"] if self.is_distributed else []
         for cls in self.classes.values():
             name, numbers = self._numbered(cls.run) if cls.draws else ("", "")
-            given = ", ".join([*mesh, *(["self.rng", name] if name else [])])
+            parts = ["partials"] if cls.adds_up else []
+            given = ", ".join([*mesh, *parts, *(["self.rng", name] if name else [])])
             over = f"i in {numbers}" if name else f"_ in range({len(cls.run.layers)})"
             made = f"[{cls.name}({given}) for {over}]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
@@ -348,8 +350,9 @@ class RoleText:
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
         )
         lines = with_sections(statements)
-        if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
-            lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
+        if any(re.search(r"\breduced\b", line.code) for line in lines):
+            lines = [Line(f"reduced = {self.helpers.use('Reduced')}()"), *lines]
+            lines.append(Line("reduced.finish()"))
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)

@@ -242,21 +242,32 @@ class Finish:
         return [group for group in self.ends.groups() if mine and mine[0] in group[1]]
 
     def _reductions(self) -> Iterator[Line]:
-        """The lines of ``finish`` that start all sums over ranks and then wait for them."""
+        """The lines of ``finish`` that start all sums over ranks and then wait for them.
+
+        The parameters of the largest group are what the others leave.
+        """
         if not self.ends.leaving:
-            yield Line("reduced = []")
+            yield Line(f"reduced = {self.helpers.use('Reduced')}()")
         early = self._early()
-        for chain, names in self.ends.groups():
-            paths = [self.attributes[self.graph.params[n]] for n in names]
-            params = paths_text(paths, len(names) == len(self.graph.params))
-            if (chain, names) in early:
-                yield Line(f"self.reduce({params})", "those that are left")
-            elif chain:
-                yield from self._summed_up(chain, names[0], params)
-            else:
-                yield Line(f"for w, grad in {self.helpers.use('take_partials')}({params}).items():")
-                yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
-        yield Line(f"{self.helpers.use('finish')}({self._reduced})")
+        *groups, (chain, names) = sorted(self.ends.groups(), key=lambda group: len(group[1]))
+        for other, some in groups:
+            yield from params_lines([self.attributes[self.graph.params[n]] for n in some])
+            yield from self._group(other, some[0], "params", (other, some) in early)
+        yield from self._group(chain, names[0], "[*self.parameters()]", (chain, names) in early)
+        yield Line(f"{self._reduced}.finish()")
+
+    def _group(self, chain: Chain, name: str, params: str, early: bool) -> Iterator[Line]:
+        """The lines that reduce what is left of the gradients of some parameters, or only store it.
+
+        ``early``: the method ``reduce`` has the lines; ``name``: one of the parameters.
+        """
+        if early:
+            yield Line(f"self.reduce({params})", "those that are left")
+        elif chain:
+            yield from self._summed_up(chain, name, params)
+        else:
+            yield Line(f"for w, grad in self.partials.take({params}).items():")
+            yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
 
     @property
     def _reduced(self) -> str:
@@ -264,8 +275,8 @@ class Finish:
 
     def _summed_up(self, chain: Chain, name: str, params: str) -> Iterator[Line]:
         """The loop that reduces the sums over microbatches of some parameters, bucket by bucket."""
-        take, bucket = self.helpers.use("take_partials"), self.helpers.use("in_buckets")
-        yield Line(f"for grads in {bucket}({take}({params}), {self.bucket_bytes:_}):")
+        yield Line(f"for bucket in self.partials.buckets({params}, {self.bucket_bytes:_}):")
+        yield Line("grads = self.partials.take(bucket)", indent=1)
         yield from self._passed(chain, name)
 
     def _passed(self, chain: Chain, param: str) -> Iterator[Line]:
@@ -325,21 +336,21 @@ def _cat(node: fx.Node, turns: str) -> str:
     return f"torch.cat({parts}, {dim + 1}).flatten({dim}, {dim + 1})"
 
 
-def paths_text(paths: Sequence[str], everything: bool) -> str:
-    """A list of parameters as an expression, with a loop over blocks for those of blocks.
+def params_lines(paths: Sequence[str]) -> Iterator[Line]:
+    """The lines that list parameters as ``params``, with a loop over blocks for those of blocks.
 
-    >>> paths_text(["embed", "layers.0.w", "layers.1.w"], False)
-    '[self.embed, *(w for layer in self.layers for w in (layer.w,))]'
+    >>> for line in params_lines(["embed", "layers.0.w", "layers.1.w"]):
+    ...     print("    " * line.indent + line.code)
+    params = [self.embed]
+    for layer in self.layers:
+        params += [layer.w]
     """
-    if everything:
-        return "[*self.parameters()]"
-    alone = [f"self.{path}" for path in paths if "." not in path]
     lists: dict[str, dict[str, None]] = {}
     for path in paths:
         if "." in path:
             attribute, _, suffix = path.split(".", 2)
             lists.setdefault(attribute, {})[suffix] = None
+    yield Line(f"params = [{', '.join(f'self.{path}' for path in paths if '.' not in path)}]")
     for attribute, suffixes in lists.items():
-        each = ", ".join(f"layer.{suffix}" for suffix in suffixes)
-        alone.append(f"*(w for layer in self.{attribute} for w in ({each},))")
-    return f"[{', '.join(alone)}]"
+        yield Line(f"for layer in self.{attribute}:")
+        yield Line(f"params += [{', '.join(f'layer.{suffix}' for suffix in suffixes)}]", indent=1)

@@ -273,11 +273,9 @@ class StageText(RoleText):
         lines += [Line("self.losses = []")] if self.graph.loss is not None else []
         lists = ", ".join(f"{literal(name)}: []" for name in self.graph.outputs.results)
         lines += [Line(f"self.results = {{{lists}}}")] if lists else []
-        if self.ends.reduces:
-            lines.append(Line(f"{self.helpers.use('with_partials')}(self)"))
         if self.graph.early:
             last = self.graph.early.last
-            lines.append(Line(f"self.reduced, self.last = [], {last}"))
+            lines.append(Line(f"self.reduced, self.last = {self.helpers.use('Reduced')}(), {last}"))
         return lines
 
     def _unpacked(self, phase: Phase) -> list[Line]:
@@ -353,10 +351,12 @@ class StageText(RoleText):
         return [Line(f"self.{name} = {base}") for base, name in names.items()]
 
     def _with_reductions(self, lines: list[Line]) -> list[Line]:
-        """The lines, between ``reduced = []`` and ``finish(reduced)`` where they use that list."""
-        if not any("reduced" in line.code for line in lines):
+        """The lines, between the making of ``reduced`` and ``reduced.finish()`` where they use it."""
+        if not any(re.search(r"\breduced\b", line.code) for line in lines):
             return lines
-        return [Line("reduced = []"), *lines, Line(f"{self.helpers.use(self.adds[2])}(reduced)")]
+        for helper in self.adds.helpers:
+            self.helpers.use(helper)
+        return [Line(f"reduced = {self.adds.reduced}"), *lines, Line("reduced.finish()")]
 
 
 def _base(code: str) -> str:

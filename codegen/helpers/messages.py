@@ -14,26 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from partc.codegen.helpers.links import add_partial
+from partc.codegen.helpers.printed import Gathered
 
 
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
+    """Gradients that ranks are summing, by parameter, each transfer with what to wait for."""
 
+    def finish(self) -> None:
+        """Wait for all transfers, and add what they bring to the gradients of the parameters."""
+        while self:
+            grads, done = self.pop(0)
+            done.wait()
+            del done  # which holds what was sent
+            while grads:
+                self.add(*grads.popitem())
 
-def finish_partials(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced parts of gradients and add them up; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            add_partial(*grads.popitem())
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Add to a parameter's gradient, as autograd does."""
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def by_messages(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -114,27 +112,21 @@ def scatter_sum(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, 
     return total, scatter_into(total, x, group)
 
 
-def gather_weights(
-    shards: list[Tensor], num: int, group: dist.ProcessGroup
-) -> list[tuple[list[Tensor], dist.Work]]:
+def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> Gathered:
     """Start one transfer of all ranks' pieces of weights."""
     mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = gather_into(flat, mine, group)
     parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
+    pieces = [part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)]
+    return Gathered([(pieces, done)])
 
 
-def scatter_grads(
-    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
+def scatter_rows(
+    sent: Tensor, shapes: dict[nn.Parameter, tuple[int, ...]], group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
-    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
-    sizes = [x.numel() // num for x in grads.values()]
-    pieces = [x.reshape(num, -1) for x in grads.values()]
-    grads.clear()
-    sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+    """Start to sum over ranks; row ``i`` is for rank ``i``: pieces of these shapes, side by side."""
     total = torch.empty_like(sent[0])
-    parts = zip(shapes.items(), total.split(sizes), strict=True)
-    mine = {p: part.view(shape) for (p, shape), part in parts}
+    parts = total.split([torch.Size(shape).numel() for shape in shapes.values()])
+    mine = {p: part.view(s) for (p, s), part in zip(shapes.items(), parts, strict=True)}
     return mine, scatter_into(total, sent, group)

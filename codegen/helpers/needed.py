@@ -75,6 +75,10 @@ class Helpers:
         self.used.add(name)
         return name
 
+    def called(self, call: str) -> str:
+        """Note what the text of a call needs, a helper or a method of an object; returns it."""
+        return call if "." in call else self.use(call)
+
     def text(self) -> str:
         """The sources of all helpers that the program needs, in a fixed order, two lines apart."""
         needed, todo = set[Printed](), sorted(self.used)

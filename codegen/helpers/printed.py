@@ -43,15 +43,23 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
     return flat, {p: x.view(p.shape) for p, x in zip(params, flat.split(sizes), strict=True)}
 
 
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
+    """Gradients that ranks are summing, by parameter, each transfer with what to wait for."""
+
+    def finish(self) -> None:
+        """Wait for all transfers, and add what they bring to the gradients of the parameters."""
+        while self:
+            grads, done = self.pop(0)
+            done.wait()
+            del done  # which holds what was sent
+            while grads:
+                param, grad = grads.popitem()
+                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
+                self.add(param, grad)
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Add to a parameter's gradient, as autograd does."""
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def summed(grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
@@ -59,22 +67,23 @@ def summed(grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
     return {p: x.sum(0) if x.dim() > p.dim() else x for p, x in grads.items()}
 
 
-def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
-    """Wait for gathered weights and hand them over whole; the list is left empty."""
-    whole = []
-    for pieces, done in gathered:
-        done.wait()
-        whole += [x.flatten(0, 1) for x in pieces]
-    gathered.clear()
-    return whole
+class Gathered(list[tuple[list[Tensor], dist.Work]]):
+    """Weights that ranks are gathering: the pieces of each transfer, and what to wait for."""
+
+    def take(self) -> list[Tensor]:
+        """Wait for the weights and hand them over whole."""
+        whole = []
+        while self:
+            pieces, done = self.pop(0)
+            done.wait()
+            whole += [x.flatten(0, 1) for x in pieces]
+        return whole
 
 
-def take_cut(
-    gathered: list[tuple[list[Tensor], dist.Work]], *cuts: tuple[int, int]
-) -> list[Tensor]:
-    """As ``take``, of weights that are cut at (dim, outer)."""
+def take_cut(gathered: Gathered, *cuts: tuple[int, int]) -> list[Tensor]:
+    """As ``gathered.take()``, of weights that are cut at (dim, outer)."""
     nums = [len(x) for pieces, _ in gathered for x in pieces]
-    whole = zip(take(gathered), nums, cuts, strict=True)
+    whole = zip(gathered.take(), nums, cuts, strict=True)
     return [join(x, num, *cut) for x, num, cut in whole]
 
 
@@ -115,54 +124,57 @@ def cast(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [weight.to(dtype) for weight in weights]
 
 
-def gather_weights(
-    shards: list[Tensor], num: int, group: dist.ProcessGroup
-) -> list[tuple[list[Tensor], dist.Work]]:
+def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> Gathered:
     """Start one transfer of all ranks' pieces of weights."""
     mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = dist.all_gather_single(flat, mine, group=group, async_op=True)
     parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
+    pieces = [part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)]
+    return Gathered([(pieces, done)])
 
 
 def sum_grads(
     grads: dict[nn.Parameter, Tensor], group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients over the group in one transfer; ``grads`` is left empty."""
+    """Start to sum gradients over the group in one transfer."""
     parts = [x.flatten() for x in grads.values()]
     flat = torch.cat(parts) if len(parts) > 1 else parts[0]
     done = dist.all_reduce(flat, group=group, async_op=True)
     parts = flat.split([x.numel() for x in grads.values()])
-    sums = {p: part.view(x.shape) for part, (p, x) in zip(parts, grads.items(), strict=True)}
-    grads.clear()
-    return sums, done
+    sums = zip(grads.items(), parts, strict=True)
+    return {p: part.view(x.shape) for (p, x), part in sums}, done
 
 
 def scatter_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
-    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
-    sizes = [x.numel() // num for x in grads.values()]
+    """Start to sum gradients in one transfer, of which this rank keeps its pieces."""
     pieces = [x.reshape(num, -1) for x in grads.values()]
-    grads.clear()
     sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
+    return scatter_rows(sent, shapes, group)
+
+
+def scatter_rows(
+    sent: Tensor, shapes: dict[nn.Parameter, tuple[int, ...]], group: dist.ProcessGroup
+) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """Start to sum over ranks; row ``i`` is for rank ``i``: pieces of these shapes, side by side."""
     gloo = f"{sent.device.type}:gloo" in dist.get_backend_config(group)
     mine = torch.empty_like(sent if gloo else sent[0])  # gloo's reduce_scatter sends twice as much
     start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
     done = start(mine, sent, group=group, async_op=True)
-    parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)
-    return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
+    parts = mine.split([torch.Size(shape).numel() for shape in shapes.values()], -1)
+    summed = zip(shapes.items(), parts, strict=True)
+    return {p: part.unflatten(-1, shape) for (p, shape), part in summed}, done
 
 
 def gather_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to gather the ranks' pieces of summed gradients; ``grads`` is left empty."""
+    """Start to gather the ranks' pieces of summed gradients."""
     [(pieces, done)] = gather_weights([*grads.values()], num, group)
     gathered = GatheredGrads(dict(zip(grads, pieces, strict=True)), done)
-    grads.clear()
     return gathered.grads, gathered
 
 
@@ -183,19 +195,24 @@ def scatter_cut_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
     """As ``scatter_grads``, of gradients that are cut at (dim, outer)."""
-    where = dict(zip(grads, cuts, strict=True))
-    rows = {p: in_pieces(grads.pop(p), num, *cut) for p, cut in where.items()}
-    return scatter_grads(rows, num, group)
+    some = next(iter(grads.values()))
+    sent = some.new_empty(num, sum(x.numel() for x in grads.values()) // num)
+    parts, shapes = sent.split([x.numel() // num for x in grads.values()], 1), {}
+    for (param, x), part, (dim, outer) in zip(grads.items(), parts, cuts, strict=True):
+        pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)  # without copies in between
+        part.view(pieces.shape).copy_(pieces)
+        shapes[param] = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
+    return scatter_rows(sent, shapes, group)
 
 
 def move_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, dim: int, to_dim: int,
     outer: int = 1, to_outer: int = 1,
 ) -> dict[nn.Parameter, Tensor]:  # fmt: skip
-    """Gradients that are cut on ``dim``, cut on ``to_dim`` instead; ``grads`` is left empty."""
+    """Gradients that are cut on ``dim``, cut on ``to_dim`` instead."""
     moved = {}
-    for param in list(grads):
-        arrived, done = exchange(grads.pop(param), num, group, to_dim, to_outer)
+    for param, grad in grads.items():
+        arrived, done = exchange(grad, num, group, to_dim, to_outer)
         done.wait()
         moved[param] = join(arrived, num, dim, outer)
     return moved

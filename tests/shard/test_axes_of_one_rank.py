@@ -98,7 +98,7 @@ def test_what_a_plan_cuts_along_them_means_nothing() -> None:
     model = Net()
     program = partc.compile(model, "dp=1,tp=1", BATCH, loss=loss_of, plan=BY_HAND)
     assert not re.search(r"dist\.|chunk\(1\)|_rank\b", computes(program.source(0)))
-    assert '"blocks.*.up.weight" = { dp = 1, tp = 0 }' in str(program.plan)
+    assert program.plan.count("dp = 1") == 2  # its size, and the cut
     again = partc.compile(model, "dp=1,tp=1", BATCH, loss=loss_of, plan=program.plan)
     assert (again.sources, again.plan) == (program.sources, program.plan)
     assert partc.verify(program, model, BATCH, loss=loss_of)
