@@ -70,6 +70,8 @@ class BlockClass:
     helpers: Helpers
     adds: Adds = ADDS
     weights: Interface | None = None
+    is_distributed: bool = True  # whether it is made for a rank of a mesh
+    span: str = ""  # its blocks as comments show them: "layers.0 .. 7"
     suffixes: dict[str, str] = field(
         default_factory=dict
     )  # a parameter's name from the block on -> its attribute: mlp.up.weight -> mlp_up_weight
@@ -197,8 +199,9 @@ class BlockClass:
             )
         return lines
 
-    def arguments(self, mesh: str) -> str:
+    def arguments(self) -> str:
         """The arguments of ``__init__`` behind ``self``, with their types."""
+        mesh = "mesh: DeviceMesh" if self.is_distributed else ""
         parts = "partials: Partials" if self.adds_up else ""
         return ", ".join(filter(None, (mesh, parts, "rng: Draws, name: str" * self.draws)))
 

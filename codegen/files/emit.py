@@ -32,6 +32,7 @@ from partc.codegen.calls.names import Scope, attributes, wishes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.mesh_attributes import mesh_attributes
+from partc.codegen.files.shared_blocks import shared_blocks
 from partc.codegen.files.spelling import (
     dtype_name,
     header_line,
@@ -87,7 +88,7 @@ def emit(
     graph = tidied(graph, fused=inductor)
     items, sides = arranged(graph)
     helpers = Helpers(messages=messages)
-    items = outlined(graph, items, helpers)
+    [items] = outlined([(graph, items)], helpers)
     items = compiled(graph, items, helpers) if inductor else items
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
@@ -138,6 +139,7 @@ class RoleText:
     lent: frozenset[str] = frozenset()  # buffers that another stage of the same rank holds
     # the list whose layers are counted from the stage's first one, if several stages share a text
     layers: Layers | None = None
+    label: str = ""  # of a pipeline stage
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     attributes: dict[fx.Node, str] = field(
         default_factory=dict
@@ -148,17 +150,7 @@ class RoleText:
         self.make_classes()
         self.name_attributes()
         arguments = self.arguments_by_node()
-        blocks = [
-            {
-                "name": c.name,
-                "layers": self.span(c.run),
-                "arguments": c.arguments("mesh: DeviceMesh" if self.is_distributed else ""),
-                "declarations": block(c.declarations(), 2),
-                "functions": c.functions(),
-                "gathers": c.gather_methods(),
-            }
-            for c in self.classes.values()
-        ]
+        blocks = shared_blocks([self])
         first = [Line(f"self.rng = {self.helpers.use('Draws')}()")] if self.draws else []
         made = block([*first, *self.declarations(str)], 2)
         body = self._step(arguments)
@@ -198,7 +190,7 @@ class RoleText:
             sides = {lp.phase: s for lp, s in self.sides.items() if lp.run is run}
             self.classes[run] = BlockClass(
                 self.graph, run, sides["F"], sides.get("B"), name, attribute, self.helpers,
-                self.adds, sides.get("W"),
+                self.adds, sides.get("W"), self.is_distributed,
             )  # fmt: skip
 
     def name_attributes(self) -> None:
@@ -235,7 +227,7 @@ class RoleText:
         tables, stored = self.stored_tables()
         entries |= stored
         said = {**MEANINGS, "INPUTS": input_meaning(self.graph)}
-        return tables + [table(name, said[name], entries[name]) for name in MEANINGS]
+        return [*dict.fromkeys(tables)] + [table(name, said[name], entries[name]) for name in MEANINGS]
 
     def stored_tables(
         self, elsewhere: Collection[str] = ()
@@ -252,10 +244,16 @@ class RoleText:
             for cls in self.classes.values():
                 own = cls.stored(kind)
                 if own:
-                    name, remark = cls.table(constant), f"of one of {self.span(cls.run)}"
-                    tables.append(table(name, remark, self._rows(own, f"{cls.run.layers[0]}.")))
+                    name = cls.table(constant)
+                    remark = f"of one of {cls.span}"
+                    tables.append(table(name, remark, self.block_rows(cls)[constant]))
                     entries[constant].append(Line(spread_rows(cls, name, self.layers is not None)))
         return tables, entries
+
+    def block_rows(self, cls: BlockClass) -> dict[str, list[Line]]:
+        """The entries of a block's own tables of parameters and of buffers."""
+        prefix = f"{cls.run.layers[0]}."
+        return {name: self._rows(cls.stored(kind), prefix) for kind, name in TABLES.items()}
 
     def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
         """The table entries of parameters or buffers; ``prefix``, the path of a block, is cut off

@@ -276,43 +276,52 @@ class Finish:
     def _summed_up(self, chain: Chain, name: str, params: str) -> Iterator[Line]:
         """The loop that reduces the sums over microbatches of some parameters, bucket by bucket."""
         yield Line(f"for bucket in self.partials.buckets({params}, {self.bucket_bytes:_}):")
-        yield Line("grads = self.partials.take(bucket)", indent=1)
         yield from self._passed(chain, name)
 
     def _passed(self, chain: Chain, param: str) -> Iterator[Line]:
-        """The lines that run a chain on one bucket, ``grads``; only the last start is not awaited.
+        """The lines that run a chain on one ``bucket``; only the last start is not awaited.
 
         That handle goes into ``reduced``.
         """
+        grads = "self.partials.take(bucket)"
+        if chain[0].target is collectives.reduce_scatter and self._is_cut(chain[0]):
+            yield Line(f"grads = {grads}", indent=1)
+            grads = "grads"
         for node in chain:
             if node.target is collectives.all_to_all:
-                yield Line(f"grads = {self._moved(node)}", indent=1)
+                yield Line(f"grads = {self._moved(node, grads)}", indent=1)
             elif node is not chain[-1]:
-                yield Line(f"grads, done = {self._summed(node, param)}", indent=1)
+                yield Line(f"grads, done = {self._summed(node, grads, param)}", indent=1)
                 yield Line("done.wait()", indent=1)
                 if node.target is collectives.reduce_scatter and not self.helpers.messages:
                     yield Line(f"grads = {self.helpers.use('summed')}(grads)", indent=1)
             else:
-                yield Line(f"{self._reduced}.append({self._summed(node, param)})", indent=1)
+                call = self._summed(node, grads, param)
+                yield Line(f"{self._reduced}.append({call})", indent=1)
+            grads = "grads"
         if chain[-1].target is collectives.all_to_all:
             yield Line("for w, grad in grads.items():", indent=1)
             yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=2)
 
-    def _moved(self, node: fx.Node) -> str:
-        """The call that shards ``grads`` on another dim, an all_to_all."""
+    def _is_cut(self, node: fx.Node) -> bool:
+        """Whether gradients are scattered along another dim than 0."""
+        return (node.kwargs["dim"], node.kwargs.get("outer", 1)) != (0, 1)
+
+    def _moved(self, node: fx.Node, grads: str) -> str:
+        """The call that shards gradients on another dim, an all_to_all."""
         k: dict[str, Any] = dict(node.kwargs)
         outers = [k.get("outer", 1), k.get("to_outer", 1)]
         cuts = [k["dim"], k["to_dim"], *(outers if outers != [1, 1] else [])]
         to = ", ".join(map(str, cuts))
-        return f"{self.helpers.use('move_grads')}(grads, {k['num']}, self.{k['axis']}, {to})"
+        return f"{self.helpers.use('move_grads')}({grads}, {k['num']}, self.{k['axis']}, {to})"
 
-    def _summed(self, node: fx.Node, param: str) -> str:
-        """The call that starts one collective of all ``grads``; ``param`` names one in an error."""
+    def _summed(self, node: fx.Node, grads: str, param: str) -> str:
+        """The call that starts one collective of gradients; ``param`` names one in an error."""
         k: dict[str, Any] = dict(node.kwargs)
         if node.target is collectives.all_reduce:
-            return f"{self.helpers.use('sum_grads')}(grads, self.{k['axis']})"
+            return f"{self.helpers.use('sum_grads')}({grads}, self.{k['axis']})"
         if node.target is collectives.all_gather and (k["dim"], k.get("outer", 1)) == (0, 1):
-            return f"{self.helpers.use('gather_grads')}(grads, {k['num']}, self.{k['axis']})"
+            return f"{self.helpers.use('gather_grads')}({grads}, {k['num']}, self.{k['axis']})"
         if node.target is not collectives.reduce_scatter:
             raise CheckError(
                 where=param,
@@ -320,11 +329,11 @@ class Finish:
                 why="only sums over ranks are expected there",
                 do="Use reduce = 'microbatch' in the plan.",
             )
-        at = (k["dim"], k.get("outer", 1))
         name, cuts = "scatter_grads", ""
-        if at != (0, 1):
+        if self._is_cut(node):
+            at = (k["dim"], k.get("outer", 1))
             name, cuts = "scatter_cut_grads", f", *[{at}] * len(grads)"
-        return f"{self.helpers.use(name)}(grads, {k['num']}, self.{k['axis']}{cuts})"
+        return f"{self.helpers.use(name)}({grads}, {k['num']}, self.{k['axis']}{cuts})"
 
 
 def _cat(node: fx.Node, turns: str) -> str:

@@ -18,7 +18,6 @@ from torch import fx
 from partc.codegen.bodies.block_arguments import LEFT
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
-from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.buffers_in_place import updates, written_late
@@ -33,7 +32,7 @@ from partc.codegen.files.stage_ends import Ends, Finish, early_sums, take_ends
 from partc.codegen.files.stage_flow import StageFlow, has_phase
 from partc.codegen.files.stage_methods import METHODS, Method
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.repeats.blocks import Loop, Run
+from partc.codegen.repeats.blocks import Item, Loop, Run
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block
@@ -42,8 +41,26 @@ from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.quoting import comment, literal
 
 
+@dataclass
+class Prepared:
+    """A stage's graph on its way to a text: without the calls that end the step, in ``items``."""
+
+    graph: Graph
+    ends: Ends
+    items: list[Item]
+
+    @classmethod
+    def of(cls, graph: Graph, layers: Layers | None, *, inductor: bool) -> Prepared:
+        """``layers``: those that are counted from the stage's first one."""
+        graph = tidied(graph, fused=inductor)
+        if layers is not None:
+            graph = count_from_first(graph, layers)
+        ends = take_ends(graph)
+        return cls(graph, ends, arranged(graph)[0])
+
+
 def stage_text(
-    graph: Graph,
+    stage: Prepared,
     label: str,
     title: str,
     helpers: Helpers,
@@ -55,7 +72,7 @@ def stage_text(
     first: str = "",
     inductor: bool = False,
 ) -> StageText:
-    """A stage's graph made ready for printing as ``class Stage<label>``.
+    """A stage made ready for printing as ``class Stage<label>``.
 
     With ``layers`` the layers are counted from the stage's first one, whose number is the
     expression ``first``, so that several ranks or stages share the text. ``lent`` are buffers that
@@ -63,17 +80,12 @@ def stage_text(
     megabytes of gradients share a bucket when the step ends. With ``inductor`` the calls between
     transfers become functions for torch.compile.
     """
-    graph = tidied(graph, fused=inductor)
-    if layers is not None:
-        graph = count_from_first(graph, layers)
-    ends = take_ends(graph)
-    items, sides = arranged(graph)
-    items = outlined(graph, items, helpers)
+    graph, items = stage.graph, stage.items
     items = compiled(graph, items, helpers, by_phase=True) if inductor else items
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
-        first=first, ends=ends, bucket_bytes=round(join_mb * BYTES_PER_MB), shared=shared,
+        first=first, ends=stage.ends, bucket_bytes=round(join_mb * BYTES_PER_MB), shared=shared,
     )  # fmt: skip
 
 
@@ -86,7 +98,6 @@ class StageText(RoleText):
 
     step_locals: ClassVar[tuple[str, ...]] = ("i", "j", "stage", "loss", "results", "found")
 
-    label: str = ""
     title: str = ""
     first: str = ""  # the number of its first layer, as an expression
     bucket_bytes: int = 0
