@@ -22,9 +22,7 @@ from partc.codegen.repeats.blocks import Item
 from partc.graph import Graph
 
 
-def outlined(
-    steps: Sequence[tuple[Graph, Sequence[Item]]], helpers: Helpers
-) -> list[list[Item]]:
+def outlined(steps: Sequence[tuple[Graph, Sequence[Item]]], helpers: Helpers) -> list[list[Item]]:
     """The items with calls of new functions, which ``helpers`` then prints.
 
     ``steps`` are all that one file prints, the stages of a pipeline rank: what two of them compute

@@ -39,7 +39,6 @@ from partc.passes.overlap.write_pieces import joins_pieces
 from partc.quoting import literal
 
 
-
 @dataclass(frozen=True)
 class Adds:
     """What adds to a gradient: the text of two calls, one of them for a weight's product, and of an

@@ -1,9 +1,10 @@
 """The dicts in which a generated function collects the gradients of one bucket.
 
 A bucket is reduced in one transfer. ``grads[self.w] = ...`` puts a gradient into the dict, by its
-parameter; ``scatter_grads(grads, 2, self.dp)`` sends all of them, and the dict is deleted. A second reduction of the same gradients, over another axis, takes the dict that the
-first one returns. The last all_reduce of gradients is sent without a copy: they are written
-straight into the memory that is sent, ``flat, grads = room([self.w, ...])``.
+parameter; ``scatter_grads(grads, 2, self.dp)`` sends all of them, and the dict is deleted. A second
+reduction of the same gradients, over another axis, takes the dict that the first one returns. The
+last all_reduce of gradients is sent without a copy: they are written straight into the memory that
+is sent, ``flat, grads = room([self.w, ...])``.
 """
 
 from __future__ import annotations

@@ -160,7 +160,9 @@ class Transfers(Expressions):
             self.joint.sent(node)
             remark = comment(typed(node)) if is_tensor(node) else ""
             # What was sent is dropped at once: the step needs the memory.
-            return Statement([*lines, Line(f"reduced.append({call})", remark), Line(f"del {grads}")])
+            return Statement(
+                [*lines, Line(f"reduced.append({call})", remark), Line(f"del {grads}")]
+            )
         self.seen[node] = Text(grads)
         self.seen |= {n: Text(entry) for n, entry in self.joint.results(node)}
         self.scope.taken.add(f"{grads}_done")

@@ -227,7 +227,9 @@ class RoleText:
         tables, stored = self.stored_tables()
         entries |= stored
         said = {**MEANINGS, "INPUTS": input_meaning(self.graph)}
-        return [*dict.fromkeys(tables)] + [table(name, said[name], entries[name]) for name in MEANINGS]
+        return [*dict.fromkeys(tables)] + [
+            table(name, said[name], entries[name]) for name in MEANINGS
+        ]
 
     def stored_tables(
         self, elsewhere: Collection[str] = ()

@@ -120,7 +120,9 @@ def _cuts(name: str, table: object, plan: Plan) -> str:
     assert plan.mesh is not None
     axes = layout_mesh(plan.mesh, plan.microbatches).names
     cuts = plan.stored(name, table).items()  # type: ignore[arg-type]
-    return ", ".join(f"dim {lies.dim} over {axis}" for axis, lies in cuts if axis in axes) or "whole"
+    return (
+        ", ".join(f"dim {lies.dim} over {axis}" for axis, lies in cuts if axis in axes) or "whole"
+    )
 
 
 def _gathered(axis: str, life: str) -> str:

@@ -110,9 +110,7 @@ class Pipeline:
         labels = [str(number) for number in mine]
         if shared:
             labels = [*LETTERS[: len(mine)]] if len(mine) > 1 else [""]
-        counted = [
-            self._layers[n] if shared or self._is_repeated(n, mine) else None for n in mine
-        ]
+        counted = [self._layers[n] if shared or self._is_repeated(n, mine) else None for n in mine]
         prepared = [
             Prepared.of(self.graphs[number], layers, inductor=self.inductor)
             for number, layers in zip(mine, counted, strict=True)

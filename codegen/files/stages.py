@@ -362,7 +362,7 @@ class StageText(RoleText):
         return [Line(f"self.{name} = {base}") for base, name in names.items()]
 
     def _with_reductions(self, lines: list[Line]) -> list[Line]:
-        """The lines, between the making of ``reduced`` and ``reduced.finish()`` where they use it."""
+        """The lines; where they use ``reduced``, it is made before them and finished behind."""
         if not any(re.search(r"\breduced\b", line.code) for line in lines):
             return lines
         for helper in self.adds.helpers:

@@ -163,7 +163,7 @@ class Partials(dict[nn.Parameter, Tensor]):
 
 
 class ReducedParts(Reduced):
-    """Parts of gradients that ranks are summing: they are added to the parts of all microbatches."""
+    """Parts of gradients that ranks are summing, to be added to those of all microbatches."""
 
     def __init__(self, partials: Partials) -> None:
         super().__init__()

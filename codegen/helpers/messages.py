@@ -125,7 +125,7 @@ def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> 
 def scatter_rows(
     sent: Tensor, shapes: dict[nn.Parameter, tuple[int, ...]], group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum over ranks; row ``i`` is for rank ``i``: pieces of these shapes, side by side."""
+    """Start to sum over ranks; row ``i``, pieces of these shapes in a row, is for rank ``i``."""
     total = torch.empty_like(sent[0])
     parts = total.split([torch.Size(shape).numel() for shape in shapes.values()])
     mine = {p: part.view(s) for (p, s), part in zip(shapes.items(), parts, strict=True)}

@@ -159,7 +159,7 @@ def scatter_grads(
 def scatter_rows(
     sent: Tensor, shapes: dict[nn.Parameter, tuple[int, ...]], group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum over ranks; row ``i`` is for rank ``i``: pieces of these shapes, side by side."""
+    """Start to sum over ranks; row ``i``, pieces of these shapes in a row, is for rank ``i``."""
     gloo = f"{sent.device.type}:gloo" in dist.get_backend_config(group)
     mine = torch.empty_like(sent if gloo else sent[0])  # gloo's reduce_scatter sends twice as much
     start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
