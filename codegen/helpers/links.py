@@ -169,8 +169,16 @@ class ReducedParts(Reduced):
         super().__init__()
         self.partials = partials
 
-    def add(self, param: nn.Parameter, grad: Tensor) -> None:
-        self.partials.add(param, grad)
+    def finish(self) -> None:
+        """Wait for all transfers, and add what they bring to the parts."""
+        while self:
+            grads, done = self.pop(0)
+            done.wait()
+            del done  # which holds what was sent
+            while grads:
+                param, grad = grads.popitem()
+                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
+                self.partials.add(param, grad)
 
 
 def sum_tied(

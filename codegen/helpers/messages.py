@@ -27,11 +27,8 @@ class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
             done.wait()
             del done  # which holds what was sent
             while grads:
-                self.add(*grads.popitem())
-
-    def add(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Add to a parameter's gradient, as autograd does."""
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
+                param, grad = grads.popitem()
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def by_messages(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -122,11 +119,29 @@ def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> 
     return Gathered([(pieces, done)])
 
 
-def scatter_rows(
-    sent: Tensor, shapes: dict[nn.Parameter, tuple[int, ...]], group: dist.ProcessGroup
+def scatter_grads(
+    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum over ranks; row ``i``, pieces of these shapes in a row, is for rank ``i``."""
+    """Start to sum gradients in one transfer, of which this rank keeps its pieces."""
+    pieces = [x.reshape(num, -1) for x in grads.values()]
+    sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     total = torch.empty_like(sent[0])
-    parts = total.split([torch.Size(shape).numel() for shape in shapes.values()])
-    mine = {p: part.view(s) for (p, s), part in zip(shapes.items(), parts, strict=True)}
+    parts = zip(grads.items(), total.split([x.shape[1] for x in pieces]), strict=True)
+    mine = {p: part.view(x.shape[0] // num, *x.shape[1:]) for (p, x), part in parts}
     return mine, scatter_into(total, sent, group)
+
+
+def scatter_cut_grads(
+    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
+) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """As ``scatter_grads``, of gradients that are cut at (dim, outer)."""
+    some, sizes = next(iter(grads.values())), [x.numel() // num for x in grads.values()]
+    sent, shapes = some.new_empty(num, sum(sizes)), {}
+    parts = sent.split(sizes, 1)
+    for (param, x), part, (dim, outer) in zip(grads.items(), parts, cuts, strict=True):
+        pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
+        part.view(pieces.shape).copy_(pieces)  # at once: gradients may be all that memory holds
+        shapes[param] = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
+    total = torch.empty_like(sent[0])
+    summed = zip(shapes.items(), total.split(sizes), strict=True)
+    return {p: part.view(shape) for (p, shape), part in summed}, scatter_into(total, sent, group)

@@ -55,11 +55,7 @@ class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
             while grads:
                 param, grad = grads.popitem()
                 grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-                self.add(param, grad)
-
-    def add(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Add to a parameter's gradient, as autograd does."""
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def summed(grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
@@ -152,21 +148,12 @@ def scatter_grads(
     """Start to sum gradients in one transfer, of which this rank keeps its pieces."""
     pieces = [x.reshape(num, -1) for x in grads.values()]
     sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
-    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
-    return scatter_rows(sent, shapes, group)
-
-
-def scatter_rows(
-    sent: Tensor, shapes: dict[nn.Parameter, tuple[int, ...]], group: dist.ProcessGroup
-) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum over ranks; row ``i``, pieces of these shapes in a row, is for rank ``i``."""
     gloo = f"{sent.device.type}:gloo" in dist.get_backend_config(group)
     mine = torch.empty_like(sent if gloo else sent[0])  # gloo's reduce_scatter sends twice as much
     start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
     done = start(mine, sent, group=group, async_op=True)
-    parts = mine.split([torch.Size(shape).numel() for shape in shapes.values()], -1)
-    summed = zip(shapes.items(), parts, strict=True)
-    return {p: part.unflatten(-1, shape) for (p, shape), part in summed}, done
+    parts = zip(grads.items(), mine.split([x.shape[1] for x in pieces], -1), strict=True)
+    return {p: part.unflatten(-1, (x.shape[0] // num, *x.shape[1:])) for (p, x), part in parts}, done
 
 
 def gather_grads(
@@ -195,14 +182,19 @@ def scatter_cut_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
     """As ``scatter_grads``, of gradients that are cut at (dim, outer)."""
-    some = next(iter(grads.values()))
-    sent = some.new_empty(num, sum(x.numel() for x in grads.values()) // num)
-    parts, shapes = sent.split([x.numel() // num for x in grads.values()], 1), {}
+    some, sizes = next(iter(grads.values())), [x.numel() // num for x in grads.values()]
+    sent, shapes = some.new_empty(num, sum(sizes)), {}
+    parts = sent.split(sizes, 1)
     for (param, x), part, (dim, outer) in zip(grads.items(), parts, cuts, strict=True):
-        pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)  # without copies in between
-        part.view(pieces.shape).copy_(pieces)
+        pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
+        part.view(pieces.shape).copy_(pieces)  # at once: gradients may be all that memory holds
         shapes[param] = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
-    return scatter_rows(sent, shapes, group)
+    gloo = f"{sent.device.type}:gloo" in dist.get_backend_config(group)
+    mine = torch.empty_like(sent if gloo else sent[0])  # gloo's reduce_scatter sends twice as much
+    start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
+    done = start(mine, sent, group=group, async_op=True)
+    summed = zip(shapes.items(), mine.split(sizes, -1), strict=True)
+    return {p: part.unflatten(-1, shape) for (p, shape), part in summed}, done
 
 
 def move_grads(
