@@ -152,8 +152,9 @@ def scatter_grads(
     mine = torch.empty_like(sent if gloo else sent[0])  # gloo's reduce_scatter sends twice as much
     start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
     done = start(mine, sent, group=group, async_op=True)
-    parts = zip(grads.items(), mine.split([x.shape[1] for x in pieces], -1), strict=True)
-    return {p: part.unflatten(-1, (x.shape[0] // num, *x.shape[1:])) for (p, x), part in parts}, done
+    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
+    parts = zip(shapes.items(), mine.split([x.shape[1] for x in pieces], -1), strict=True)
+    return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
 
 
 def gather_grads(

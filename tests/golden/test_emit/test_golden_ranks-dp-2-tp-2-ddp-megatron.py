@@ -45,15 +45,19 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
     return flat, {p: x.view(p.shape) for p, x in zip(params, flat.split(sizes), strict=True)}
 
 
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
+    """Gradients that ranks are summing, by parameter, each transfer with what to wait for."""
+
+    def finish(self) -> None:
+        """Wait for all transfers, and add what they bring to the gradients of the parameters."""
+        while self:
+            grads, done = self.pop(0)
+            done.wait()
+            del done  # which holds what was sent
+            while grads:
+                param, grad = grads.popitem()
+                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
@@ -105,7 +109,7 @@ class Block(nn.Module):
         y = x + w2                                         # f64[4@dp,8,6]
         return y, [w1, x]
 
-    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: list) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
         w1, x = saved
         saved.clear()
         d_w1 = d_y @ self.w2_weight                            # f64[4@dp,8,10@tp]
@@ -151,7 +155,7 @@ class ToyStep(nn.Module):
 
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
-        reduced = []
+        reduced = Reduced()
         ids_1 = ids.chunk(2)[self.dp_rank]                               # i64[4@dp,8]
         # embed
         window_1 = window(ids_1, self.tp_rank, 7)                        # i64[4@dp,8]
@@ -195,9 +199,9 @@ class ToyStep(nn.Module):
         d_x_done.wait()                                                  # hidden behind d_head_weight
         del d_head_weight
         for layer in reversed(self.blocks):
-            before, reduced = reduced, []
+            before, reduced = reduced, Reduced()
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
-            finish(before)                                               # reduced behind this block's backward
+            before.finish()                                              # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
             d_x, window_1, 7, -1, scale_grad_by_freq=False)              # f64[14@tp,6]{U:dp}
@@ -208,7 +212,7 @@ class ToyStep(nn.Module):
         del d_embed_weight
         loss_done.wait()                                                 # hidden behind d_logits, d_head, d_x ...
         dist.all_reduce(loss, group=self.tp)                             # f64[]; exposed
-        finish(reduced)
+        reduced.finish()
         return loss
 
 
