@@ -16,7 +16,7 @@ from torch import nn
 import partc
 from partc.errors import PartcError
 
-LAYOUTS = {  # mesh, plan, what else compile is told
+LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # mesh, plan, what else compile is told
     "dp=1": ("dp=1", "ddp", {}),
     "ddp": ("dp=2", "ddp", {}),
     "fsdp": ("dp=2", "fsdp", {}),
