@@ -44,7 +44,8 @@ class Net(nn.Module):
         x = self.norm(x)
         for block in self.more:
             x = block(x)
-        return self.norm(x)
+        y: Tensor = self.norm(x)
+        return y
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
