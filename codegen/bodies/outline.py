@@ -22,13 +22,20 @@ from partc.codegen.repeats.blocks import Item
 from partc.graph import Graph
 
 
-def outlined(steps: Sequence[tuple[Graph, Sequence[Item]]], helpers: Helpers) -> list[list[Item]]:
+def outlined(
+    steps: Sequence[tuple[Graph, Sequence[Item]]], helpers: Helpers, again: Sequence[bool] = ()
+) -> list[list[Item]]:
     """The items with calls of new functions, which ``helpers`` then prints.
 
     ``steps`` are all that one file prints, the stages of a pipeline rank: what two of them compute
-    alike is one function in both, so that their blocks can share a class.
+    alike is one function in both, so that their blocks can share a class. ``again`` says which of
+    them share the text of one before, so that a function saves no lines there.
     """
-    places = [list(places_of(graph, items)) for graph, items in steps]
+    twice = again or [False] * len(steps)
+    places = [
+        list(places_of(graph, items, each))
+        for (graph, items), each in zip(steps, twice, strict=True)
+    ]
     alike: dict[object, list[Unit]] = defaultdict(list)
     for unit in (unit for each in places for place in each for unit in units_of(place)):
         alike[signature(unit)].append(unit)
@@ -38,7 +45,7 @@ def outlined(steps: Sequence[tuple[Graph, Sequence[Item]]], helpers: Helpers) ->
     chosen: list[tuple[Outlined, list[Unit]]] = []
     for group in sorted(alike.values(), key=_gain, reverse=True):
         free = _apart(group, used)
-        if not free or not _is_worth_it(len(free), len(free[0].nodes)):
+        if not free or not _is_worth_it(_printed_calls(free), len(free[0].nodes)):
             continue  # a call is one line at most: the text has no more lines than this
         function = _printed(free, helpers, scope, known)
         if function is not None:
@@ -92,14 +99,15 @@ def _printed(
     # Compared without names first: to find the names of a whole graph's values takes long.
     unnamed = ["value"] * len([*first.inputs, *first.nodes])
     codes = [Written.of(unit.place.graph, unit, unnamed, helpers).code for unit in units]
-    if not _is_worth_it(codes.count(codes[0]), len(codes[0]) - len(first.inputs)):
+    same = [unit for unit, code in zip(units, codes, strict=True) if code == codes[0]]
+    if not _is_worth_it(_printed_calls(same), len(codes[0]) - len(first.inputs)):
         return None
     wish = wishes(graph, first.home.path, given_names(graph, first, known))
     wished = [wish.get(n, "value") for n in [*first.inputs, *first.nodes]]
     written = [Written.of(unit.place.graph, unit, wished, helpers) for unit in units]
     units[:] = [u for u, w in zip(units, written, strict=True) if w.code == written[0].code]
     written = [w for w in written if w.code == written[0].code]
-    if not _is_worth_it(len(units), len(written[0].lines)):
+    if not _is_worth_it(_printed_calls(units), len(written[0].lines)):
         return None
     for unit, text in zip(units, written, strict=True):
         names = {n: str(text.names[n]) for n in [*unit.inputs, *unit.nodes] if n in text.names}
@@ -107,6 +115,11 @@ def _printed(
         known |= {(path, n): name for n, name in names.items() if name.isidentifier()}
     lines = [w.lines for w in written]
     return written[0].function(scope.fresh(function_name(first)), first, lines)
+
+
+def _printed_calls(units: Sequence[Unit]) -> int:
+    """How many calls of a function for these units the file has."""
+    return sum(not unit.place.again for unit in units)
 
 
 def _is_worth_it(num_calls: int, num_lines: int) -> bool:

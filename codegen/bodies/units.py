@@ -40,6 +40,7 @@ class Place:
     graph: Graph
     nodes: tuple[fx.Node, ...]
     loop: Loop | None = None
+    again: bool = False  # whether another place prints the same text for both
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,18 @@ class Unit:
         return not self.is_backward and any(is_backward(n) for n in self.nodes)
 
 
-def places_of(graph: Graph, items: Sequence[Item]) -> Iterator[Place]:
+def places_of(graph: Graph, items: Sequence[Item], again: bool = False) -> Iterator[Place]:
     """The places of a step in order: calls between loops, and the first block of each loop."""
     inline: list[fx.Node] = []
     for item in items:
         if isinstance(item, Loop):
-            yield Place(graph, tuple(inline))
+            yield Place(graph, tuple(inline), again=again)
             run = item.run
-            yield Place(graph, run.of(item.phase)[0].nodes, item)
+            yield Place(graph, run.of(item.phase)[0].nodes, item, again)
             inline = []
         else:
             inline.append(item)
-    yield Place(graph, tuple(inline))
+    yield Place(graph, tuple(inline), again=again)
 
 
 # what belongs together ----------------------------------------------------------------------------

@@ -115,7 +115,9 @@ class Pipeline:
             Prepared.of(self.graphs[number], layers, inductor=self.inductor)
             for number, layers in zip(mine, counted, strict=True)
         ]
-        every = outlined([(each.graph, each.items) for each in prepared], helpers)
+        keys = [self._keys[number] for number in mine]
+        again = [key is not None and key in keys[:i] for i, key in enumerate(keys)]
+        every = outlined([(each.graph, each.items) for each in prepared], helpers, again)
         for each, items in zip(prepared, every, strict=True):
             each.items = items
         texts = zip(mine, prepared, labels, titles, firsts, counted, strict=True)
