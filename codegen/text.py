@@ -175,8 +175,12 @@ def _brackets(code: str) -> list[tuple[int, int]]:
 
 
 def _is_sole_call(code: str, outer: int, start: int) -> bool:
-    """Whether the bracket from ``outer`` holds only the call whose arguments begin at ``start``."""
+    """Whether the bracket from ``outer`` holds only the call whose arguments begin at ``start``.
+
+    It may be the only value of a dict: ``{key: f(x, y)}``.
+    """
     name = code[outer + 1 : start]
+    name = name.rpartition(": ")[2] if code[outer] == "{" else name
     return _is_call(code, start) and all(part.isidentifier() for part in name.split("."))
 
 

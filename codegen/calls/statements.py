@@ -54,7 +54,26 @@ def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] =
             lines.append(Line(f"# {comment(shown(section))}"))
         i += bool(section)
         lines += statement.lines
-    return _with_few_dels(lines)
+    return _with_few_dels(_sent_at_once(lines))
+
+
+def _sent_at_once(lines: Sequence[Line]) -> list[Line]:
+    """The lines with no name for a dict of one gradient that is sent right away.
+
+    ``grads = {w: d_w}``, ``reduced.append(sum_grads(grads, ...))``, ``del grads`` become
+    ``reduced.append(sum_grads({w: d_w}, ...))``.
+    """
+    kept: list[Line] = []
+    for line in lines:
+        made, sent = kept[-2:] if len(kept) > 1 else (None, None)
+        name = line.code.removeprefix("del ") if _is_del(line) else ""
+        if made and sent and made.code.startswith(f"{name} = {{") and f"({name}, " in sent.code:
+            held = made.code.removeprefix(f"{name} = ")
+            code = sent.code.replace(f"({name}, ", f"({held}, ", 1)
+            kept[-2:] = [replace(sent, code=code, remark=sent.remark or made.remark)]
+        else:
+            kept.append(line)
+    return kept
 
 
 def _with_few_dels(lines: Sequence[Line]) -> list[Line]:

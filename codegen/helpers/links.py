@@ -172,11 +172,8 @@ class ReducedParts(Reduced):
     def finish(self) -> None:
         """Wait for all transfers, and add what they bring to the parts."""
         while self:
-            grads, done = self.pop(0)
-            done.wait()
-            del done  # which holds what was sent
-            while grads:
-                param, grad = grads.popitem()
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
                 grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
                 self.partials.add(param, grad)
 

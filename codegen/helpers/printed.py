@@ -44,16 +44,11 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
 
 
 class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
-    """Gradients that ranks are summing, by parameter, each transfer with what to wait for."""
-
     def finish(self) -> None:
-        """Wait for all transfers, and add what they bring to the gradients of the parameters."""
+        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
         while self:
-            grads, done = self.pop(0)
-            done.wait()
-            del done  # which holds what was sent
-            while grads:
-                param, grad = grads.popitem()
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
                 grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
 
@@ -64,10 +59,8 @@ def summed(grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
 
 
 class Gathered(list[tuple[list[Tensor], dist.Work]]):
-    """Weights that ranks are gathering: the pieces of each transfer, and what to wait for."""
-
     def take(self) -> list[Tensor]:
-        """Wait for the weights and hand them over whole."""
+        """Wait for weights that ranks are gathering in pieces, and hand them over whole."""
         whole = []
         while self:
             pieces, done = self.pop(0)
@@ -125,9 +118,8 @@ def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> 
     mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = dist.all_gather_single(flat, mine, group=group, async_op=True)
-    parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    pieces = [part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)]
-    return Gathered([(pieces, done)])
+    parts = zip(flat.view(num, -1).split([x.numel() for x in shards], 1), shards, strict=True)
+    return Gathered([([part.view(num, *x.shape) for part, x in parts], done)])
 
 
 def sum_grads(
@@ -152,9 +144,8 @@ def scatter_grads(
     mine = torch.empty_like(sent if gloo else sent[0])  # gloo's reduce_scatter sends twice as much
     start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
     done = start(mine, sent, group=group, async_op=True)
-    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
-    parts = zip(shapes.items(), mine.split([x.shape[1] for x in pieces], -1), strict=True)
-    return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
+    parts = zip(grads.items(), mine.split([x.shape[1] for x in pieces], -1), strict=True)
+    return {p: part.unflatten(-1, (len(x) // num, *x.shape[1:])) for (p, x), part in parts}, done
 
 
 def gather_grads(

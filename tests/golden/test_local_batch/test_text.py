@@ -45,16 +45,11 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
 
 
 class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
-    """Gradients that ranks are summing, by parameter, each transfer with what to wait for."""
-
     def finish(self) -> None:
-        """Wait for all transfers, and add what they bring to the gradients of the parameters."""
+        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
         while self:
-            grads, done = self.pop(0)
-            done.wait()
-            del done  # which holds what was sent
-            while grads:
-                param, grad = grads.popitem()
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
                 grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
 

@@ -50,10 +50,8 @@ def add_grad(param: nn.Parameter, grad: Tensor) -> None:
 
 
 class Gathered(list[tuple[list[Tensor], dist.Work]]):
-    """Weights that ranks are gathering: the pieces of each transfer, and what to wait for."""
-
     def take(self) -> list[Tensor]:
-        """Wait for the weights and hand them over whole."""
+        """Wait for weights that ranks are gathering in pieces, and hand them over whole."""
         whole = []
         while self:
             pieces, done = self.pop(0)
@@ -102,16 +100,11 @@ def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
 
 
 class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
-    """Gradients that ranks are summing, by parameter, each transfer with what to wait for."""
-
     def finish(self) -> None:
-        """Wait for all transfers, and add what they bring to the gradients of the parameters."""
+        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
         while self:
-            grads, done = self.pop(0)
-            done.wait()
-            del done  # which holds what was sent
-            while grads:
-                param, grad = grads.popitem()
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
@@ -185,9 +178,8 @@ def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> 
     mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = gather_into(flat, mine, group)
-    parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    pieces = [part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)]
-    return Gathered([(pieces, done)])
+    parts = zip(flat.view(num, -1).split([x.numel() for x in shards], 1), shards, strict=True)
+    return Gathered([([part.view(num, *x.shape) for part, x in parts], done)])
 
 
 def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
