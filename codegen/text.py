@@ -108,7 +108,7 @@ def _broken(code: str, pair: tuple[int, int], indent: int) -> Iterator[list[str]
     """
     start, end = pair
     items = [item.strip() for item in _split(code[start + 1 : end]) if item.strip()]
-    if len(items) < 2 and not (items and _is_call(code, start)):
+    if len(items) < 2 and not (items and (_is_call(code, start) or code[start] == "{")):
         return
     items = [*(f"{item}," for item in items[:-1]), items[-1]]
     opened, closed = " " * indent + code[: start + 1], code[end:]
@@ -175,8 +175,12 @@ def _brackets(code: str) -> list[tuple[int, int]]:
 
 
 def _is_sole_call(code: str, outer: int, start: int) -> bool:
-    """Whether the bracket from ``outer`` holds only the call whose arguments begin at ``start``."""
+    """Whether the bracket from ``outer`` holds only the call whose arguments begin at ``start``.
+
+    It may be the only value of a dict: ``{key: f(x, y)}``.
+    """
     name = code[outer + 1 : start]
+    name = name.rpartition(": ")[2] if code[outer] == "{" else name
     return _is_call(code, start) and all(part.isidentifier() for part in name.split("."))
 
 

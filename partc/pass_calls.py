@@ -136,7 +136,7 @@ def use_local_statistics(plan: Plan, graph: Graph) -> Plan:
 @calls(check_batch_norms)
 def check_statistics(graph: Graph, plan: Plan) -> None:
     """Refuse batch norms that would see one value per channel."""
-    ranks = prod(map(graph.mesh.size, plan.batch_axes))
+    ranks = prod(size for axis, size in graph.mesh.axes if axis in plan.batch_axes)
     check_batch_norms(graph, ranks, plan.microbatches)
 
 

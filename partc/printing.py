@@ -21,10 +21,10 @@ from partc.reports.pipeline_cost import pipeline_cost
 ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file
 
 
-def print_step(graph: Graph, plan: Plan) -> dict[str, object]:
+def print_step(graph: Graph, plan: Plan, mesh: Mesh) -> dict[str, object]:
     """The source of a step of one stage."""
     source = emit(
-        graph, header=header(graph, plan), prefetch=plan.prefetch,
+        graph, header=header(graph, plan), mesh=mesh, prefetch=plan.prefetch,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
         inductor=plan.compile == "inductor",
     )  # fmt: skip

@@ -8,9 +8,7 @@ from partc.graph import Phase, fake_of, is_tensor
 from partc.plan.mesh import MICROBATCH_AXIS
 
 SAVED = "list[Tensor]"
-# What ``finish`` waits for: gradients that are being reduced, by parameter, with the handle.
-REDUCED = "list[tuple[dict[nn.Parameter, Tensor], dist.Work]]"
-ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": REDUCED}
+ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": "Reduced"}
 # The names of the lists of saved values that one phase leaves for a later one.
 LEFT: dict[tuple[Phase, Phase], str] = {
     ("F", "B"): "saved",

@@ -56,7 +56,7 @@ def _start(
     call = c10d.transfer(starts[0], sent, moves(starts[0]), helpers)
     if alone:
         return [Line(f"self.whole {put} {call}")]
-    empty = [Line("self.whole = []")] if put == "=" else []
+    empty = [Line("self.whole = Gathered()")] if put == "=" else []
     weights = whole or f"[{', '.join(names)}]"
     return [*empty, Line(f"for weight in {weights}:"), Line(f"self.whole += {call}", indent=1)]
 

@@ -175,7 +175,7 @@ class Body(Transfers):
     def _stores(self, node: fx.Node) -> list[Line]:
         """The lines that add a value to ``.grad`` of the parameters whose final gradient it is."""
         return [
-            Line(f"{self.helpers.use(self.adds[0])}({param}, {self._own(node)})")
+            Line(f"{self.helpers.called(self.adds.grad)}({param}, {self._own(node)})")
             for param in self.stored.get(node, [])
         ]
 
@@ -208,7 +208,7 @@ class Body(Transfers):
         params = self.stored[node]
         if node.target is ops.weight_grad and len(params) == 1:
             d_y, x = (self.text(a) for a in node.args)  # type: ignore[arg-type]
-            call = f"{self.helpers.use(self.adds[1])}({params[0]}, {d_y}, {x})"
+            call = f"{self.helpers.called(self.adds.weight_grad)}({params[0]}, {d_y}, {x})"
             return Statement([Line(call, comment(typed(node)))])
         code = self.expression(node).at(NONE)
         self.seen[node] = Text(code, NONE)
@@ -218,7 +218,7 @@ class Body(Transfers):
                 if self._is_shared(node)
                 else code
             )
-            call = f"{self.helpers.use(self.adds[0])}({params[0]}, {code})"
+            call = f"{self.helpers.called(self.adds.grad)}({params[0]}, {code})"
             return Statement([Line(call, comment(typed(node)))])
         line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
         return Statement([line], binds=[node])

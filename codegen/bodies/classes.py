@@ -26,7 +26,7 @@ from partc.codegen.bodies.frees import Ledger, free_blocks
 from partc.codegen.bodies.tables import TABLES, declarations
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.buffers_in_place import updates
-from partc.codegen.calls.expressions import ADDS
+from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.moved_names import of_turn
 from partc.codegen.calls.names import wishes
 from partc.codegen.calls.scope import Scope, attributes
@@ -72,8 +72,10 @@ class BlockClass:
     name: str
     attribute: str
     helpers: Helpers
-    adds: tuple[str, str, str] = ADDS
+    adds: Adds = ADDS
     weights: Interface | None = None
+    is_distributed: bool = True  # whether it is made for a rank of a mesh
+    span: str = ""  # its blocks as comments show them: "layers.0 .. 7"
     suffixes: dict[str, str] = field(
         default_factory=dict
     )  # a parameter's name from the block on -> its attribute: mlp.up.weight -> mlp_up_weight
@@ -115,6 +117,12 @@ class BlockClass:
     def draws(self) -> bool:
         """Whether the block draws random numbers; it then has to know its name in the model."""
         return any(draws_numbers(node) for side in self.sides for node in side.group.nodes)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the block adds to the rank's parts of gradients by itself."""
+        stored = (node for side in self.sides for node in self._stored(side.group))
+        return self.adds is not ADDS and any(not ends_step(self.graph, n) for n in stored)
 
     @property
     def sides(self) -> list[Interface]:
@@ -183,7 +191,7 @@ class BlockClass:
         return list(methods.values())
 
     def taken(self, gathered: str, side: Interface) -> str:
-        """The call that waits for a phase's gathered weights: ``take(self.whole)``."""
+        """The call that waits for a phase's gathered weights: ``self.whole.take()``."""
         each = [move for start in self.gathered(side) for move in moves(start)]
         return c10d.taken(gathered, each, self.helpers)
 
@@ -199,17 +207,20 @@ class BlockClass:
     def declarations(self) -> list[Line]:
         """The statements of ``__init__`` that make the block's parameters and buffers."""
         lines = [Line("self.rng, self.name = rng, name")] if self.draws else []
+        lines += [Line("self.partials = partials")] if self.adds_up else []
         if self._gathers():
-            lines.append(Line("self.whole = []", "weights that are being gathered"))
+            lines.append(Line("self.whole = Gathered()", "weights that are being gathered"))
         for kind, constant in TABLES.items():
             lines += declarations(
                 self.graph, self.stored(kind), kind, self.table(constant), self.helpers
             )
         return lines
 
-    def arguments(self, mesh: str) -> str:
+    def arguments(self) -> str:
         """The arguments of ``__init__`` behind ``self``, with their types."""
-        return ", ".join(filter(None, (mesh, "rng: Draws, name: str" if self.draws else "")))
+        mesh = "mesh: DeviceMesh" if self.is_distributed else ""
+        parts = "partials: Partials" if self.adds_up else ""
+        return ", ".join(filter(None, (mesh, parts, "rng: Draws, name: str" * self.draws)))
 
     def stored(self, kind: Kind) -> dict[fx.Node, str]:
         """The first block's parameters or buffers with their attributes in the class."""
@@ -280,7 +291,7 @@ class BlockClass:
         if reads_microbatch(side):
             arguments.append("i")
         if self.reduces(side):
-            self.helpers.use(self.adds[2])
+            self.helpers.use("Reduced")
             arguments.append("reduced")
         body = self._body(side, wish, scope, seen, arguments)
         statements = [*lists.values(), *opening, *body.statements()]

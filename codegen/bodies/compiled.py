@@ -51,7 +51,7 @@ def compiled(
     ``by_phase`` is for pipeline stages: each phase has a method of its own, so that no function may
     span two phases.
     """
-    places = list(places_of(items))
+    places = list(places_of(graph, items))
     scope = Scope([function.name for function in helpers.outlined])
     chosen = []
     for place in places:

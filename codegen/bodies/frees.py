@@ -18,7 +18,7 @@ from partc.codegen.bodies.body import Body
 from partc.codegen.calls.statements import Statement, deleted
 from partc.codegen.calls.storage import copies, num_bytes, owner, shares
 from partc.codegen.text import Line
-from partc.graph import is_tensor
+from partc.graph import is_tensor, value
 
 SLACK = 22  # methods may hold 1/22 more than the least possible peak: less is not worth a line
 SMALL = 64  # a value of up to 1/64 of the peak is not worth a name in a `del`
@@ -122,7 +122,7 @@ class Ledger:
         """Note what statement ``i`` allocates, which names hold that, and what it reads."""
         for node in filter(is_tensor, statement.binds):
             memory, name = self._memory(node), str(self.body.text(node))
-            if memory.op != "call_function" or memory not in self.own:
+            if memory not in self.own or value(memory).kind in ("param", "buffer"):
                 continue
             for other in self.pieces.values():
                 other.names.pop(name, None)  # a transfer's result takes over the name

@@ -185,9 +185,9 @@ class StepBody(Body):
         call = f"layer{CALLS[loop.phase]}({', '.join(arguments)})"
         ahead, after = [], []
         if cls.reduces(side):
-            ahead.append(Line("before, reduced = reduced, []", indent=1))
+            ahead.append(Line(f"before, reduced = reduced, {cls.adds.reduced}", indent=1))
             behind = "reduced behind this block's backward"
-            after.append(Line(f"{cls.adds[2]}(before)", behind, indent=1))
+            after.append(Line("before.finish()", behind, indent=1))
         if self._gather(loop):
             ahead += self._gather_ahead(loop, early)
         body += [Line(f"{name}.append({name}_here)", indent=1) for name in kept.values()]

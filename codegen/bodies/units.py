@@ -37,8 +37,10 @@ class Place:
     A block's method is printed from the first block of the ``loop``.
     """
 
+    graph: Graph
     nodes: tuple[fx.Node, ...]
     loop: Loop | None = None
+    again: bool = False  # whether another place prints the same text for both
 
 
 @dataclass(frozen=True)
@@ -80,22 +82,22 @@ class Unit:
         return not self.is_backward and any(is_backward(n) for n in self.nodes)
 
 
-def places_of(items: Sequence[Item]) -> Iterator[Place]:
+def places_of(graph: Graph, items: Sequence[Item], again: bool = False) -> Iterator[Place]:
     """The places of a step in order: calls between loops, and the first block of each loop."""
     inline: list[fx.Node] = []
     for item in items:
         if isinstance(item, Loop):
-            yield Place(tuple(inline))
+            yield Place(graph, tuple(inline), again=again)
             run = item.run
-            yield Place(run.of(item.phase)[0].nodes, item)
+            yield Place(graph, run.of(item.phase)[0].nodes, item, again)
             inline = []
         else:
             inline.append(item)
-    yield Place(tuple(inline))
+    yield Place(graph, tuple(inline), again=again)
 
 
 # what belongs together ----------------------------------------------------------------------------
-def units_of(graph: Graph, place: Place) -> list[Unit]:
+def units_of(place: Place) -> list[Unit]:
     """The units of a place: calls of one module, or one line of a function, that fit one call."""
     members: dict[tuple[Home, str, int], list[fx.Node]] = defaultdict(list)
     part = 0
@@ -103,7 +105,7 @@ def units_of(graph: Graph, place: Place) -> list[Unit]:
         if node.target is collectives.wait and not gathers_param(node.all_input_nodes[0]):
             part += 1  # no call moves over a wait: it hides the transfer
         elif is_movable(node):
-            for home in _homes(graph, node):
+            for home in _homes(place.graph, node):
                 members[home, value(node).phase, part].append(node)
     units = []
     for (home, _, _), nodes in members.items():

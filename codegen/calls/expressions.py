@@ -41,10 +41,26 @@ from partc.graph.draws import draws_numbers
 from partc.passes.overlap.write_pieces import joins_pieces
 from partc.quoting import literal
 
-# The helpers that add to a gradient: to ``.grad``, or to a rank's part of a gradient that a
-# pipeline stage sums over microbatches first and over ranks once, when the step ends.
-ADDS = ("add_grad", "add_weight_grad", "finish")
-PARTIALS = ("add_partial", "add_weight_partial", "finish_partials")
+
+@dataclass(frozen=True)
+class Adds:
+    """What adds to a gradient: the text of two calls, one of them for a weight's product, and of an
+    empty list of reductions, which adds what they bring; ``helpers`` are what that needs.
+    """
+
+    grad: str
+    weight_grad: str
+    reduced: str
+    helpers: tuple[str, ...]
+
+
+# To ``.grad``, or to a rank's part of a gradient that a pipeline stage sums over microbatches first
+# and over ranks once, when the step ends.
+ADDS = Adds("add_grad", "add_weight_grad", "Reduced()", ("Reduced",))
+PARTIALS = Adds(
+    "self.partials.add", "self.partials.add_product", "ReducedParts(self.partials)",
+    ("ReducedParts",),
+)  # fmt: skip
 
 
 def apart(
@@ -97,7 +113,7 @@ class Expressions:
     stored: dict[fx.Node, list[str]] = field(default_factory=dict)
     device: str = "self.device"
     prefix: str = ""
-    adds: tuple[str, str, str] = ADDS  # the helpers that add to a gradient
+    adds: Adds = ADDS  # what adds to a gradient
     own: Sequence[str] = ()
     one_turn: bool = False  # whether all overlap pieces of a block call this function
     name_of: Callable[[str], str] = literal  # writes the site of a draw that is in no block

@@ -1,10 +1,10 @@
 """The dicts in which a generated function collects the gradients of one bucket.
 
 A bucket is reduced in one transfer. ``grads[self.w] = ...`` puts a gradient into the dict, by its
-parameter; ``scatter_grads(grads, 2, self.dp)`` sends all of them and leaves the dict empty for the
-next bucket. A second reduction of the same gradients, over another axis, takes the dict that the
-first one returns. The last all_reduce of gradients is sent without a copy: they are written
-straight into the memory that is sent, ``flat, grads = room([self.w, ...])``.
+parameter; ``scatter_grads(grads, 2, self.dp)`` sends all of them, and the dict is deleted. A second
+reduction of the same gradients, over another axis, takes the dict that the first one returns. The
+last all_reduce of gradients is sent without a copy: they are written straight into the memory that
+is sent, ``flat, grads = room([self.w, ...])``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class JointGrads:
         self.rooms: dict[str, str] = {}
         self.entries: dict[str, list[str]] = {}  # parameters, in the order in which they came in
         self.fresh: list[fx.Node] = []
-        self.empty: list[str] = []  # dicts whose gradients have been sent
 
     def _param(self, result: fx.Node | None, stored: Mapping[fx.Node, list[str]]) -> str | None:
         """The parameter whose gradient a reduction's result is, or becomes in a later reduction."""
@@ -84,21 +83,14 @@ class JointGrads:
         return self.names[start]
 
     def _begin(self, start: fx.Node, scope: Scope) -> str:
-        """A dict for a reduction: an emptied one, a new one, or one with room for an all_reduce."""
+        """A new dict for a reduction, or one with room for an all_reduce."""
         in_place = self._ends_in_place(start)
-        if self.empty and not in_place:
-            name = self.empty.pop()
-        else:
-            name = scope.passing("grads")
-            self.fresh.append(start)
+        name = scope.passing("grads")
+        self.fresh.append(start)
         self.entries[name] = []
         if in_place:
             self.rooms[name] = scope.passing("flat")
         return name
-
-    def sent(self, start: fx.Node) -> None:
-        """Note that a reduction has sent its gradients and left its dict empty."""
-        self.empty.append(self.names[start])
 
     def _ends_in_place(self, start: fx.Node) -> bool:
         """Whether a reduction is a last all_reduce: its results are the gradients themselves."""

@@ -37,7 +37,13 @@ class Marked:
     @property
     def value(self) -> object:
         """What is equal for a value and its recomputations: these may share a name."""
-        return self.wish if self.node is None else self.wishes.same.get(self.node, self.node)
+        node = self.here
+        return self.wish if node is None else self.wishes.same.get(node, node)
+
+    @property
+    def here(self) -> fx.Node | None:
+        """The value to which what the wishes say of it belongs."""
+        return None if self.node is None else self.wishes.here(self.node)
 
     @property
     def mark(self) -> str:
@@ -109,9 +115,9 @@ def settle(
     gradients = [claim for claim in claims if claim.is_gradient]
     forward = [c for c in claims if c not in gradients]
     _resolve(forward, taken)
-    known = {m.node: c.name for c in forward for m in c.members if m.node is not None}
+    known = {m.here: c.name for c in forward for m in c.members if m.here is not None}
     for claim in gradients:
-        claim.of = known.get(claim.main.wishes.of.get(claim.main.node), "")  # type: ignore[arg-type]
+        claim.of = known.get(claim.main.wishes.of.get(claim.main.here), "")  # type: ignore[arg-type]
     _resolve(gradients, {*taken, *known.values()})
     names = [each.wish for each in marked]
     for claim in claims:

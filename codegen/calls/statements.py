@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from torch import fx
 
 from partc.codegen.calls.storage import num_bytes
 from partc.codegen.text import Line, Text
+from partc.graph.moves import gathers_param
 from partc.quoting import comment, identifier
 
 # Values up to 1/64 of a function's biggest value are not worth a `del`; from 1/2 of it on they are
@@ -53,7 +54,45 @@ def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] =
             lines.append(Line(f"# {comment(shown(section))}"))
         i += bool(section)
         lines += statement.lines
-    return lines
+    return _with_few_dels(_sent_at_once(lines))
+
+
+def _sent_at_once(lines: Sequence[Line]) -> list[Line]:
+    """The lines with no name for a dict of one gradient that is sent right away.
+
+    ``grads = {w: d_w}``, ``reduced.append(sum_grads(grads, ...))``, ``del grads`` become
+    ``reduced.append(sum_grads({w: d_w}, ...))``.
+    """
+    kept: list[Line] = []
+    for line in lines:
+        made, sent = kept[-2:] if len(kept) > 1 else (None, None)
+        name = line.code.removeprefix("del ") if _is_del(line) else ""
+        if made and sent and made.code.startswith(f"{name} = {{") and f"({name}, " in sent.code:
+            held = made.code.removeprefix(f"{name} = ")
+            code = sent.code.replace(f"({name}, ", f"({held}, ", 1)
+            kept[-2:] = [replace(sent, code=code, remark=sent.remark or made.remark)]
+        else:
+            kept.append(line)
+    return kept
+
+
+def _with_few_dels(lines: Sequence[Line]) -> list[Line]:
+    """The lines without a last ``del``, which frees what the return frees; neighbours are one."""
+    kept: list[Line] = []
+    for line in lines:
+        if _is_del(line) and kept and _is_del(kept[-1]) and kept[-1].indent == line.indent:
+            kept[-1] = replace(deleted([*_names(kept[-1]), *_names(line)]), indent=line.indent)
+        else:
+            kept.append(line)
+    return kept[:-1] if kept and _is_del(kept[-1]) else kept
+
+
+def _is_del(line: Line) -> bool:
+    return line.code.startswith("del ")
+
+
+def _names(line: Line) -> list[str]:
+    return line.code.removeprefix("del ").strip("()").split(", ")
 
 
 def _sections(statements: Sequence[Statement]) -> list[str]:
@@ -90,7 +129,7 @@ def free_early(
     for node in kept:
         last.pop(str(seen(node)), None)
     sizes: dict[str, int] = {}
-    for node in (n for s in statements for n in s.binds):
+    for node in (n for s in statements for n in s.binds if not gathers_param(n)):  # empty then
         sizes[str(seen(node))] = max(sizes.get(str(seen(node)), 0), num_bytes(node))
     biggest = max(sizes.values(), default=0)
     dying: dict[int, list[str]] = {}

@@ -153,9 +153,11 @@ class Transfers(Expressions):
             return Statement([*lines, Line(f"reduced.append(({grads}, {done}))")])
         call = self._moved(node, grads)
         if self._waited(node) is not None:
-            self.joint.sent(node)
             remark = comment(typed(node)) if is_tensor(node) else ""
-            return Statement([*lines, Line(f"reduced.append({call})", remark)])
+            # What was sent is dropped at once: the step needs the memory.
+            return Statement(
+                [*lines, Line(f"reduced.append({call})", remark), Line(f"del {grads}")]
+            )
         self.seen[node] = Text(grads)
         self.seen |= {n: Text(entry) for n, entry in self.joint.results(node)}
         self.scope.taken.add(f"{grads}_done")

@@ -42,6 +42,7 @@ def _text(stage: StageText) -> tuple[Any, ...]:
 def declared(stage: StageText) -> list[Line]:
     """The statements of ``__init__`` that make a stage's parameters, buffers and blocks."""
     lines = [Line("self.rng = rng")] if stage.draws else []
+    lines += [Line("self.partials = partials")] if stage.ends.reduces else []
     if any(f"self.{FIRST}" in each["body"] for each in stage.functions):
         lines.append(Line(f"self.{FIRST} = {FIRST}"))
     if not stage.lends:
@@ -57,6 +58,7 @@ def given(stage: StageText) -> dict[str, str]:
     reads = any(text in line.code for line in declared(stage) for text in texts)
     first = {FIRST: "int"} if reads else {}
     first |= {"buffers": "dict[str, tuple]"} if stage.lends else {}
+    first |= {"partials": stage.helpers.use("Partials")} if stage.ends.reduces else {}
     return first | ({"rng": "Draws"} if stage.draws else {})
 
 
@@ -69,6 +71,7 @@ def made(stage: StageText, first: int | None) -> str:
     arguments = ["mesh", *([str(first)] if FIRST in wanted else [])]
     if "buffers" in wanted:
         arguments.append("{}" if stage is not stage.class_of else stage.table("BUFFERS"))
+    arguments += ["self.partials"] if stage.ends.reduces else []
     arguments += ["self.rng"] if stage.draws else []
     return f"{stage.name}({', '.join(arguments)})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,6 @@ import jinja2
 import torch
 from torch import fx
 
-from partc.codegen.bodies.block_arguments import REDUCED
 from partc.codegen.bodies.class_names import class_names
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
@@ -28,12 +28,13 @@ from partc.codegen.bodies.tables import (
     table,
 )
 from partc.codegen.calls.buffers_in_place import updates
-from partc.codegen.calls.expressions import ADDS
+from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.names import wishes
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.mesh_attributes import mesh_attributes
+from partc.codegen.files.shared_blocks import shared_blocks
 from partc.codegen.files.spelling import (
     dtype_name,
     header_line,
@@ -52,8 +53,10 @@ from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
 from partc.passes.canonical.dedupe_layers import Unfolded
+from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
 
+NO_AXES = Mesh(())
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("partc.codegen"),
     undefined=jinja2.StrictUndefined,
@@ -72,10 +75,12 @@ MEANINGS = {
 
 
 def emit(
-    graph: Graph, *, header: str, prefetch: int = 1, messages: bool = False,
-    backend: str = "gloo", inductor: bool = False,
+    graph: Graph, *, header: str, mesh: Mesh | None = None, prefetch: int = 1,
+    messages: bool = False, backend: str = "gloo", inductor: bool = False,
 ) -> str:  # fmt: skip
     """The text of a role's file: tables, helper functions, block classes and ``class <Model>Step``.
+
+    ``mesh`` has the axes that the launcher makes, where the graph lacks those of one rank.
 
     Between two loops over blocks the program starts to gather the weights of the first ``prefetch``
     blocks of the next loop. ``backend`` carries tensors between ranks: ``gloo`` or ``nccl``. With
@@ -86,11 +91,12 @@ def emit(
     graph = tidied(graph, fused=inductor)
     items, sides = arranged(graph)
     helpers = Helpers(messages=messages, backend=backend)
-    items = outlined(graph, items, helpers)
+    [items] = outlined([(graph, items)], helpers)
     items = compiled(graph, items, helpers) if inductor else items
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    text = RoleText(graph, header, items, sides, helpers, prefetch=prefetch).text()
+    at = mesh or graph.mesh
+    text = RoleText(graph, header, items, sides, helpers, mesh=at, prefetch=prefetch).text()
     check_source(text)
     return text
 
@@ -130,11 +136,13 @@ class RoleText:
     items: list[Item]
     sides: dict[Loop, Interface]
     helpers: Helpers
-    adds: tuple[str, str, str] = ADDS
+    mesh: Mesh = NO_AXES  # of all ranks
+    adds: Adds = ADDS
     prefetch: int = 1
     lent: frozenset[str] = frozenset()  # buffers that another stage of the same rank holds
     # the list whose layers are counted from the stage's first one, if several stages share a text
     layers: Layers | None = None
+    label: str = ""  # of a pipeline stage
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     attributes: dict[fx.Node, str] = field(
         default_factory=dict
@@ -145,24 +153,14 @@ class RoleText:
         self.make_classes()
         self.name_attributes()
         arguments = self.arguments_by_node()
-        blocks = [
-            {
-                "name": c.name,
-                "layers": self.span(c.run),
-                "arguments": c.arguments("mesh: DeviceMesh" if self.is_distributed else ""),
-                "declarations": block(c.declarations(), 2),
-                "functions": c.functions(),
-                "gathers": c.gather_methods(),
-            }
-            for c in self.classes.values()
-        ]
+        blocks = shared_blocks([self])
         first = [Line(f"self.rng = {self.helpers.use('Draws')}()")] if self.draws else []
         made = block([*first, *self.declarations(str)], 2)
         body = self._step(arguments)
         return TEMPLATES.get_template("program.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
             distributed=self.is_distributed,
-            mesh=literal(dict(self.graph.mesh.axes)),
+            mesh=literal(dict(self.mesh.axes)),
             dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
             tables=self._tables(),
             helpers=self.helpers.text(),
@@ -195,7 +193,7 @@ class RoleText:
             sides = {lp.phase: s for lp, s in self.sides.items() if lp.run is run}
             self.classes[run] = BlockClass(
                 self.graph, run, sides["F"], sides.get("B"), name, attribute, self.helpers,
-                self.adds, sides.get("W"),
+                self.adds, sides.get("W"), self.is_distributed,
             )  # fmt: skip
 
     def name_attributes(self) -> None:
@@ -232,7 +230,9 @@ class RoleText:
         tables, stored = self.stored_tables()
         entries |= stored
         said = {**MEANINGS, "INPUTS": input_meaning(self.graph)}
-        return tables + [table(name, said[name], entries[name]) for name in MEANINGS]
+        return [*dict.fromkeys(tables)] + [
+            table(name, said[name], entries[name]) for name in MEANINGS
+        ]
 
     def stored_tables(
         self, elsewhere: Collection[str] = ()
@@ -249,10 +249,16 @@ class RoleText:
             for cls in self.classes.values():
                 own = cls.stored(kind)
                 if own:
-                    name, remark = cls.table(constant), f"of one of {self.span(cls.run)}"
-                    tables.append(table(name, remark, self._rows(own, f"{cls.run.layers[0]}.")))
+                    name = cls.table(constant)
+                    remark = f"of one of {cls.span}"
+                    tables.append(table(name, remark, self.block_rows(cls)[constant]))
                     entries[constant].append(Line(spread_rows(cls, name, self.layers is not None)))
         return tables, entries
+
+    def block_rows(self, cls: BlockClass) -> dict[str, list[Line]]:
+        """The entries of a block's own tables of parameters and of buffers."""
+        prefix = f"{cls.run.layers[0]}."
+        return {name: self._rows(cls.stored(kind), prefix) for kind, name in TABLES.items()}
 
     def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
         """The table entries of parameters or buffers; ``prefix``, the path of a block, is cut off
@@ -297,7 +303,8 @@ class RoleText:
         mesh = ["mesh"] if self.is_distributed else []
         for cls in self.classes.values():
             name, numbers = self._numbered(cls.run) if cls.draws else ("", "")
-            given = ", ".join([*mesh, *(["self.rng", name] if name else [])])
+            parts = ["partials"] if cls.adds_up else []
+            given = ", ".join([*mesh, *parts, *(["self.rng", name] if name else [])])
             over = f"i in {numbers}" if name else f"_ in range({len(cls.run.layers)})"
             made = f"[{cls.name}({given}) for {over}]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
@@ -346,12 +353,9 @@ class RoleText:
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
         )
         lines = with_sections(statements)
-        if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
-            lines = [
-                Line(f"reduced: {REDUCED} = []"),
-                *lines,
-                Line(f"{self.helpers.use('finish')}(reduced)"),
-            ]
+        if any(re.search(r"\breduced\b", line.code) for line in lines):
+            lines = [Line(f"reduced = {self.helpers.use('Reduced')}()"), *lines]
+            lines.append(Line("reduced.finish()"))
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)

@@ -11,6 +11,7 @@ from partc.codegen.calls.storage import num_bytes
 from partc.graph import Graph, collectives, fake_of, layout_on, tensor_args
 from partc.graph.moves import kind_of
 from partc.plan import Plan
+from partc.plan.mesh import layout_mesh
 from partc.quoting import comment
 from partc.schedules import Schedule
 from partc.version import __version__
@@ -22,7 +23,8 @@ MANY = 6  # so many parameters are named in a row
 
 def header(graph: Graph, plan: Plan) -> str:
     """The text of a file's docstring, for a step without pipeline stages."""
-    mesh = graph.mesh
+    mesh = plan.mesh
+    assert mesh is not None
     lines = [
         f"One rank of {mesh.num_ranks}.  Written by partc {__version__} for {comment(graph.model)};"
         " change the plan, not this file.",
@@ -141,8 +143,12 @@ def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 def _cuts(name: str, table: object, plan: Plan) -> str:
     """How an input is sharded: ``dim 0 over dp``, or ``whole``."""
-    cuts = plan.stored(name, table)  # type: ignore[arg-type]
-    return ", ".join(f"dim {layout.dim} over {axis}" for axis, layout in cuts.items()) or "whole"
+    assert plan.mesh is not None
+    axes = layout_mesh(plan.mesh, plan.microbatches).names
+    cuts = plan.stored(name, table).items()  # type: ignore[arg-type]
+    return (
+        ", ".join(f"dim {lies.dim} over {axis}" for axis, lies in cuts if axis in axes) or "whole"
+    )
 
 
 def _gathered(axis: str, life: str) -> str:

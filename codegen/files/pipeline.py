@@ -6,14 +6,14 @@ where these numbers are expressions of ``pp_rank``.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from string import ascii_uppercase
 from typing import Any
 
-from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.bodies.outline import outlined
 from partc.codegen.files.alike_stages import take_in
 from partc.codegen.files.by_rank import RANK, merged
 from partc.codegen.files.emit import TEMPLATES
@@ -21,8 +21,9 @@ from partc.codegen.files.pipeline_tables import pipeline_tables
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.rank_step import RankStep, actions_of
 from partc.codegen.files.roll_schedule import turn_lines
+from partc.codegen.files.shared_blocks import shared_blocks
 from partc.codegen.files.spelling import dtype_name, header_line, result_type
-from partc.codegen.files.stages import StageText, stage_text
+from partc.codegen.files.stages import Prepared, StageText, stage_text
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.layers import Layers, stage_key
 from partc.codegen.safety import check_source
@@ -111,14 +112,23 @@ class Pipeline:
         labels = [str(number) for number in mine]
         if shared:
             labels = [*LETTERS[: len(mine)]] if len(mine) > 1 else [""]
+        counted = [self._layers[n] if shared or self._is_repeated(n, mine) else None for n in mine]
+        prepared = [
+            Prepared.of(self.graphs[number], layers, inductor=self.inductor)
+            for number, layers in zip(mine, counted, strict=True)
+        ]
+        keys = [self._keys[number] for number in mine]
+        again = [key is not None and key in keys[:i] for i, key in enumerate(keys)]
+        every = outlined([(each.graph, each.items) for each in prepared], helpers, again)
+        for each, items in zip(prepared, every, strict=True):
+            each.items = items
+        texts = zip(mine, prepared, labels, titles, firsts, counted, strict=True)
         return [
             stage_text(
-                self.graphs[number], label, title.code, helpers, self.bucket_mb,
-                lent=self._lent(mine, number), shared=self._shared,
-                layers=self._layers[number] if shared or self._is_repeated(number, mine) else None,
-                first=first.code, inductor=self.inductor,
+                each, label, title.code, helpers, self.bucket_mb, lent=self._lent(mine, number),
+                shared=self._shared, layers=layers, first=first.code, inductor=self.inductor,
             )
-            for number, label, title, first in zip(mine, labels, titles, firsts, strict=True)
+            for number, each, label, title, first, layers in texts
         ]  # fmt: skip
 
     def _firsts(self, stages: Sequence[int]) -> Iterator[Line]:
@@ -210,7 +220,7 @@ class _File:
         return list(self.first.stages.values())
 
     def text(self) -> str:
-        blocks = self._blocks()
+        blocks = shared_blocks(self.stages)
         values = [stage.values() for stage in self._classes()]
         schedule, graph = self.pipeline.schedule, self.pipeline.graphs[0]
         wiring = [*self._groups(), *self._lines(RankStep.wiring)]
@@ -276,32 +286,3 @@ class _File:
             n for s in self.stages for n in (*s.graph.params.values(), *s.graph.buffers.values())
         ]
         return {dtype_name(n): value(n).dtype for n in nodes}
-
-    def _blocks(self) -> list[dict[str, Any]]:
-        """The classes of equal blocks; blocks of several stages with one text share a class.
-
-        Classes of the same name and another text are told apart by the stage's label.
-        """
-        known: dict[str, list[tuple[dict[str, Any], BlockClass]]] = defaultdict(list)
-        made: list[dict[str, Any]] = []
-        for stage in self.stages:
-            for cls in stage.classes.values():
-                alike, text = known[cls.name], _block(cls)
-                same = next((other.name for block, other in alike if block == text), None)
-                if same is None:
-                    alike.append((text, cls))
-                    cls.name += stage.label if len(alike) > 1 else ""
-                    made.append(_block(cls) | {"layers": stage.span(cls.run)})
-                else:
-                    cls.name = same
-        return made
-
-
-def _block(cls: BlockClass) -> dict[str, Any]:
-    return {
-        "name": cls.name,
-        "arguments": cls.arguments("mesh: DeviceMesh"),
-        "declarations": block(cls.declarations(), 2),
-        "functions": cls.functions(),
-        "gathers": cls.gather_methods(),
-    }

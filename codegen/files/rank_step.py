@@ -74,6 +74,8 @@ class RankStep:
         if self.draws:
             draws = next(iter(self.stages.values())).helpers.use("Draws")
             yield Line(f"self.rng = {draws}()")
+        if self.adds_up:
+            yield Line("self.partials = Partials()")
         for number, stage in self.stages.items():
             layers = Layers.of(self.graphs[number])
             yield Line(f"self.{stage.attribute} = {made(stage, layers.first if layers else None)}")
@@ -84,6 +86,11 @@ class RankStep:
         stages = ", ".join(f"{s}: self.{stage.attribute}" for s, stage in self.stages.items())
         yield Line(f"self.stages = {{{stages}}}")
         yield from self.links.made()
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients of microbatches are added up before ranks sum them."""
+        return any(stage.ends.reduces for stage in self.stages.values())
 
     @property
     def draws(self) -> bool:
@@ -108,6 +115,8 @@ class RankStep:
         """The statements of ``step``: begin, the loops of the schedule, the sums at the end."""
         if self.draws:
             yield Line(f"self.rng.begin({self._device})")
+        if self.adds_up:
+            yield Line("self.partials.clear()", "of a step that did not end")
         yield from self._lend()
         yield from self.links.meet(self._device)
         yield Line("for stage in self.stages.values():")

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from partc.codegen.bodies.block_arguments import REDUCED
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.files.spelling import result_type
 from partc.codegen.helpers.needed import Helpers
@@ -243,21 +242,32 @@ class Finish:
         return [group for group in self.ends.groups() if mine and mine[0] in group[1]]
 
     def _reductions(self) -> Iterator[Line]:
-        """The lines of ``finish`` that start all sums over ranks and then wait for them."""
+        """The lines of ``finish`` that start all sums over ranks and then wait for them.
+
+        The parameters of the largest group are what the others leave.
+        """
         if not self.ends.leaving:
-            yield Line(f"reduced: {REDUCED} = []")
+            yield Line(f"reduced = {self.helpers.use('Reduced')}()")
         early = self._early()
-        for chain, names in self.ends.groups():
-            paths = [self.attributes[self.graph.params[n]] for n in names]
-            params = paths_text(paths, len(names) == len(self.graph.params))
-            if (chain, names) in early:
-                yield Line(f"self.reduce({params})", "those that are left")
-            elif chain:
-                yield from self._summed_up(chain, names[0], params)
-            else:
-                yield Line(f"for w, grad in {self.helpers.use('take_partials')}({params}).items():")
-                yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
-        yield Line(f"{self.helpers.use('finish')}({self._reduced})")
+        *groups, (chain, names) = sorted(self.ends.groups(), key=lambda group: len(group[1]))
+        for other, some in groups:
+            yield from params_lines([self.attributes[self.graph.params[n]] for n in some])
+            yield from self._group(other, some[0], "params", (other, some) in early)
+        yield from self._group(chain, names[0], "[*self.parameters()]", (chain, names) in early)
+        yield Line(f"{self._reduced}.finish()")
+
+    def _group(self, chain: Chain, name: str, params: str, early: bool) -> Iterator[Line]:
+        """The lines that reduce what is left of the gradients of some parameters, or only store it.
+
+        ``early``: the method ``reduce`` has the lines; ``name``: one of the parameters.
+        """
+        if early:
+            yield Line(f"self.reduce({params})", "those that are left")
+        elif chain:
+            yield from self._summed_up(chain, name, params)
+        else:
+            yield Line(f"for w, grad in self.partials.take({params}).items():")
+            yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
 
     @property
     def _reduced(self) -> str:
@@ -265,44 +275,53 @@ class Finish:
 
     def _summed_up(self, chain: Chain, name: str, params: str) -> Iterator[Line]:
         """The loop that reduces the sums over microbatches of some parameters, bucket by bucket."""
-        take, bucket = self.helpers.use("take_partials"), self.helpers.use("in_buckets")
-        yield Line(f"for grads in {bucket}({take}({params}), {self.bucket_bytes:_}):")
+        yield Line(f"for bucket in self.partials.buckets({params}, {self.bucket_bytes:_}):")
         yield from self._passed(chain, name)
 
     def _passed(self, chain: Chain, param: str) -> Iterator[Line]:
-        """The lines that run a chain on one bucket, ``grads``; only the last start is not awaited.
+        """The lines that run a chain on one ``bucket``; only the last start is not awaited.
 
         That handle goes into ``reduced``.
         """
+        grads = "self.partials.take(bucket)"
+        if chain[0].target is collectives.reduce_scatter and self._is_cut(chain[0]):
+            yield Line(f"grads = {grads}", indent=1)
+            grads = "grads"
         for node in chain:
             if node.target is collectives.all_to_all:
-                yield Line(f"grads = {self._moved(node)}", indent=1)
+                yield Line(f"grads = {self._moved(node, grads)}", indent=1)
             elif node is not chain[-1]:
-                yield Line(f"grads, done = {self._summed(node, param)}", indent=1)
+                yield Line(f"grads, done = {self._summed(node, grads, param)}", indent=1)
                 yield Line("done.wait()", indent=1)
                 if node.target is collectives.reduce_scatter and self.helpers.in_pieces:
                     yield Line(f"grads = {self.helpers.use('summed')}(grads)", indent=1)
             else:
-                yield Line(f"{self._reduced}.append({self._summed(node, param)})", indent=1)
+                call = self._summed(node, grads, param)
+                yield Line(f"{self._reduced}.append({call})", indent=1)
+            grads = "grads"
         if chain[-1].target is collectives.all_to_all:
             yield Line("for w, grad in grads.items():", indent=1)
             yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=2)
 
-    def _moved(self, node: fx.Node) -> str:
-        """The call that shards ``grads`` on another dim, an all_to_all."""
+    def _is_cut(self, node: fx.Node) -> bool:
+        """Whether gradients are scattered along another dim than 0."""
+        return (node.kwargs["dim"], node.kwargs.get("outer", 1)) != (0, 1)
+
+    def _moved(self, node: fx.Node, grads: str) -> str:
+        """The call that shards gradients on another dim, an all_to_all."""
         k: dict[str, Any] = dict(node.kwargs)
         outers = [k.get("outer", 1), k.get("to_outer", 1)]
         cuts = [k["dim"], k["to_dim"], *(outers if outers != [1, 1] else [])]
         to = ", ".join(map(str, cuts))
-        return f"{self.helpers.use('move_grads')}(grads, {k['num']}, self.{k['axis']}, {to})"
+        return f"{self.helpers.use('move_grads')}({grads}, {k['num']}, self.{k['axis']}, {to})"
 
-    def _summed(self, node: fx.Node, param: str) -> str:
-        """The call that starts one collective of all ``grads``; ``param`` names one in an error."""
+    def _summed(self, node: fx.Node, grads: str, param: str) -> str:
+        """The call that starts one collective of gradients; ``param`` names one in an error."""
         k: dict[str, Any] = dict(node.kwargs)
         if node.target is collectives.all_reduce:
-            return f"{self.helpers.use('sum_grads')}(grads, self.{k['axis']})"
+            return f"{self.helpers.use('sum_grads')}({grads}, self.{k['axis']})"
         if node.target is collectives.all_gather and (k["dim"], k.get("outer", 1)) == (0, 1):
-            return f"{self.helpers.use('gather_grads')}(grads, {k['num']}, self.{k['axis']})"
+            return f"{self.helpers.use('gather_grads')}({grads}, {k['num']}, self.{k['axis']})"
         if node.target is not collectives.reduce_scatter:
             raise CheckError(
                 where=param,
@@ -310,11 +329,11 @@ class Finish:
                 why="only sums over ranks are expected there",
                 do="Use reduce = 'microbatch' in the plan.",
             )
-        at = (k["dim"], k.get("outer", 1))
         name, cuts = "scatter_grads", ""
-        if at != (0, 1):
+        if self._is_cut(node):
+            at = (k["dim"], k.get("outer", 1))
             name, cuts = "scatter_cut_grads", f", *[{at}] * len(grads)"
-        return f"{self.helpers.use(name)}(grads, {k['num']}, self.{k['axis']}{cuts})"
+        return f"{self.helpers.use(name)}({grads}, {k['num']}, self.{k['axis']}{cuts})"
 
 
 def _cat(node: fx.Node, turns: str) -> str:
@@ -326,21 +345,21 @@ def _cat(node: fx.Node, turns: str) -> str:
     return f"torch.cat({parts}, {dim + 1}).flatten({dim}, {dim + 1})"
 
 
-def paths_text(paths: Sequence[str], everything: bool) -> str:
-    """A list of parameters as an expression, with a loop over blocks for those of blocks.
+def params_lines(paths: Sequence[str]) -> Iterator[Line]:
+    """The lines that list parameters as ``params``, with a loop over blocks for those of blocks.
 
-    >>> paths_text(["embed", "layers.0.w", "layers.1.w"], False)
-    '[self.embed, *(w for layer in self.layers for w in (layer.w,))]'
+    >>> for line in params_lines(["embed", "layers.0.w", "layers.1.w"]):
+    ...     print("    " * line.indent + line.code)
+    params = [self.embed]
+    for layer in self.layers:
+        params += [layer.w]
     """
-    if everything:
-        return "[*self.parameters()]"
-    alone = [f"self.{path}" for path in paths if "." not in path]
     lists: dict[str, dict[str, None]] = {}
     for path in paths:
         if "." in path:
             attribute, _, suffix = path.split(".", 2)
             lists.setdefault(attribute, {})[suffix] = None
+    yield Line(f"params = [{', '.join(f'self.{path}' for path in paths if '.' not in path)}]")
     for attribute, suffixes in lists.items():
-        each = ", ".join(f"layer.{suffix}" for suffix in suffixes)
-        alone.append(f"*(w for layer in self.{attribute} for w in ({each},))")
-    return f"[{', '.join(alone)}]"
+        yield Line(f"for layer in self.{attribute}:")
+        yield Line(f"params += [{', '.join(f'layer.{suffix}' for suffix in suffixes)}]", indent=1)

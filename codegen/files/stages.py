@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from partc.codegen.bodies.block_arguments import LEFT, REDUCED
+from partc.codegen.bodies.block_arguments import LEFT
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
-from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.buffers_in_place import updates, written_late
@@ -34,7 +33,7 @@ from partc.codegen.files.stage_ends import Ends, Finish, early_sums, take_ends
 from partc.codegen.files.stage_flow import StageFlow, has_phase
 from partc.codegen.files.stage_methods import METHODS, Method
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.repeats.blocks import Loop, Run
+from partc.codegen.repeats.blocks import Item, Loop, Run
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block
@@ -43,8 +42,26 @@ from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.quoting import comment, literal
 
 
+@dataclass
+class Prepared:
+    """A stage's graph on its way to a text: without the calls that end the step, in ``items``."""
+
+    graph: Graph
+    ends: Ends
+    items: list[Item]
+
+    @classmethod
+    def of(cls, graph: Graph, layers: Layers | None, *, inductor: bool) -> Prepared:
+        """``layers``: those that are counted from the stage's first one."""
+        graph = tidied(graph, fused=inductor)
+        if layers is not None:
+            graph = count_from_first(graph, layers)
+        ends = take_ends(graph)
+        return cls(graph, ends, arranged(graph)[0])
+
+
 def stage_text(
-    graph: Graph,
+    stage: Prepared,
     label: str,
     title: str,
     helpers: Helpers,
@@ -56,7 +73,7 @@ def stage_text(
     first: str = "",
     inductor: bool = False,
 ) -> StageText:
-    """A stage's graph made ready for printing as ``class Stage<label>``.
+    """A stage made ready for printing as ``class Stage<label>``.
 
     With ``layers`` the layers are counted from the stage's first one, whose number is the
     expression ``first``, so that several ranks or stages share the text. ``lent`` are buffers that
@@ -64,17 +81,12 @@ def stage_text(
     megabytes of gradients share a bucket when the step ends. With ``inductor`` the calls between
     transfers become functions for torch.compile.
     """
-    graph = tidied(graph, fused=inductor)
-    if layers is not None:
-        graph = count_from_first(graph, layers)
-    ends = take_ends(graph)
-    items, sides = arranged(graph)
-    items = outlined(graph, items, helpers)
+    graph, items = stage.graph, stage.items
     items = compiled(graph, items, helpers, by_phase=True) if inductor else items
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
-        first=first, ends=ends, bucket_bytes=round(bucket_mb * BYTES_PER_MB), shared=shared,
+        first=first, ends=stage.ends, bucket_bytes=round(bucket_mb * BYTES_PER_MB), shared=shared,
     )  # fmt: skip
 
 
@@ -87,7 +99,6 @@ class StageText(RoleText):
 
     step_locals: ClassVar[tuple[str, ...]] = ("i", "j", "stage", "loss", "results", "found")
 
-    label: str = ""
     title: str = ""
     first: str = ""  # the number of its first layer, as an expression
     bucket_bytes: int = 0
@@ -279,11 +290,9 @@ class StageText(RoleText):
         lines += [Line("self.losses = []")] if self.graph.loss is not None else []
         lists = ", ".join(f"{literal(name)}: []" for name in self.graph.outputs.results)
         lines += [Line(f"self.results = {{{lists}}}")] if lists else []
-        if self.ends.reduces:
-            lines.append(Line(f"{self.helpers.use('with_partials')}(self)"))
         if self.graph.early:
             last = self.graph.early.last
-            lines.append(Line(f"self.reduced, self.last = [], {last}"))
+            lines.append(Line(f"self.reduced, self.last = {self.helpers.use('Reduced')}(), {last}"))
         return lines
 
     def _unpacked(self, phase: Phase) -> list[Line]:
@@ -359,14 +368,12 @@ class StageText(RoleText):
         return [Line(f"self.{name} = {base}") for base, name in names.items()]
 
     def _with_reductions(self, lines: list[Line]) -> list[Line]:
-        """The lines, between ``reduced = []`` and ``finish(reduced)`` where they use that list."""
-        if not any("reduced" in line.code for line in lines):
+        """The lines; where they use ``reduced``, it is made before them and finished behind."""
+        if not any(re.search(r"\breduced\b", line.code) for line in lines):
             return lines
-        return [
-            Line(f"reduced: {REDUCED} = []"),
-            *lines,
-            Line(f"{self.helpers.use(self.adds[2])}(reduced)"),
-        ]
+        for helper in self.adds.helpers:
+            self.helpers.use(helper)
+        return [Line(f"reduced = {self.adds.reduced}"), *lines, Line("reduced.finish()")]
 
 
 def _base(code: str) -> str:

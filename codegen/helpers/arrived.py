@@ -1,4 +1,4 @@
-"""Printed functions that take over reduced gradients which arrive as sums, not as pieces to add up.
+"""Printed lists of reduced gradients which arrive as sums, not as pieces to add up.
 
 So they do over NCCL (``nccl.py``), and over gloo by messages (``messages.py``).
 """
@@ -8,23 +8,28 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from partc.codegen.helpers.links import add_partial
+from partc.codegen.helpers.links import Partials
 
 
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
+    def finish(self) -> None:
+        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
+        while self:
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
-def finish_partials(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced parts of gradients and add them up; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            add_partial(*grads.popitem())
+class ReducedParts(Reduced):
+    """Parts of gradients that ranks are summing, to be added to those of all microbatches."""
+
+    def __init__(self, partials: Partials) -> None:
+        super().__init__()
+        self.partials = partials
+
+    def finish(self) -> None:
+        """Wait for all transfers, and add what they bring to the parts."""
+        while self:
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
+                self.partials.add(param, grad)

@@ -4,8 +4,8 @@ Each link is one-way, in order, and a process group of its own: NCCL knows no ta
 transfers of a group one after the other, so that in a shared group a receive that is posted early
 would hold up what has to be sent before.
 """
-# mypy: disable-error-code="attr-defined, misc, union-attr, no-any-return"
-# (a parameter keeps its part of a gradient as an attribute; torch may give no Work)
+# mypy: disable-error-code="misc, union-attr, no-any-return"
+# (torch may give no Work)
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from partc.codegen.helpers.printed import Reduced
 
 Link = tuple[dist.ProcessGroup, int, int]  # a group of its own, from rank, to rank
 
@@ -129,56 +131,51 @@ class Nothing:
         return ()
 
 
-def add_partial(param: nn.Parameter, grad: Tensor) -> None:
-    """Add to this rank's part of a gradient that the ranks have yet to sum."""
-    param.partial = grad if param.partial is None else param.partial.add_(grad)
+class Partials(dict[nn.Parameter, Tensor]):
+    """This rank's parts of gradients, of all microbatches so far, which ranks have yet to sum."""
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        self[param] = self[param].add_(grad) if param in self else grad
+
+    def add_product(self, weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
+        """Add the gradient of the weight in `y = x @ weight.T`."""
+        d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
+        if weight in self:
+            self[weight].addmm_(d_y.T, x)
+        else:
+            self[weight] = d_y.T @ x
+
+    def take(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Hand over the parts of some gradients."""
+        return {param: self.pop(param) for param in params if param in self}
+
+    def buckets(self, params: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+        """The parameters in groups, of up to `limit` bytes of gradients, each for one transfer."""
+        groups: list[list[nn.Parameter]] = []
+        filled = 0
+        for param in (p for p in params if p in self):
+            if not groups or filled + self[param].nbytes > limit:
+                groups.append([])
+                filled = 0
+            groups[-1].append(param)
+            filled += self[param].nbytes
+        return groups
 
 
-def add_weight_partial(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
-    """Add this rank's part of the gradient of the weight in `y = x @ weight.T`."""
-    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
-    if weight.partial is None:
-        weight.partial = d_y.T @ x
-    else:
-        weight.partial.addmm_(d_y.T, x)
+class ReducedParts(Reduced):
+    """Parts of gradients that ranks are summing, to be added to those of all microbatches."""
 
+    def __init__(self, partials: Partials) -> None:
+        super().__init__()
+        self.partials = partials
 
-def finish_partials(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced parts of gradients and add them up; the list is left empty."""
-    while reduced:
-        grads, done = reduced.pop(0)
-        done.wait()
-        del done  # which holds what was sent
-        for param in list(grads):
-            grad = grads.pop(param)
-            add_partial(param, grad.sum(0) if grad.dim() > param.dim() else grad)
-
-
-def take_partials(params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """This rank's parts of gradients, of all microbatches; what another stage has taken is gone."""
-    parts = {p: p.partial for p in params if p.partial is not None}
-    for param in parts:
-        param.partial = None
-    return parts
-
-
-def with_partials(module: nn.Module) -> None:
-    """Give every parameter a place for its part of a gradient."""
-    for param in module.parameters():
-        param.partial = None
-
-
-def in_buckets(grads: dict[nn.Parameter, Tensor], limit: int) -> list[dict[nn.Parameter, Tensor]]:
-    """Gradients in groups of up to `limit` bytes, each for one transfer."""
-    buckets: list[dict[nn.Parameter, Tensor]] = [{}]
-    filled = 0
-    for param, grad in grads.items():
-        if filled and filled + grad.nbytes > limit:
-            buckets.append({})
-            filled = 0
-        buckets[-1][param] = grad
-        filled += grad.nbytes
-    return buckets if grads else []
+    def finish(self) -> None:
+        """Wait for all transfers, and add what they bring to the parts."""
+        while self:
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
+                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
+                self.partials.add(param, grad)
 
 
 def sum_tied(

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from partc.codegen.helpers.printed import Gathered
+
 
 def by_messages(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether to send messages: gloo's collectives copy all that they bring once more."""
@@ -93,27 +95,38 @@ def scatter_sum(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, 
     return total, scatter_into(total, x, group)
 
 
-def gather_weights(
-    shards: list[Tensor], num: int, group: dist.ProcessGroup
-) -> list[tuple[list[Tensor], dist.Work]]:
+def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> Gathered:
     """Start one transfer of all ranks' pieces of weights."""
     mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = gather_into(flat, mine, group)
-    parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
+    parts = zip(flat.view(num, -1).split([x.numel() for x in shards], 1), shards, strict=True)
+    return Gathered([([part.view(num, *x.shape) for part, x in parts], done)])
 
 
 def scatter_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
-    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
-    sizes = [x.numel() // num for x in grads.values()]
+    """Start to sum gradients in one transfer, of which this rank keeps its pieces."""
     pieces = [x.reshape(num, -1) for x in grads.values()]
-    grads.clear()
     sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     total = torch.empty_like(sent[0])
-    parts = zip(shapes.items(), total.split(sizes), strict=True)
-    mine = {p: part.view(shape) for (p, shape), part in parts}
+    parts = zip(grads.items(), total.split([x.shape[1] for x in pieces]), strict=True)
+    mine = {p: part.view(x.shape[0] // num, *x.shape[1:]) for (p, x), part in parts}
     return mine, scatter_into(total, sent, group)
+
+
+def scatter_cut_grads(
+    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
+) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """As ``scatter_grads``, of gradients that are cut at (dim, outer)."""
+    some, sizes = next(iter(grads.values())), [x.numel() // num for x in grads.values()]
+    sent, shapes = some.new_empty(num, sum(sizes)), {}
+    parts = sent.split(sizes, 1)
+    for (param, x), part, (dim, outer) in zip(grads.items(), parts, cuts, strict=True):
+        pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
+        part.view(pieces.shape).copy_(pieces)  # at once: gradients may be all that memory holds
+        shapes[param] = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
+    total = torch.empty_like(sent[0])
+    summed = zip(shapes.items(), total.split(sizes), strict=True)
+    return {p: part.view(shape) for (p, shape), part in summed}, scatter_into(total, sent, group)

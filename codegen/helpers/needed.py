@@ -18,8 +18,8 @@ from partc.codegen.helpers import arrived, attention, draws, links, messages, nc
 from partc.codegen.text import wrap
 from partc.graph import ops
 
-# In which functions are printed.
-ORDER = (printed, draws, nccl, arrived, messages, links, attention, ops)
+# In which functions are printed: `arrived` needs what `links` has.
+ORDER = (printed, draws, nccl, messages, links, arrived, attention, ops)
 COMMON = (printed, draws, links, attention, ops)
 # In which functions are looked for: what comes first has some of the names of `printed` and
 # replaces them in a program for NCCL, or in one that sends messages over gloo.
@@ -78,6 +78,10 @@ class Helpers:
         assert _find(name, self.modules) is not None, name
         self.used.add(name)
         return name
+
+    def called(self, call: str) -> str:
+        """Note what the text of a call needs, a helper or a method of an object; returns it."""
+        return call if "." in call else self.use(call)
 
     def text(self) -> str:
         """The sources of all helpers that the program needs, in a fixed order, two lines apart."""

@@ -44,15 +44,14 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
     return flat, {p: x.view(p.shape) for p, x in zip(params, flat.split(sizes), strict=True)}
 
 
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
+    def finish(self) -> None:
+        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
+        while self:
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
+                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def summed(grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
@@ -60,22 +59,21 @@ def summed(grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
     return {p: x.sum(0) if x.dim() > p.dim() else x for p, x in grads.items()}
 
 
-def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
-    """Wait for gathered weights and hand them over whole; the list is left empty."""
-    whole = []
-    for pieces, done in gathered:
-        done.wait()
-        whole += [x.flatten(0, 1) for x in pieces]
-    gathered.clear()
-    return whole
+class Gathered(list[tuple[list[Tensor], dist.Work]]):
+    def take(self) -> list[Tensor]:
+        """Wait for weights that ranks are gathering in pieces, and hand them over whole."""
+        whole = []
+        while self:
+            pieces, done = self.pop(0)
+            done.wait()
+            whole += [x.flatten(0, 1) for x in pieces]
+        return whole
 
 
-def take_cut(
-    gathered: list[tuple[list[Tensor], dist.Work]], *cuts: tuple[int, int]
-) -> list[Tensor]:
-    """As ``take``, of weights that are cut at (dim, outer)."""
+def take_cut(gathered: Gathered, *cuts: tuple[int, int]) -> list[Tensor]:
+    """As ``gathered.take()``, of weights that are cut at (dim, outer)."""
     nums = [len(x) for pieces, _ in gathered for x in pieces]
-    whole = zip(take(gathered), nums, cuts, strict=True)
+    whole = zip(gathered.take(), nums, cuts, strict=True)
     return [join(x, num, *cut) for x, num, cut in whole]
 
 
@@ -113,52 +111,45 @@ def cast(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [weight.to(dtype) for weight in weights]
 
 
-def gather_weights(
-    shards: list[Tensor], num: int, group: dist.ProcessGroup
-) -> list[tuple[list[Tensor], dist.Work]]:
+def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> Gathered:
     """Start one transfer of all ranks' pieces of weights."""
     mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = dist.all_gather_single(flat, mine, group=group, async_op=True)
-    parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
+    parts = zip(flat.view(num, -1).split([x.numel() for x in shards], 1), shards, strict=True)
+    return Gathered([([part.view(num, *x.shape) for part, x in parts], done)])
 
 
 def sum_grads(
     grads: dict[nn.Parameter, Tensor], group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients over the group in one transfer; ``grads`` is left empty."""
+    """Start to sum gradients over the group in one transfer."""
     parts = [x.flatten() for x in grads.values()]
     flat = torch.cat(parts) if len(parts) > 1 else parts[0]
     done = dist.all_reduce(flat, group=group, async_op=True)
     parts = flat.split([x.numel() for x in grads.values()])
-    sums = {p: part.view(x.shape) for part, (p, x) in zip(parts, grads.items(), strict=True)}
-    grads.clear()
-    return sums, done
+    sums = zip(grads.items(), parts, strict=True)
+    return {p: part.view(x.shape) for (p, x), part in sums}, done
 
 
 def scatter_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
-    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
-    sizes = [x.numel() // num for x in grads.values()]
+    """Start to sum gradients in one transfer, of which this rank keeps its pieces."""
     pieces = [x.reshape(num, -1) for x in grads.values()]
-    grads.clear()
     sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     arrived = torch.empty_like(sent)  # gloo's reduce_scatter sends twice as much
     done = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
-    parts = zip(shapes.items(), arrived.split(sizes, 1), strict=True)
-    return {p: part.unflatten(1, shape) for (p, shape), part in parts}, done
+    parts = zip(grads.items(), arrived.split([x.shape[1] for x in pieces], 1), strict=True)
+    return {p: part.unflatten(1, (len(x) // num, *x.shape[1:])) for (p, x), part in parts}, done
 
 
 def gather_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to gather the ranks' pieces of summed gradients; ``grads`` is left empty."""
+    """Start to gather the ranks' pieces of summed gradients."""
     [(pieces, done)] = gather_weights([*grads.values()], num, group)
     gathered = GatheredGrads(dict(zip(grads, pieces, strict=True)), done)
-    grads.clear()
     return gathered.grads, gathered
 
 
@@ -179,19 +170,27 @@ def scatter_cut_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
     """As ``scatter_grads``, of gradients that are cut at (dim, outer)."""
-    where = dict(zip(grads, cuts, strict=True))
-    rows = {p: in_pieces(grads.pop(p), num, *cut) for p, cut in where.items()}
-    return scatter_grads(rows, num, group)
+    some, sizes = next(iter(grads.values())), [x.numel() // num for x in grads.values()]
+    sent, shapes = some.new_empty(num, sum(sizes)), {}
+    parts = sent.split(sizes, 1)
+    for (param, x), part, (dim, outer) in zip(grads.items(), parts, cuts, strict=True):
+        pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
+        part.view(pieces.shape).copy_(pieces)  # at once: gradients may be all that memory holds
+        shapes[param] = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
+    arrived = torch.empty_like(sent)  # gloo's reduce_scatter sends twice as much
+    done = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
+    pieces = zip(shapes.items(), arrived.split(sizes, 1), strict=True)
+    return {p: part.unflatten(1, shape) for (p, shape), part in pieces}, done
 
 
 def move_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, dim: int, to_dim: int,
     outer: int = 1, to_outer: int = 1,
 ) -> dict[nn.Parameter, Tensor]:  # fmt: skip
-    """Gradients that are cut on ``dim``, cut on ``to_dim`` instead; ``grads`` is left empty."""
+    """Gradients that are cut on ``dim``, cut on ``to_dim`` instead."""
     moved = {}
-    for param in list(grads):
-        arrived, done = exchange(grads.pop(param), num, group, to_dim, to_outer)
+    for param, grad in grads.items():
+        arrived, done = exchange(grad, num, group, to_dim, to_outer)
         done.wait()
         moved[param] = join(arrived, num, dim, outer)
     return moved

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from partc.dryrun.live_memory import Lines, LiveMemory, Peak, Piece, Place
 from partc.graph.fake_calls import storage_of
 
+PARTS = "partials"  # the attribute in which programs keep a rank's parts of gradients
 THEN = "then"  # the place after a call, where the results are sent to other stages
 Call = tuple[int, str, int]  # number of the stage, method and microbatch
 
@@ -49,7 +50,7 @@ class Turn:
     kept: tuple[tuple[int, int], ...]  # (line, bytes) that only those entries hold
     shares: tuple[int, ...]  # which of (*results, *operands, *appended) the entries hold too
     grown: tuple[tuple[str, Made], ...]  # tensors appended to the stage's lists, by list
-    grads: tuple[tuple[int, str, Made], ...]  # tensors set on parameters: number, attribute
+    grads: tuple[tuple[int, str, Made], ...]  # new gradients: number of the parameter, where it is
     lost: int  # bytes still live that none of the fields above accounts for
 
     def again(
@@ -67,7 +68,7 @@ class Turn:
             getattr(stage, name).append(tensor)
         params = [*stage.parameters()]
         for place, name, made in self.grads:
-            setattr(params[place], name, made.again(operands, live))
+            _set(stage, params[place], name, made.again(operands, live))
         shared = (*results, *operands, *(tensor for _, tensor in grown))
         held: list[Any] = [shared[place] for place in self.shares]
         held.append(live.hold(self.kept))
@@ -210,13 +211,21 @@ def _lists(stage: Any) -> dict[str, list[Tensor]]:
 
 
 def _grads(stage: nn.Module) -> dict[tuple[int, str], Tensor]:
-    """The tensors set on a stage's parameters (``grad``), by parameter number and attribute."""
-    found = {}
+    """A stage's gradients by parameter number: ``grad``, and parts that ranks have yet to sum."""
+    found, parts = {}, vars(stage).get(PARTS, {})
     for number, param in enumerate(stage.parameters()):
-        for name, given in (*vars(param).items(), ("grad", param.grad)):
+        for name, given in (("grad", param.grad), (PARTS, parts.get(param))):
             if isinstance(given, Tensor):
                 found[number, name] = given
     return found
+
+
+def _set(stage: Any, param: nn.Parameter, name: str, grad: Tensor) -> None:
+    """Set a gradient, where ``_grads`` has found it."""
+    if name == PARTS:
+        stage.partials[param] = grad
+    else:
+        param.grad = grad
 
 
 def _deep(held: Any) -> Iterator[Tensor]:

@@ -331,11 +331,22 @@ def _check_axis(name: str, size: int) -> None:
 
 
 def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:
-    """The axes of layouts: those of one pipeline stage's ranks, then ``mb`` for microbatches.
+    """The axes along which values are cut: those of ``named_axes`` that have several ranks.
+
+    >>> print(layout_mesh(Mesh.parse("pp=2,dp=1,tp=2"), 4))
+    tp=2 mb=4
+    """
+    axes = named_axes(mesh, microbatches).axes
+    return Mesh(tuple((name, size) for name, size in axes if size > 1))
+
+
+def named_axes(mesh: Mesh, microbatches: int) -> Mesh:
+    """The axes that a plan's cuts may name: those of one pipeline stage's ranks, then ``mb``.
 
     Microbatches are an axis in time. As the last axis, ``mb`` shards a batch first, so that ranks
     exchange data only within a microbatch. ``pp`` is left out, since pipeline stages hold different
-    values. PlanError if the mesh has an axis named ``mb``.
+    values. A cut along an axis of one rank leaves a value whole. PlanError if the mesh has an axis
+    named ``mb``.
     """
     if MICROBATCH_AXIS in mesh.names:
         raise PlanError(

@@ -21,7 +21,7 @@ from partc.passes.shard.value_names import value_names
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
 from partc.plan.batch import DATA_AXES, is_pinned, spread_batch
 from partc.plan.decided import check_decided
-from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh, named_axes
 from partc.plan.sharding import DTYPE_NAMES, Layout, Sharding, cut
 from partc.wrong_calls import did_you_mean, quoted
 
@@ -47,13 +47,10 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
         plan = _known_entries(plan, graph)
     _check_names(plan, graph)
     plan = _by_first_name(plan, graph)
-    spread = {
-        n: spread_batch(c, layout_mesh(mesh, plan.microbatches)) for n, c in plan.inputs.items()
-    }
-    plan = plan.changed(inputs=spread)
+    axes = named_axes(mesh, plan.microbatches)
+    plan = plan.changed(inputs={n: spread_batch(c, axes) for n, c in plan.inputs.items()})
     tables = (plan.params, plan.inputs, plan.values)
     named = {axis for table in tables for entry in table.values() for axis in entry}
-    axes = layout_mesh(mesh, plan.microbatches)
     for axis in sorted({*named, *plan.gather, *plan.scatter}):
         axes.size(axis)
     full = plan.changed(mesh=mesh)
@@ -119,7 +116,8 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
         scatter={**scatter, **plan.scatter},
         notes=tuple(dict.fromkeys(notes)),
     )
-    return with_travelling_rows(filled, graph, mesh, pinned, data, shard) if rows else filled
+    cutting = [axis for axis in data if mesh.size(axis) > 1]
+    return with_travelling_rows(filled, graph, mesh, pinned, cutting, shard) if rows else filled
 
 
 def _auto(mesh: Mesh) -> str:
@@ -181,7 +179,10 @@ def store_cut(params: Mapping[str, Cuts], graph: Graph, mesh: Mesh, preset: str)
 
 
 def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[str]]:
-    """The mesh's data axes and tensor axes, by their names."""
+    """The mesh's data axes, and its tensor axes of several ranks, by their names.
+
+    Data axes of one rank are among them: an input's entry in the plan says which dim is the batch.
+    """
     data = [a for a in mesh.names if a in (*DATA_AXES, MICROBATCH_AXIS)]
     tensor = [a for a in mesh.names if a in TENSOR_AXES]
     pinned = {a for table in (plan.params, plan.inputs) for cuts in table.values() for a in cuts}
@@ -206,7 +207,7 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
                 why=f"it uses {' or '.join(kind)}",
                 do=f"Add such an axis, for example {kind[0]}=2.",
             )
-    return data, tensor
+    return data, [axis for axis in tensor if mesh.size(axis) > 1]
 
 
 def _sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:
@@ -223,7 +224,7 @@ def _sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:
             why="it shards inside groups and replicates across them",
             do="Name the data axes so.",
         )
-    return [a for a in data if a != "dp_replicate"]
+    return [a for a in data if a != "dp_replicate" and mesh.size(a) > 1]
 
 
 def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:

@@ -11,7 +11,7 @@ from partc.graph import Graph
 from partc.passes.stages.cut_virtual_stages import balance_ranks
 from partc.passes.stages.stage_units import stage_units
 from partc.plan import Plan
-from partc.plan.mesh import PP, Mesh
+from partc.plan.mesh import Mesh
 from partc.schedules import NAMES, Schedule, make
 from partc.schedules.actions import check_schedule
 from partc.schedules.csv_form import read_csv
@@ -21,11 +21,11 @@ AUTO = "auto"  # the schedule is made for the stages' costs
 
 
 def is_pipeline(plan: Plan, mesh: Mesh) -> bool:
-    """Whether a step is compiled as a pipeline: it has stages, microbatches, or an axis ``pp``.
+    """Whether a step is compiled as a pipeline: it has stages, microbatches or pipeline ranks.
 
     A pipeline may have one stage, or one microbatch.
     """
-    return bool(plan.stages or plan.order) or plan.microbatches > 1 or PP in mesh.names
+    return bool(plan.stages or plan.order) or plan.microbatches > 1 or mesh.pipeline_ranks > 1
 
 
 def choose_schedule(graph: Graph, plan: Plan) -> Plan:

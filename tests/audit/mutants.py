@@ -31,7 +31,9 @@ STARTS = {
     "all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "broadcast",
     "isend", "irecv",
 }  # fmt: skip
-ADDS = {"add_", "addmm_", "add_grad", "add_weight_grad", "add_partial", "sum_tied", "sum_grads"}
+ADDS = {
+    "add_", "addmm_", "add_grad", "add_weight_grad", "add", "add_product", "sum_tied", "sum_grads",
+}  # fmt: skip
 MASK = re.compile(r"\bdropout_mask_\d+\b")
 SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return)
 

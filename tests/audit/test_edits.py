@@ -62,8 +62,8 @@ FIXED = [
     ("fsdp", '"float64": torch.float64', '"float64": torch.float32', DTYPE),
     ("fsdp", "ids.chunk(2)", "(ids + torch.cuda.device_count()).chunk(2)", DEVICE),
     ("fsdp", "Step = T", "def scatter_grads(*x):\n    return x\n\n\nStep = T", "a name"),
-    ("fsdp", "import torch\n", "import torch\nfrom torch import clone as take\n", "a name stands"),
-    ("fsdp", "        return loss\n", "        for take in [finish]:\n            take(reduced)\n"
+    ("fsdp", "import torch\n", "import torch\nfrom torch import clone as empty\n", "a name stands"),
+    ("fsdp", "        return loss\n", "        for empty in [weight_grad]:\n            pass\n"
      "        return loss\n", "a name stands"),
     ("pipeline", "self.links.meet(ids.device)", "pass", "self.links.meet.* is gone"),
     ("pipeline", 'ALIASES = {"head.weight": "embed.weight"}', "ALIASES = {}", "which tensors are"),

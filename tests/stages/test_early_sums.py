@@ -39,7 +39,7 @@ def test_a_stage_alone() -> None:
     case = toy(4)
     program = compiled(case, on_slow_links("dp=2"))
     source = program.source()
-    assert "self.reduced, self.last = [], 3" in source
+    assert "self.reduced, self.last = Reduced(), 3" in source
     assert "self.reduce([self.head_weight])" in source
     assert "self.reduce([*layer.parameters()])" in source
     verify(program, case.model, case.inputs, loss=case.loss).check()
@@ -85,7 +85,7 @@ def test_the_last_microbatch_is_the_schedules(tmp_path: Path) -> None:
     case = toy(4)
     mesh = on_slow_links("dp=2,pp=2")
     program = compiled(case, mesh, str(path), stages=stages_of_toy(2, 4))
-    assert "self.reduced, self.last = [], 0" in program.source()
+    assert "self.reduced, self.last = Reduced(), 0" in program.source()
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 

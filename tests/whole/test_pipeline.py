@@ -311,8 +311,8 @@ def test_replicas_add_up_once_per_step(mesh: str) -> None:
     for source in program.sources.values():
         turns, _, ends = source.partition("def finish(self)")
         assert "group=self.dp_shard" in turns or "self.dp_shard)" in turns
-        assert "sum_grads(grads, self.dp_replicate)" in ends
-        assert "sum_grads(grads, self.dp_replicate)" not in turns
+        assert "sum_grads(self.partials.take(bucket), self.dp_replicate)" in ends
+        assert "sum_grads(self.partials.take(bucket), self.dp_replicate)" not in turns
 
 
 @pytest.mark.parametrize("name", ["i", "stage", "loss", "self_", "x_in"])

@@ -92,7 +92,7 @@ def taken(gathered: str, each: Sequence[Move], helpers: Helpers) -> str:
     """
     if cuts := cuts_of(each):
         return f"{helpers.use('take_cut')}({', '.join([gathered, *cuts])})"
-    return f"{helpers.use('take')}({gathered})"
+    return f"{gathered}.take()"
 
 
 def cuts_of(each: Sequence[Move]) -> list[str]:

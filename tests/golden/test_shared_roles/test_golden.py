@@ -171,7 +171,6 @@ class Block(nn.Module):
         norm = F.layer_norm(x, (12,), self.norm_weight, self.norm_bias, 1e-05)  # f64[24@mb,10,12]
         w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[24@mb,10,20]
         gelu = F.gelu(w1)                                  # f64[24@mb,10,20]
-        del norm
         w2 = F.linear(gelu, self.w2_weight, self.w2_bias)  # f64[24@mb,10,12]
         del gelu
         y = x + w2                                         # f64[24@mb,10,12]
@@ -224,7 +223,6 @@ class Stage(nn.Module):
         for layer in self.blocks:
             blocks_1_x, saved = layer(blocks_1_x)  # f64[24@mb,10,12]
             blocks_saved.append(saved)
-        del saved
         self.saved[i] = (blocks_saved,)
         return (blocks_1_x,)                       # f64[24@mb,10,12]
 

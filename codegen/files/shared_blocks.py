@@ -1,0 +1,74 @@
+"""The classes that are printed for all runs of equal blocks of a file, each text once.
+
+Runs share a class if their texts are the same: the blocks that an interleaved schedule gives two
+stages of one rank, or two lists of blocks that compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.text import block
+
+if TYPE_CHECKING:
+    from partc.codegen.files.emit import RoleText
+
+NAMELESS = "Block"  # while texts are compared, which name tables after their class
+
+
+def shared_blocks(texts: Iterable[RoleText]) -> list[dict[str, Any]]:
+    """The block classes of a step, or of a rank's stages, for the template.
+
+    A class has the name of its first run; where another class has that name, the stage's label
+    tells them apart.
+    """
+    known: list[tuple[object, list[BlockClass]]] = []
+    for step in texts:
+        for cls in step.classes.values():
+            cls.span = step.span(cls.run)
+            key = _nameless(step, cls)
+            same = next((classes for other, classes in known if other == key), None)
+            if same is not None:
+                same.append(cls)
+            else:
+                taken = {classes[0].name for _, classes in known}
+                cls.name += step.label if cls.name in taken else ""
+                known.append((key, [cls]))
+    for _, classes in known:
+        span = spans([cls.span for cls in classes])
+        for cls in classes:
+            cls.name, cls.span = classes[0].name, span
+    return [_values(classes[0]) for _, classes in known]
+
+
+def _nameless(step: RoleText, cls: BlockClass) -> object:
+    """What runs must have in common to share a class: its text, and the tables that it reads."""
+    name, span = cls.name, cls.span
+    cls.name, cls.span = NAMELESS, ""
+    key = _values(cls), step.block_rows(cls)
+    cls.name, cls.span = name, span
+    return key
+
+
+def spans(each: Sequence[str]) -> str:
+    """The blocks of several runs as comments show them.
+
+    >>> spans(["model.layers.0 .. 1", "model.layers.6 .. 7"])
+    'model.layers.0 .. 1, 6 .. 7'
+    """
+    first, *others = dict.fromkeys(each)
+    path = f"{first.partition(' ')[0].rpartition('.')[0]}."
+    return ", ".join([first, *(other.removeprefix(path) for other in others)])
+
+
+def _values(cls: BlockClass) -> dict[str, Any]:
+    return {
+        "name": cls.name,
+        "layers": cls.span,
+        "arguments": cls.arguments(),
+        "declarations": block(cls.declarations(), 2),
+        "functions": cls.functions(),
+        "gathers": cls.gather_methods(),
+    }
