@@ -47,49 +47,45 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
+    def finish(self) -> None:
+        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
+        while self:
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
+                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
-def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
-    """Wait for gathered weights and hand them over whole; the list is left empty."""
-    whole = []
-    for pieces, done in gathered:
-        done.wait()
-        whole += [x.flatten(0, 1) for x in pieces]
-    gathered.clear()
-    return whole
+class Gathered(list[tuple[list[Tensor], dist.Work]]):
+    def take(self) -> list[Tensor]:
+        """Wait for weights that ranks are gathering in pieces, and hand them over whole."""
+        whole = []
+        while self:
+            pieces, done = self.pop(0)
+            done.wait()
+            whole += [x.flatten(0, 1) for x in pieces]
+        return whole
 
 
-def gather_weights(shards: list[Tensor], num: int,
-                   group: dist.ProcessGroup) -> list[tuple[list[Tensor], dist.Work]]:
+def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> Gathered:
     """Start one transfer of all ranks' pieces of weights."""
     mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = dist.all_gather_single(flat, mine, group=group, async_op=True)
-    parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
+    parts = zip(flat.view(num, -1).split([x.numel() for x in shards], 1), shards, strict=True)
+    return Gathered([([part.view(num, *x.shape) for part, x in parts], done)])
 
 
 def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
                   group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients in one transfer, keep this rank's pieces; `grads` is left empty."""
-    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
-    sizes = [x.numel() // num for x in grads.values()]
+    """Start to sum gradients in one transfer, of which this rank keeps its pieces."""
     pieces = [x.reshape(num, -1) for x in grads.values()]
-    grads.clear()
     sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     arrived = torch.empty_like(sent)  # gloo's reduce_scatter sends twice as much
     done = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
-    parts = zip(shapes.items(), arrived.split(sizes, 1), strict=True)
-    return {p: part.unflatten(1, shape) for (p, shape), part in parts}, done
+    parts = zip(grads.items(), arrived.split([x.shape[1] for x in pieces], 1), strict=True)
+    return {p: part.unflatten(1, (len(x) // num, *x.shape[1:])) for (p, x), part in parts}, done
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
@@ -160,7 +156,7 @@ class Block(nn.Module):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.dp = mesh.get_group("dp")
-        self.whole = []  # weights that are being gathered
+        self.whole = Gathered()  # weights that are being gathered
         for name, (_, *known) in BLOCK_SHARDS.items():
             self.register_parameter(name, nn.Parameter(empty(*known)))
 
@@ -174,15 +170,14 @@ class Block(nn.Module):
                                      self.w2_weight], 2, self.dp)
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias = take(self.whole)
+        norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias = self.whole.take()
         y, w1 = mlp_forward(x, norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias)  # f64[4@dp,8,6]
         return y, [w1, x]
 
-    def backward(self, d_y: Tensor, saved: list[Tensor],
-                 reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
         w1, x = saved
         saved.clear()
-        norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
+        norm_weight, norm_bias, w1_weight, w2_weight = self.whole.take()
         # w2
         grads = {}
         (gelu, grads[self.w2_bias], d_w1, norm, grads[self.w1_bias], d_x, grads[self.norm_weight],
@@ -192,6 +187,7 @@ class Block(nn.Module):
         grads[self.w2_weight] = weight_grad(d_y, gelu)                 # f64[6,10]{U:dp}
         grads[self.w1_weight] = weight_grad(d_w1, norm)                # f64[10,6]{U:dp}
         reduced.append(scatter_grads(grads, 2, self.dp))
+        del grads
         # norm
         d_x += d_y                                                     # f64[4@dp,8,6]
         return d_x
@@ -210,14 +206,14 @@ class ToyStep(nn.Module):
 
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
-        reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]] = []
+        reduced = Reduced()
         # embed
         gathered = gather_weights([self.embed_weight], 2, self.dp)
         self.blocks[0].gather()                                     # what the next loop begins with
         ids_local = ids.chunk(2)[self.dp_rank]                      # i64[4@dp,8]
-        [embed_weight] = take(gathered)                             # exposed: its result is needed next
+        [embed_weight] = gathered.take()                            # exposed: its result is needed next
         x = F.embedding(ids_local, embed_weight)                    # f64[4@dp,8,6]
-        del gathered, embed_weight
+        del embed_weight
         blocks_saved: list[list[Tensor]] = []
         for layer, following in zip(self.blocks, [*self.blocks, None][1:], strict=True):
             if following is not None:
@@ -230,7 +226,7 @@ class ToyStep(nn.Module):
         self.blocks[-1].regather()                                  # what the next loop begins with
         self.blocks[-2].regather()                                  # and goes on with
         # head
-        [head_weight] = take(gathered)                              # hidden behind the last block
+        [head_weight] = gathered.take()                             # hidden behind the last block
         reshape = labels.chunk(2)[self.dp_rank].reshape(16)         # i64[32@dp]
         log_softmax, nll_loss_forward, count = head_forward(x, head_weight, reshape)  # f64[32@dp,14]
         dist.all_reduce(count, group=self.dp)                       # f64[]; exposed
@@ -239,24 +235,23 @@ class ToyStep(nn.Module):
         loss_sum_done = dist.all_reduce(loss_sum, group=self.dp, async_op=True)  # f64[]
         d_head = step_backward(loss, count, log_softmax, reshape)   # f64[4@dp,8,14]
         del log_softmax, reshape
-        grads = {self.head_weight: weight_grad(d_head, x)}          # f64[14,6]{U:dp}
-        reduced.append(scatter_grads(grads, 2, self.dp))            # f64[14@dp,6]
+        reduced.append(scatter_grads({self.head_weight: weight_grad(d_head, x)}, 2, self.dp))  # f64[14@dp,6]
         d_x = d_head @ head_weight                                  # f64[4@dp,8,6]
         del x, d_head, head_weight
         for layer, following in zip(
             reversed(self.blocks), [*reversed(self.blocks), None][1:], strict=True):
-            before, reduced = reduced, []
+            before, reduced = reduced, Reduced()
             if following is not None and not following.whole:
                 following.regather()                                # hidden behind this block's backward
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)  # f64[4@dp,8,6]
-            finish(before)                                          # reduced behind this block's backward
+            before.finish()                                         # reduced behind this block's backward
         # embed
-        grads[self.embed_weight] = torch.ops.aten.embedding_dense_backward(
-            d_x, ids_local, num_weights=14, padding_idx=-1, scale_grad_by_freq=False)  # f64[14,6]{U:dp}
-        reduced.append(scatter_grads(grads, 2, self.dp))            # f64[14@dp,6]
+        reduced.append(scatter_grads({self.embed_weight: torch.ops.aten.embedding_dense_backward(
+                                         d_x, ids_local, num_weights=14, padding_idx=-1,
+                                         scale_grad_by_freq=False)}, 2, self.dp))  # f64[14@dp,6]
         del d_x, ids_local
         loss_sum_done.wait()                                        # hidden behind d_head_weight, d_head, d_x (8 B beside 5.38 kFLOP)
-        finish(reduced)
+        reduced.finish()
         return loss_sum
 
 

@@ -45,15 +45,14 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
     return flat, {p: x.view(p.shape) for p, x in zip(params, flat.split(sizes), strict=True)}
 
 
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
+    def finish(self) -> None:
+        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
+        while self:
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
+                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
@@ -105,8 +104,7 @@ class Block(nn.Module):
         y = x + w2                                         # f64[4@dp,8,6]
         return y, [w1, x]
 
-    def backward(self, d_y: Tensor, saved: list[Tensor],
-                 reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
         w1, x = saved
         saved.clear()
         d_w1 = d_y @ self.w2_weight                            # f64[4@dp,8,10@tp]
@@ -152,7 +150,7 @@ class ToyStep(nn.Module):
 
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
-        reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]] = []
+        reduced = Reduced()
         ids_local = ids.chunk(2)[self.dp_rank]                           # i64[4@dp,8]
         # embed
         ids_in_shard = window(ids_local, self.tp_rank, 7)                # i64[4@dp,8]
@@ -198,9 +196,9 @@ class ToyStep(nn.Module):
         d_x_done.wait()                                                  # hidden behind d_head_weight (768 B beside 1.34 kFLOP)
         del d_head_weight
         for layer in reversed(self.blocks):
-            before, reduced = reduced, []
+            before, reduced = reduced, Reduced()
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
-            finish(before)                                               # reduced behind this block's backward
+            before.finish()                                              # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
             d_x, ids_in_shard, num_weights=7, padding_idx=-1, scale_grad_by_freq=False)  # f64[14@tp,6]{U:dp}
@@ -211,7 +209,7 @@ class ToyStep(nn.Module):
         del d_embed_weight
         loss_done.wait()                                                 # hidden behind d_head_weight, d_x (8 B beside 2.69 kFLOP)
         dist.all_reduce(loss, group=self.tp)                             # f64[]; exposed
-        finish(reduced)
+        reduced.finish()
         return loss
 
 
