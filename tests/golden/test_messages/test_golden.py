@@ -49,14 +49,15 @@ def add_grad(param: nn.Parameter, grad: Tensor) -> None:
     param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
-def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
-    """Wait for gathered weights and hand them over whole; the list is left empty."""
-    whole = []
-    for pieces, done in gathered:
-        done.wait()
-        whole += [x.flatten(0, 1) for x in pieces]
-    gathered.clear()
-    return whole
+class Gathered(list[tuple[list[Tensor], dist.Work]]):
+    def take(self) -> list[Tensor]:
+        """Wait for weights that ranks are gathering in pieces, and hand them over whole."""
+        whole = []
+        while self:
+            pieces, done = self.pop(0)
+            done.wait()
+            whole += [x.flatten(0, 1) for x in pieces]
+        return whole
 
 
 def exchange(x: Tensor, num: int, group: dist.ProcessGroup, dim: int,
@@ -96,16 +97,6 @@ def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
     """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
     scale, place = torch.where(target == ignored, 0, d_loss)[:, None], place[:, None]
     return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
-
-
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def by_messages(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -173,28 +164,33 @@ def scatter_into(total: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Wor
     return SumOfPieces(total, [*x.view(-1, *total.shape)], group)
 
 
-def gather_weights(shards: list[Tensor], num: int,
-                   group: dist.ProcessGroup) -> list[tuple[list[Tensor], dist.Work]]:
+def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> Gathered:
     """Start one transfer of all ranks' pieces of weights."""
     mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = gather_into(flat, mine, group)
-    parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
+    parts = zip(flat.view(num, -1).split([x.numel() for x in shards], 1), shards, strict=True)
+    return Gathered([([part.view(num, *x.shape) for part, x in parts], done)])
 
 
 def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
                   group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients in one transfer, keep this rank's pieces; `grads` is left empty."""
-    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
-    sizes = [x.numel() // num for x in grads.values()]
+    """Start to sum gradients in one transfer, of which this rank keeps its pieces."""
     pieces = [x.reshape(num, -1) for x in grads.values()]
-    grads.clear()
     sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     total = torch.empty_like(sent[0])
-    parts = zip(shapes.items(), total.split(sizes), strict=True)
-    mine = {p: part.view(shape) for (p, shape), part in parts}
+    parts = zip(grads.items(), total.split([x.shape[1] for x in pieces]), strict=True)
+    mine = {p: part.view(x.shape[0] // num, *x.shape[1:]) for (p, x), part in parts}
     return mine, scatter_into(total, sent, group)
+
+
+class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
+    def finish(self) -> None:
+        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
+        while self:
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 class Block(nn.Module):
@@ -203,7 +199,7 @@ class Block(nn.Module):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.dp = mesh.get_group("dp")
-        self.whole = []  # weights that are being gathered
+        self.whole = Gathered()  # weights that are being gathered
         for name, (_, *known) in BLOCK_SHARDS.items():
             self.register_parameter(name, nn.Parameter(empty(*known)))
 
@@ -216,7 +212,7 @@ class Block(nn.Module):
         self.whole = gather_weights([self.up_weight, self.down_weight], 2, self.dp)
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        up_weight, up_bias, down_weight, down_bias = take(self.whole)
+        up_weight, up_bias, down_weight, down_bias = self.whole.take()
         up = F.linear(x, up_weight, up_bias)           # f32[8@dp,64,128]
         gelu = F.gelu(up)                              # f32[8@dp,64,128]
         down = F.linear(gelu, down_weight, down_bias)  # f32[8@dp,64,64]
@@ -224,11 +220,10 @@ class Block(nn.Module):
         y = x + down                                   # f32[8@dp,64,64]
         return y, [up, x]
 
-    def backward(self, d_y: Tensor, saved: list[Tensor],
-                 reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
         up, x = saved
         saved.clear()
-        up_weight, down_weight = take(self.whole)
+        up_weight, down_weight = self.whole.take()
         # down
         gelu = F.gelu(up)                                   # f32[8@dp,64,128]
         grads = {self.down_weight: weight_grad(d_y, gelu)}  # f32[64,128]{U:dp}
@@ -242,6 +237,7 @@ class Block(nn.Module):
         d_x = d_up @ up_weight                              # f32[8@dp,64,64]
         grads[self.up_bias] = d_up.sum((0, 1))              # f32[128]{U:dp}
         reduced.append(scatter_grads(grads, 2, self.dp))
+        del grads
         d_x += d_y                                          # f32[8@dp,64,64]
         return d_x
 
@@ -259,7 +255,7 @@ class WordsStep(nn.Module):
 
     @torch.no_grad()
     def step(self, x: Tensor) -> Tensor:
-        reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]] = []
+        reduced = Reduced()
         self.blocks[0].gather()                                          # what the next loop begins with
         # embed
         embed_x = F.embedding(x, self.embed_weight)                      # f32[8,64,64@dp]
@@ -278,7 +274,7 @@ class WordsStep(nn.Module):
         self.blocks[-1].regather()                                       # what the next loop begins with
         self.blocks[-2].regather()                                       # and goes on with
         # head
-        head_weight, head_bias = take(gathered)                          # hidden behind the last block
+        head_weight, head_bias = gathered.take()                         # hidden behind the last block
         head = F.linear(embed_x, head_weight, head_bias)                 # f32[8@dp,64,2048]
         reshape = x.chunk(2)[self.dp_rank].reshape(256)                  # i64[512@dp]
         log_softmax = log_softmax_over(head.reshape(256, 2048))          # f32[512@dp,2048]
@@ -298,13 +294,14 @@ class WordsStep(nn.Module):
         grads[self.head_bias] = d_head.sum((0, 1))                       # f32[2048]{U:dp}
         del embed_x, head_weight, d_head, embed_x_done
         reduced.append(scatter_grads(grads, 2, self.dp))
+        del grads
         for layer, following in zip(
             reversed(self.blocks), [*reversed(self.blocks), None][1:], strict=True):
-            before, reduced = reduced, []
+            before, reduced = reduced, Reduced()
             if following is not None and not following.whole:
                 following.regather()                                     # hidden behind this block's backward
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f32[8@dp,64,64]
-            finish(before)                                               # reduced behind this block's backward
+            before.finish()                                              # reduced behind this block's backward
         # embed
         d_embedding, d_embedding_done = exchange(d_x, 2, self.dp, 2)     # f32[8,64,64@dp]
         d_embedding_done.wait()                                          # exposed: its result is needed next
@@ -313,7 +310,7 @@ class WordsStep(nn.Module):
                      d_embedding, x, num_weights=2048, padding_idx=-1, scale_grad_by_freq=False))  # f32[2048,64@dp]
         del d_x, d_embedding, d_embedding_done
         loss_done.wait()                                                 # hidden behind d_head_weight, d_x (4 B beside 134.22 MFLOP)
-        finish(reduced)
+        reduced.finish()
         return loss
 
 
