@@ -56,12 +56,21 @@ def check_places(table: Mapping[str, Any], where: str) -> None:
     """
     for name in _TABLES:
         for key, given in table.get(name, {}).items():
-            if key in FIELDS and not isinstance(given, Mapping) and given != "whole":
+            if key in FIELDS and given != "whole" and _fits(key, given):
                 raise plan_error(
                     where, f"{key!r} stands in the table [{name}]",
                     "a line belongs to the last [table] above it",
                     f"Write {key} = ... above the first line in brackets.",
                 )  # fmt: skip
+
+
+def _fits(name: str, given: Any) -> bool:
+    """Whether a field may be this; tables are entries in any case."""
+    try:
+        check_fields({name: given}, name)
+    except PlanError:
+        return False
+    return not isinstance(given, Mapping)
 
 
 def plan_error(where: str, what: str, why: str, do: str = "") -> PlanError:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import partc
 from partc.program import Program
 from partc.program.runtime import Stage
+from tests.patience import patience
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("dp=1", {"plan": "ddp"}),
@@ -78,7 +79,7 @@ def compiled(mesh: Any, **given: Any) -> Program:
 
 def is_right(program: Program) -> bool:
     """Whether a program computes what the model does, on threads of this process."""
-    report = partc.verify(program, model_of(), batch_of(), loss=loss_of, timeout=40.0)
+    report = partc.verify(program, model_of(), batch_of(), loss=loss_of, timeout=patience(40.0))
     return report.ok()
 
 

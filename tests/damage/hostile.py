@@ -20,6 +20,7 @@ from tests.damage.artefacts import Made, Make, _checkpoint, copied, forge, reade
 from tests.damage.built import LAYOUTS, MACHINE, SCHEDULE, Built
 from tests.damage.spoil import spoil_entry
 from tests.damage.verdicts import Verdict
+from tests.patience import patience
 
 HOSTILE: dict[str, Make] = {}
 NAMES = (
@@ -82,7 +83,9 @@ def names(rng: random.Random, built: Built, place: Path) -> Made:
             model, {axes: 2} if axes is not None else mesh, x, loss=_square, **given
         )
         program.save("build")
-        report = partc.verify(partc.load("build", model), model, x, loss=_square, timeout=40.0)
+        report = partc.verify(
+            partc.load("build", model), model, x, loss=_square, timeout=patience(40.0)
+        )
         if not report.ok():
             return Verdict("wrong", str(report))
         return readers.apart(lambda: readers.command(["explain", "build"]))

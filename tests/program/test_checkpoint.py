@@ -125,7 +125,7 @@ def into_others(folder: Path) -> None:
         groups = [{"params": params[:1]}, {"params": params[1:]}]
         with pytest.raises(LoadError, match="1 groups of parameters, the AdamW has 2"):
             load_checkpoint(path, stage, torch.optim.AdamW(groups))
-        with pytest.raises(LoadError, match="0 groups of parameters"):
+        with pytest.raises(LoadError, match="it was saved without an optimizer"):
             load_checkpoint(folder / "alone", stage, adamw)
         for key, tensor in stage.full_state_dict().items():
             assert torch.equal(tensor, mine[key])  # nothing was loaded
