@@ -23,6 +23,7 @@ from tests.audit.mutants import Mutant, mutants
 from tests.example_program import example_program
 from tests.pipelines import toy, toy_program
 
+TOTAL_OVER_DP = "dist.all_reduce(labels_total, group=self.dp)"
 MODEL = "tests.example_program:cli_target"
 
 
@@ -71,8 +72,8 @@ def edited(program: Program, old: str, new: str) -> Program:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("dist.all_reduce(labels_total, group=self.dp)", "pass", "unfinished sum and is not linear"),
-        ("dist.all_reduce(labels_total, group=self.dp)", "dist.all_reduce(labels_total, group=self.tp)",
+        (TOTAL_OVER_DP, "pass", "unfinished sum and is not linear"),
+        (TOTAL_OVER_DP, TOTAL_OVER_DP.replace("dp", "tp"),
          "on tp its operand is whole on every rank, not an unfinished sum"),
         ("op=dist.ReduceOp.MAX", "op=dist.ReduceOp.SUM", "unfinished maximum, not an unfinished"),
         ("dist.all_reduce(loss, group=self.tp)", "pass", "the loss: at the end of the step it is"),

@@ -29,9 +29,9 @@ def changed(pattern: str, new: str) -> Program:
 
 SILENT = [
     (r"one_dropout_mask = dropout_mask\((.*)\)", r"\g<0>.flip(0)", "random numbers"),
-    (r"\* one_dropout_mask\b", "* one_dropout_mask[:1]", "other numbers than the step on one device"),
+    (r"\* one_dropout_mask\b", "* one_dropout_mask[:1]", "other numbers than the step on one"),
     (r"\* one_dropout_mask\b", "* one_dropout_mask.mean()", "other numbers than the step"),
-    (r"(d_second = .*)\* two_dropout_mask\b", r"\1* one_dropout_mask", "other numbers than the step"),
+    (r"(d_second = .*)\* two_dropout_mask\b", r"\1* one_dropout_mask", "other numbers than the"),
     (r"F\.hardtanh\((\w+), 0, 6\)", r"F.relu(\1)", "other numbers than the printed one"),
     (r"hardtanh_backward\((\w+, \w+), min_val=0, max_val=6\)",
      r"hardtanh_backward(\1, min_val=0, max_val=7)",
