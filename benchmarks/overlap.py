@@ -32,7 +32,7 @@ EFFICIENCY = 0.94  # of a link: what TCP leaves of it
 
 
 def measure(
-    name: str, size: Size, links: list[Link], num_rounds: int, join_mb: float = Plan.join_mb
+    name: str, size: Size, links: list[Link], num_rounds: int, bucket_mb: float = Plan.bucket_mb
 ) -> list[tuple[Row, float]]:
     """A row for each link, and how far losses and gradients are from one process at worst."""
     layout = LAYOUTS[name]
@@ -42,7 +42,7 @@ def measure(
         with tempfile.TemporaryDirectory() as folder:
             program = str(Path(folder, "program"))
             mesh = Mesh(Mesh.of(layout.mesh).axes, machines(layout.num_ranks, link))
-            partc_side.compile_to(program, size, mesh, layout.plan, layout.cut, join_mb)
+            partc_side.compile_to(program, size, mesh, layout.plan, layout.cut, bucket_mb)
             found.append(_on(name, size, link, num_rounds, program, expected))
     return found
 
@@ -91,7 +91,7 @@ def main() -> int:
     try:
         with ended_like_interrupt():
             for name in options.layouts:
-                for row, error in measure(name, size, links, options.rounds, options.join_mb):
+                for row, error in measure(name, size, links, options.rounds, options.bucket_mb):
                     rows.append(row)
                     worst = max(worst, error)
                     print(row, file=sys.stderr, flush=True)
@@ -116,7 +116,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--mbit", nargs="+", type=float, default=[250.0, 500.0, 1000.0])
     parser.add_argument("--latency", type=float, default=0.5, help="ms, one way")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--join-mb", type=float, default=Plan.join_mb, help="of partc's plan")
+    parser.add_argument("--join-mb", type=float, default=Plan.bucket_mb, help="of partc's plan")
     parser.add_argument("--json", help="also write every figure to this file")
     return parser.parse_args(words)
 

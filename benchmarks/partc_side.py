@@ -17,12 +17,12 @@ def compile_to(
     mesh: str | Mesh,
     plan: str,
     cut: Pipeline | None,
-    join_mb: float = partc.Plan.join_mb,
+    bucket_mb: float = partc.Plan.bucket_mb,
 ) -> None:
     """Compile the size's training step and save its sources in ``folder``."""
     with torch.device("meta"):
         model = build_model(size)
-    full = partc.Plan(preset=plan, join_mb=join_mb)
+    full = partc.Plan(preset=plan, bucket_mb=bucket_mb)
     if cut is not None:
         starts = stage_starts(size, cut.stages)[1:]
         full = full.changed(

@@ -17,7 +17,7 @@ from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
 from partc.errors import MemoryLimitError, PlanError
-from partc.given_plan import check_texts, read_plan, warn_of_idle
+from partc.given_plan import backend_at_hand, check_texts, read_plan, warn_of_idle
 from partc.graph.graph_edits import copied
 from partc.lowering import staged_plan, table, to_local_graph
 from partc.machines.objective import Objective, objective_of
@@ -36,7 +36,7 @@ from partc.passes.stages.schedule_stages import stage_ways
 from partc.plan import Plan
 from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
-from partc.printing import in_pieces
+from partc.printing import noted_pieces
 from partc.program import Program
 from partc.program.check_complete import check_complete, trained
 from partc.program.farewell import tell_at_exit
@@ -60,13 +60,14 @@ def compile(
     microbatches: int | None = None,
     schedule: str | None = None,
     stages: Sequence[str] | None = None,
-    chunks: int | None = None,
+    virtual_stages: int | None = None,
     memory_bytes: int | None = None,
     recompute: str | Sequence[str] | None = None,
     batch: str | None = None,
     batch_norm: str | None = None,
     random: str | None = None,
     compile: str | None = None,
+    backend: str | None = None,
     objective: str = "time",
     strict: bool = False,
     dump: str | Path | None = None,
@@ -103,7 +104,7 @@ def compile(
             for inference.
         stages: the module paths at which pipeline stages 1, 2, ... begin (``["blocks.4"]``). If
             nothing says so they are cut evenly by cost.
-        chunks: stages on each pipeline rank, where they are cut by cost.
+        virtual_stages: stages on each pipeline rank, where they are cut by cost.
         memory_bytes: bytes that a rank may hold at its predicted peak, AdamW's states among them.
         recompute: what the backward computes again in place of keeping it (activation
             checkpointing): ``"none"``, ``"cheap"`` values (as if nothing were said),
@@ -117,6 +118,9 @@ def compile(
             piece, so that all plans have the same numbers, and their losses can be compared.
         compile: ``"inductor"`` hands what stands between transfers to torch.compile, each block
             once; ``"none"``.
+        backend: what will carry tensors between ranks, ``"gloo"`` or ``"nccl"``: a program has the
+            text of one. None: that of the mesh's machines; where none are named that of the process
+            group, NCCL for a model on GPUs, else gloo.
         objective: what ``plan="auto"`` makes least: the ``"time"`` of a step, or ``"dollars"`` or
             ``"energy"`` of a token, for which an open mesh may be used in part.
         strict: refuse an op that has no sharding rule and for which experiments find none; as it
@@ -166,14 +170,13 @@ def compile(
         "compile": compile,
         "schedule": schedule,
         "stages": tuple(stages) if isinstance(stages, list) else stages,
-        "chunks": chunks,
+        "virtual_stages": virtual_stages,
+        "backend": backend,
         "memory_bytes": memory_bytes,
     }
-    if schedule is not None:
-        given["order"] = ""  # that of another schedule
     given = {name: each for name, each in given.items() if each is not None}
     check_fields(given, "compile")
-    wanted = wanted.changed(**given).with_order()
+    wanted = wanted.replanned(**given).with_order()
     aim = objective_of(objective)
     if aim != "time" and wanted.preset != AUTO_PLAN:
         raise _nothing_to_choose(aim, wanted)
@@ -182,6 +185,8 @@ def compile(
     if dump is not None:
         check_folder(dump)
     at = Mesh.of(mesh)
+    if at.topology is None and at.num_ranks > 1 and not wanted.backend:
+        wanted = wanted.changed(backend=backend_at_hand(model, mesh))
     made = partial(_made, model, inputs, loss, at, wanted, rows, strict, microbatches, aim, dump)
     kept = cache_of(cache, model)
     if kept is None or isinstance(model, Traced) or dump is not None:
@@ -348,10 +353,10 @@ def compile_stage(state: State) -> Iterator[State]:
     to_local_graph(state)
     run(state, "check_plan")
     for way in order_step(state):
-        run(way, "check", "record_events")
-        way.plan = in_pieces(way.plan, way.made["pieces"], [way.graph])
+        run(way, "choose_backend", "record_events")
+        way.plan = noted_pieces(way.plan, [way.graph])
         (tape,) = way.made["tapes"].values()
-        for prefetch in prefetches(state.plan, tape, way.mesh):
+        for prefetch in prefetches(way.plan, tape, way.mesh):
             each = way.beside()
             each.plan = way.plan.changed(prefetch=prefetch)
             yield run(each, "choose_messages", "cost_pipeline")
@@ -370,5 +375,5 @@ def compile_pipeline(state: State) -> Iterator[State]:
     for stages in stage_ways(state):
         each = stages.state
         each.made["staged"] = stages
-        each.plan = in_pieces(state.plan, stages.pieces, each.stages)
-        yield run(each, "check", "cost_pipeline")
+        each.plan = noted_pieces(each.plan, each.stages)
+        yield run(each, "choose_backend", "cost_pipeline")

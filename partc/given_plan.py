@@ -6,14 +6,18 @@ import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from torch import nn
+
 from partc.errors import PlanError, UsageError
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.idle_axes import IDLE
 from partc.plan import Plan
+from partc.plan.decided import NCCL
 from partc.plan.field_kinds import PLAIN, check_fields
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout
 from partc.program import Program
+from partc.program.start import group_backend
 from partc.traced import Traced
 from partc.wrong_calls import quoted
 
@@ -60,7 +64,9 @@ def _no_plan(given: object) -> PlanError:
 
 def check_made(plan: Plan) -> None:
     """PlanError for a Plan whose fields have other types than those that a plan's text gives."""
-    check_fields({name: given for name, given in vars(plan).items() if name in PLAIN}, "Plan")
+    left_out = vars(Plan())
+    said = {name: given for name, given in vars(plan).items() if given != left_out[name]}
+    check_fields({name: given for name, given in said.items() if name in PLAIN}, "Plan")
     tables = (plan.params, plan.inputs)
     layouts = [x for table in tables for cuts in table.values() for x in _entries(cuts)]
     meshes = isinstance(plan.mesh, Mesh | None)
@@ -75,6 +81,24 @@ def check_made(plan: Plan) -> None:
 
 def _entries(cuts: object) -> Iterable[object]:
     return cuts.values() if isinstance(cuts, Mapping) else [cuts]
+
+
+def backend_at_hand(model: object, mesh: object) -> str:
+    """What carries tensors between the ranks of a script that compiles on them: ``"gloo"`` or
+    ``"nccl"``; "" where nothing tells, as on a machine that compiles for others.
+
+    The device of the DeviceMesh, or of the model's weights, tells, and the default process group;
+    of a model on ``meta`` the group alone.
+    """
+    known = getattr(mesh, "device_type", None)
+    module = model.model if isinstance(model, Traced) else model
+    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+    kinds = [known] if known else list(dict.fromkeys(x.device.type for x in tensors))
+    if "cuda" in kinds:
+        return group_backend("cuda") or NCCL
+    if kinds == ["meta"]:
+        return group_backend("cpu") or group_backend("cuda") or ""
+    return group_backend("cpu") or ""
 
 
 def check_texts(name: str, given: object) -> None:

@@ -1,5 +1,10 @@
 """The compiler in order: the table of all passes, and the slices of it that a compile runs.
 
+Rows with ``decides`` are choices: they try on copies, or compare what machines take, and write what
+they chose into the plan. All others are passes, which apply the plan and see no machine: the same
+plan gives the same programs on any machine. A plan that is compiled again has all keys, so that
+passes alone run.
+
 A step is on its way from a model to programs as a ``State`` (``passes/runner.py``). A pass reads
 and changes what it names; ``partc passes`` prints the table. In three places the order is not a
 line: ``trace`` records again while blocks turn out unequal, a pipeline of few distinct stages is
@@ -24,8 +29,12 @@ from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
 from partc.passes.canonical.dedupe_layers import Unfolded, check_plan
 from partc.passes.canonical.functionalize import functionalize
+from partc.passes.overlap.bucket_collectives import bucket_collectives
+from partc.passes.overlap.choose_buckets import choose_bucket_copies
+from partc.passes.overlap.choose_hierarchical import choose_hierarchical
 from partc.passes.overlap.hierarchical_all_reduce import hierarchical_all_reduce
 from partc.passes.overlap.order_step import order_step
+from partc.passes.overlap.overlap_clock import choose_overlap_clock
 from partc.passes.overlap.share_gathers import share_gathers
 from partc.passes.own_passes import with_own
 from partc.passes.recompute.choose import recompute
@@ -39,6 +48,7 @@ from partc.passes.shard.insert_collectives import insert_collectives
 from partc.passes.shard.microbatches import count_targets
 from partc.passes.shard.split_bias import fuse_bias, split_bias
 from partc.passes.stages.choose_stages import choose_schedule, choose_stages, is_pipeline
+from partc.passes.stages.schedule_stages import stage_ways
 from partc.passes.stages.split_stages import split_stages
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
@@ -57,13 +67,15 @@ ONE_STAGE = When("one stage", lambda s: not s.made.get("phased"))
 MICROBATCHES = When("microbatches", lambda s: s.plan.microbatches > 1)
 WHOLE_DRAWS = When("whole draws", lambda s: s.plan.random == "single-device")
 LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
-PIECES = When("pieces", lambda s: int(s.made.get("pieces", 1)) > 1)
+PIECES = When("pieces", lambda s: s.plan.overlap_pieces > 1)
 
 RECORDED, JOINT, PLAN, LOCAL_GRAPH = "recorded graph", "joint graph", "plan", "local graph"
 SCHEDULED, EVENTS, SOURCE, COST = "scheduled graph", "events", "source", "cost"
 
 WIDTH, WHY = 120, " " * 9  # of the table as text, and how far its reasons are indented
 LOOPS = (
+    "Rows that leave `plan: NAME` are choices: by what the machines take they write NAME into the",
+    "plan, and do nothing where the plan has it. All others apply the plan and see no machine.",
     "The order is a line but for three loops:",
     "- record to confirm_folds run again while blocks that were left out turn out unequal;",
     "- a pipeline of few distinct stages begins again at record, behind keep_stages, with those;",
@@ -88,14 +100,16 @@ PASSES = (
     Pass(find_batch, PLAN, "samples do not mix along the batch, which need not be dim 0",
          on_graph=False),
     Pass(calls.choose_plan, PLAN, "the fastest step that fits; runs place_on_mesh to recompute on "
-         "copies", AUTO, on_graph=False),
+         "copies", AUTO, on_graph=False, machines=True),
     Pass(calls.place_on_mesh, JOINT, "shardings name the axes of all ranks"),
     Pass(split_bias, JOINT, "a product whose inner dim is cut is summed before the bias"),
     Pass(fuse_loss, JOINT, "the gradient of a cut vocabulary needs no gather", optional=True),
     Pass(complete, PLAN, "a preset's words become entries for every parameter and input",
          on_graph=False),
-    Pass(choose_schedule, PLAN, "1f1b unless the plan says more", PIPELINES, on_graph=False),
-    Pass(choose_stages, PLAN, "stages cut evenly by cost", PIPELINES, on_graph=False),
+    Pass(choose_schedule, PLAN, "1f1b unless the plan says more", PIPELINES, on_graph=False,
+         decides="schedule"),
+    Pass(choose_stages, PLAN, "stages cut evenly by cost", PIPELINES, on_graph=False,
+         decides="stages"),
     Pass(calls.keep_stages, PLAN, "of many layers: those stages that stand for all, with which "
          "all begins again at record", PIPELINES, on_graph=False),
     Pass(calls.assign_stages, JOINT, "every call belongs to a stage, or to all", STAGES),
@@ -121,35 +135,53 @@ PASSES = (
     # transfers start early and are waited for late
     Pass(share_gathers, LOCAL_GRAPH, "readers of one weight need one gather", ONE_STAGE,
          optional=True),
+    Pass(choose_hierarchical, PLAN, "between which axes slow links lie, and from how many bytes on "
+         "they matter", ONE_STAGE, on_graph=False, decides="hierarchical"),
     Pass(hierarchical_all_reduce, LOCAL_GRAPH, "slow links carry only the piece of one machine",
          ONE_STAGE, optional=True),
+    Pass(order_step, PLAN, "in how many pieces blocks are computed, in how many parts their "
+         "gradients leave: take_turns to overlap_collectives run on copies, the fastest is taken",
+         ONE_STAGE, on_graph=False, name="choose_pieces_and_parts", decides="overlap_pieces"),
+    Pass(stage_ways, PLAN, "the same for pipelines; also the order of schedule=\"auto\", which "
+         "stages sum gradients early, how many messages are under way", PHASED, on_graph=False,
+         name="choose_order_and_pieces", decides="overlap_pieces"),
     Pass(calls.take_turns, LOCAL_GRAPH, "one piece of a block computes while another's sum is on "
-         "its way; tried on copies", PIECES),
+         "its way", PIECES),
     Pass(split_stages, "stage graphs", "each pipeline rank runs its own part", PHASED),
+    Pass(choose_hierarchical, PLAN, "as for one stage, once stages are apart", PHASED,
+         on_graph=False, name="choose_stage_hierarchy", decides="hierarchical"),
     Pass(hierarchical_all_reduce, "stage graphs", "as for one stage, once stages are apart", PHASED,
          optional=True, name="hierarchical_per_stage"),
-    Pass(calls.bucket_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
+    Pass(choose_bucket_copies, PLAN, "to copy a large tensor takes longer than to start a transfer",
+         on_graph=False, decides="bucket_copy_mb"),
+    Pass(bucket_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
          optional=True),
     Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there"),
+    Pass(choose_overlap_clock, PLAN, "how long a transfer takes, in FLOPs: as many are put beside "
+         "it", PIECES, on_graph=False, decides="flops_per_byte"),
     Pass(calls.overlap_collectives, SCHEDULED, "transfers start first in their block, and weight "
          "gradients run beside them", optional=True),
     Pass(calls.repeat_stages, SCHEDULED, "stages that were left out are like those that were not",
          PHASED),
+    Pass(calls.choose_backend, PLAN, "programs have the text of one library: gloo's sums are "
+         "scattered in other ways than NCCL's", on_graph=False, decides="backend"),
     # nothing is printed that is not proved
     Pass(check, SCHEDULED, "shapes, layouts, sums, waits: or no program", ONE_STAGE),
     Pass(calls.check_stages, SCHEDULED, "the same for each distinct stage", PHASED),
     Pass(calls.record_events, EVENTS, "predictions need no tensors", ONE_STAGE, on_graph=False),
     Pass(calls.record_stage_events, EVENTS, "of each distinct stage", PHASED, on_graph=False),
     Pass(calls.choose_messages, PLAN, "gloo's collectives copy what messages need not",
-         on_graph=False),
+         on_graph=False, decides="messages"),
     # text
     Pass(printing.print_step, SOURCE, "tidied, blocks as loops, read back by an allow-list",
          ONE_STAGE, on_graph=False),
     Pass(printing.print_pipeline, SOURCE, "one file for pipeline ranks that do the same", PHASED,
          on_graph=False),
     Pass(printing.cost_step, COST, "the printed program runs on tensors without data: its peak; "
-         "if it does not fit, the next best of take_turns to here", ONE_STAGE, on_graph=False),
-    Pass(printing.cost_pipeline, COST, "the same for every pipeline rank", PHASED, on_graph=False),
+         "if it does not fit, the next best of take_turns to here", ONE_STAGE, on_graph=False,
+         machines=True),
+    Pass(printing.cost_pipeline, COST, "the same for every pipeline rank", PHASED, on_graph=False,
+         machines=True),
 )  # fmt: skip
 
 
@@ -217,18 +249,21 @@ def to_local_graph(state: State) -> State:
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
     state = next(order_step(to_local_graph(begin(graph, plan, strict=strict))))
-    return printing.in_pieces(state.plan, state.made["pieces"], [state.graph]), state.graph
+    return printing.noted_pieces(state.plan, [state.graph]), state.graph
 
 
 def described(rows: Table) -> Iterator[str]:
     """The table as lines of text, two for a pass: number, name, which steps take it, what is there
     behind it, and its file; below that why it is there. Then where the order is not a line.
+
+    Of a choice the field of the plan stands there that it writes: ``plan: hierarchical``.
     """
     wide = max(len(each.name) for each in rows.passes)
-    yield f"{'':>3}  {'pass':{wide}} {'only':16} {'leaves':15} where"
+    yield f"{'':>3}  {'pass':{wide}} {'only':16} {'leaves':20} where"
     for number, each in enumerate(rows.passes, start=1):
         may = "; left out" if each.name in rows.left_out else "; optional" * each.optional
-        yield f"{number:3}  {each.name:{wide}} {each.when.word:16} {each.out:15} {each.where}{may}"
+        out = f"plan: {each.decides}" if each.decides else each.out
+        yield f"{number:3}  {each.name:{wide}} {each.when.word:16} {out:20} {each.where}{may}"
         yield from wrap(each.why, WIDTH, initial_indent=WHY, subsequent_indent=WHY)
     yield ""
     yield from LOOPS

@@ -18,12 +18,11 @@ from partc.graph import Graph
 from partc.graph.folds import RepeatedBlocks, TracedStages, likes_of
 from partc.machines.objective import Objective
 from partc.passes.canonical import dedupe_layers as folding
-from partc.passes.overlap import bucket_collectives as joining
 from partc.passes.overlap import messages
 from partc.passes.overlap import overlap_collectives as filling
 from partc.passes.overlap import place_waits as placing
 from partc.passes.overlap import take_turns as turning
-from partc.passes.overlap.order_step import call_seconds
+from partc.passes.overlap.overlap_clock import call_flops
 from partc.passes.runner import Table
 from partc.passes.search.plans import choose_plan as choosing
 from partc.passes.shard import propagate as sharding
@@ -170,15 +169,9 @@ def spread_params(graph: Graph, plan: Plan) -> Plan:
 
 # local graph to scheduled graphs ----------------------------------------------------------------
 @calls(turning.take_turns)
-def take_turns(graph: Graph, pieces: int) -> Graph:
+def take_turns(graph: Graph, plan: Plan) -> Graph:
     """Compute blocks in pieces: one computes while another's transfer runs."""
-    return turning.take_turns(graph, pieces)
-
-
-@calls(joining.bucket_collectives)
-def bucket_collectives(graph: Graph, plan: Plan, mesh: Mesh, in_parts: bool = False) -> Graph:
-    """Join small transfers into buckets."""
-    return joining.bucket_collectives(graph, plan.join_mb, mesh, in_parts)
+    return turning.take_turns(graph, plan.overlap_pieces)
 
 
 @calls(placing.place_waits)
@@ -188,9 +181,9 @@ def place_waits(graph: Graph, phased: bool = False) -> Graph:
 
 
 @calls(filling.overlap_collectives)
-def overlap_collectives(graph: Graph, mesh: Mesh) -> Graph:
+def overlap_collectives(graph: Graph, plan: Plan) -> Graph:
     """Move weight gradients between starts and waits, so that transfers are hidden."""
-    return filling.overlap_collectives(graph, call_seconds(graph, mesh))
+    return filling.overlap_collectives(graph, call_flops(graph, plan))
 
 
 @calls(repeating.repeat_stages)
@@ -223,6 +216,12 @@ def record_stage_events(stages: list[Graph], graph: Graph) -> dict[str, object]:
     """Note each stage's events, phase by phase; stages that are alike once."""
     distinct = _distinct(stages, graph).items()
     return {"tapes": {number: record_phases(each, replay(each)) for number, each in distinct}}
+
+
+@calls(messages.with_backend)
+def choose_backend(plan: Plan, mesh: Mesh) -> Plan:
+    """Print for the library that the machines have."""
+    return messages.with_backend(plan, mesh)
 
 
 @calls(messages.with_messages)

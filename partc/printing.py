@@ -12,6 +12,7 @@ from partc.graph import Graph
 from partc.passes.overlap.take_turns import in_turns
 from partc.passes.stages.schedule_stages import Stages
 from partc.plan import Plan
+from partc.plan.decided import GLOO
 from partc.plan.mesh import Mesh
 from partc.program.role import Role
 from partc.reports.cost import cost_report
@@ -24,7 +25,8 @@ def print_step(graph: Graph, plan: Plan) -> dict[str, object]:
     """The source of a step of one stage."""
     source = emit(
         graph, header=header(graph, plan), prefetch=plan.prefetch,
-        messages=bool(plan.messages), inductor=plan.compile == "inductor",
+        messages=bool(plan.messages), backend=plan.backend or GLOO,
+        inductor=plan.compile == "inductor",
     )  # fmt: skip
     return {"sources": {ROLE: source}, "files": [ROLE]}
 
@@ -33,8 +35,9 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
     """The sources of all pipeline ranks: one file for those that do the same."""
     graphs, order = staged.graphs, staged.step.schedule
     pipeline = Pipeline(
-        graphs, staged.tied, order, mesh, staged.step.wiring, plan.join_mb,
-        messages=bool(plan.messages), inductor=plan.compile == "inductor",
+        graphs, staged.tied, order, mesh, staged.step.wiring, plan.bucket_mb,
+        messages=bool(plan.messages), backend=plan.backend or GLOO,
+        inductor=plan.compile == "inductor",
     )  # fmt: skip
     groups = {file_name(ranks): ranks for ranks in pipeline.groups()}
     sources = {
@@ -63,11 +66,9 @@ def cost_pipeline(
     return {"cost": pipeline_cost(staged.graphs, costs, step, roles, mesh, work=work)}
 
 
-def in_pieces(plan: Plan, pieces: int, graphs: Sequence[Graph]) -> Plan:
-    """A plan that says in how many pieces blocks are computed, and if the ones that it asks for do
-    not exist.
-    """
-    if plan.pieces > 1 and not any(map(in_turns, graphs)):
-        note = f"no block waits for sums that {plan.pieces} pieces of it could hide"
-        return plan.changed(notes=(*plan.notes, note))
-    return plan.changed(pieces=pieces) if pieces > 1 else plan
+def noted_pieces(plan: Plan, graphs: Sequence[Graph]) -> Plan:
+    """A plan with a note, if the pieces of blocks that it asks for do not exist."""
+    if plan.overlap_pieces > 1 and not any(map(in_turns, graphs)):
+        note = f"no block waits for sums that {plan.overlap_pieces} pieces of it could hide"
+        return plan.changed(notes=tuple(dict.fromkeys((*plan.notes, note))))
+    return plan

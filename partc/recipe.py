@@ -296,9 +296,10 @@ def _plan_of(first: Program, wanted: Wanted) -> Plan:
     plan = plan.changed(microbatches=num, inputs=inputs)
     if wanted.kind == "step" and num == before:
         return plan
+    plan = plan.changed(sends=None, early_sums=None)  # of another order
     plan = plan.changed(recompute="cheap") if wanted.kind != "step" else plan
     if not plan.stages:
-        return plan.changed(schedule="", order="", chunks=0)
+        return plan.changed(schedule="", order="", virtual_stages=0)
     kinds = "FBIW" if wanted.kind == "step" else "F"
     return plan.changed(schedule=f"part{CSV}", order=_part(first.schedule, kinds, num))
 
@@ -307,7 +308,7 @@ def _kept(first: Program) -> Plan:
     """The first program's plan for another graph; what it does not read is whole on every rank."""
     plan, aside = Plan.parse(first.plan), Holders.of(first).aside
     params = {**plan.params, **{name: {} for name in aside}}
-    return plan.changed(params=params, notes=(), pieces=1, of_another=True)
+    return plan.changed(params=params, notes=(), overlap_pieces=1, of_another=True)
 
 
 def _part(order: str, kinds: str, num: int) -> str:

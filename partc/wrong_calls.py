@@ -15,6 +15,11 @@ from partc.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+RENAMED = {  # old names of a plan's fields and of arguments: their names now
+    "join_mb": "bucket_mb",
+    "pieces": "overlap_pieces",
+    "chunks": "virtual_stages",
+}
 LONGEST = 60  # characters of an argument that a message quotes
 # Arguments that calls of other libraries have, and where partc is told what they say.
 _TOLD = {
@@ -65,6 +70,8 @@ def _unbound(
         what = f"there is no argument {unknown!r}"
         told = _TOLD.get(unknown, "")
         do = f"Leave it out: {told}." if told else did_you_mean(unknown, each)
+        if RENAMED.get(unknown) in each:
+            do = f"It is called {RENAMED[unknown]!r}."
     return UsageError(
         where=f"{name}()", what=what, why=f"it takes {', '.join(each)}",
         do=do or f"Leave it out, or see help(partc.{name}).",

@@ -39,6 +39,10 @@ class Pass:
 
     ``optional``: a program comes out without it too, slower or larger. ``on_graph``: it rewrites a
     graph or notes something on one, so that the graph's text after it is worth reading.
+    ``decides``: the field of the plan that it writes. Such a row is a choice: it may look at the
+    machines, and does nothing where the plan has the field. All others apply the plan, and are
+    given the mesh without machines; but for those with ``machines``, which search for whole plans
+    or report what the machines take.
     """
 
     run: Callable[..., Any]
@@ -49,9 +53,19 @@ class Pass:
     on_graph: bool = True
     name: str = ""
     own: bool = True  # partc's, not one of a user's package
+    decides: str = ""
+    machines: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.run.__name__.lstrip("_"))
+
+    @property
+    def sees_machines(self) -> bool:
+        return bool(self.decides) or self.machines
+
+    def is_decided(self, plan: Plan) -> bool:
+        """Whether this is a choice that the plan has made already."""
+        return bool(self.decides) and plan.says(self.decides)
 
     @property
     def where(self) -> str:
@@ -157,10 +171,16 @@ class State:
         """The same state over the same graph, for passes that leave it as it is."""
         return replace(self, stages=[*self.stages], made={**self.made, **made}, ran=dict(self.ran))
 
-    def asked(self, names: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
-        """What a function's parameters of these names are given; those with defaults may miss."""
+    def asked(
+        self, names: Iterator[str] | tuple[str, ...], machines: bool = True
+    ) -> dict[str, Any]:
+        """What a function's parameters of these names are given; those with defaults may miss.
+
+        Without ``machines`` the mesh has its axes alone.
+        """
+        mesh = self.mesh if machines else Mesh(self.mesh.axes)
         known = {
-            "graph": self.graph, "plan": self.plan, "mesh": self.mesh, "stages": self.stages,
+            "graph": self.graph, "plan": self.plan, "mesh": mesh, "stages": self.stages,
             "table": self.table, **self.made,
         }  # fmt: skip
         return {name: known[name] for name in names if name in known}
@@ -169,7 +189,7 @@ class State:
 def run(state: State, first: str, last: str = "") -> State:
     """Run the passes from one name to another (or that one alone) on a state, in place."""
     for row, each in state.table.between(first, last or first):
-        if each.when.holds(state):
+        if each.when.holds(state) and not each.is_decided(state.plan):
             _run_one(state, row, each)
     return state
 
@@ -201,7 +221,7 @@ def _run_one(state: State, row: int, each: Pass) -> None:
 def _apply(state: State, each: Pass, names: tuple[str, ...]) -> None:
     """Call a pass and take over what it gives."""
     try:
-        given = each.run(**state.asked(names))
+        given = each.run(**state.asked(names, each.sees_machines))
     except PartcError:
         raise
     except Exception as error:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from torch import fx
-
+from partc.codegen.calls.wishes import Wishes
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.graph import Phase, fake_of, is_tensor
 from partc.plan.mesh import MICROBATCH_AXIS
 
 SAVED = "list[Tensor]"
-ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": "list"}
+# What ``finish`` waits for: gradients that are being reduced, by parameter, with the handle.
+REDUCED = "list[tuple[dict[nn.Parameter, Tensor], dist.Work]]"
+ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": REDUCED}
 # The names of the lists of saved values that one phase leaves for a later one.
 LEFT: dict[tuple[Phase, Phase], str] = {
     ("F", "B"): "saved",
@@ -37,7 +38,7 @@ def main_slot(side: Interface) -> Slot | None:
     return max(carried, key=lambda slot: fake_of(slot.nodes[0]).numel(), default=None)
 
 
-def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:
+def argument_name(side: Interface, slot: Slot, wish: Wishes) -> str:
     """The wanted name of an argument of a block's method."""
     if slot.kind != "carried" or slot is main_slot(side):
         return wish.get(side.own(slot), "value")

@@ -12,6 +12,7 @@ from torch import fx
 from partc.codegen.calls.buffers_in_place import SIGNS
 from partc.codegen.calls.inline import is_free, is_pointwise
 from partc.codegen.calls.path_names import inside
+from partc.codegen.calls.settle import unmarked
 from partc.codegen.calls.spell import first_result, written_over
 from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.storage import owner
@@ -62,11 +63,11 @@ class Body(Transfers):
         inner = [n for n in self._written_in(node) if not is_free(n)]
         if not inner or not is_pointwise(node):
             return []
-        texts = {n: len(str(self.expression(n))) for n in [node, *inner]}
+        texts = {n: len(unmarked(str(self.expression(n)))) for n in [node, *inner]}
         target = f"grads[{self.joint.place[node][1]}]" if node in self.joint.place else ""
         length = len(target or self.wishes.get(node, "")) + len(" = ") + texts[node]
         if node in self.accumulated:  # `a += b` for `a = a + b`
-            length -= len(f"{self.text(self.accumulated[node])} + ") - 1
+            length -= len(unmarked(f"{self.text(self.accumulated[node])} + ")) - 1
         if length <= WIDTH - 4 * INDENT:
             return []
         part = min(inner, key=lambda n: max(texts[n], length - texts[n]))

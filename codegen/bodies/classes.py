@@ -5,11 +5,11 @@ All its methods are printed from the calls of the run's first block.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from torch import fx, nn
+from torch import fx
 
 from partc.codegen.bodies.block_arguments import (
     ARGUMENT_TYPES,
@@ -27,9 +27,13 @@ from partc.codegen.bodies.tables import TABLES, declarations
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS
-from partc.codegen.calls.names import Scope, attributes, of_turn, wishes
+from partc.codegen.calls.moved_names import of_turn
+from partc.codegen.calls.names import wishes
+from partc.codegen.calls.scope import Scope, attributes
+from partc.codegen.calls.settle import MARK
 from partc.codegen.calls.statements import Statement, with_sections
 from partc.codegen.calls.transfers import weights_of
+from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
@@ -44,13 +48,13 @@ from partc.graph.moves import moves
 class _Method:
     """A method of a class before it is printed; ``ledger`` adds ``del`` lines to its statements."""
 
-    signature: str
+    signature: Line
     ledger: Ledger
     closing: list[Line]
 
-    def function(self) -> dict[str, str]:
-        lines = [*with_sections(self.ledger.statements), *self.closing]
-        return {"signature": self.signature, "body": block(lines, 2)}
+    def lines(self) -> list[Line]:
+        """The signature and the body."""
+        return [self.signature, *with_sections(self.ledger.statements), *self.closing]
 
 
 @dataclass(eq=False)
@@ -74,6 +78,8 @@ class BlockClass:
         default_factory=dict
     )  # a parameter's name from the block on -> its attribute: mlp.up.weight -> mlp_up_weight
 
+    texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
+
     def __post_init__(self) -> None:
         scope = attributes(self.graph.mesh)
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
@@ -82,6 +88,17 @@ class BlockClass:
             suffix = name.removeprefix(f"{self.run.layers[0]}.")
             if suffix != name and (node in used or name in written):
                 self.suffixes[suffix] = scope.fresh(suffix)
+
+    @cached_property
+    def wishes(self) -> Wishes:
+        """The wanted names of values in all methods."""
+        return wishes(self.graph, self.run.layers[0], self._given())
+
+    @cached_property
+    def scope(self) -> Scope:
+        """The names in all methods: one means the same value in each."""
+        counts = any(map(reads_microbatch, self.sides))
+        return Scope([*ARGUMENT_TYPES, *self.helpers.names, *(["i"] if counts else [])])
 
     def _names_written(self) -> set[str]:
         """Names of parameters whose gradients, and of buffers whose new values, the block makes.
@@ -220,7 +237,11 @@ class BlockClass:
         """Name, arguments, result and body of ``forward`` and ``backward``."""
         methods = [self._method(side) for side in self.sides]
         free_blocks([method.ledger for method in methods])
-        return [method.function() for method in methods]
+        settled = self.scope.settled([method.lines() for method in methods])
+        return [
+            {"signature": "\n".join(wrap(signature.code, 4)), "body": block(body, 2)}
+            for signature, *body in settled
+        ]
 
     def _method(self, side: Interface) -> _Method:
         """One method: unpack saved values, take gathered weights, compute, return.
@@ -228,21 +249,20 @@ class BlockClass:
         Arguments are, in this order: values that run from block to block, shared and listed ones,
         lists of saved values, and ``reduced``, the list of reductions that the step waits for.
         """
-        layer = self.run.layers[0]
-        wish = wishes(self.graph, layer, self._given())
-        scope = Scope(
-            [*LEFT.values(), *self.helpers.names, *(["i"] if reads_microbatch(side) else [])]
-        )
+        wish, scope = self.wishes, self.scope
+        scope.taken |= {*self.helpers.names}
         seen: dict[fx.Node, Text] = {}
         for slot in side.of("own"):
             node = side.own(slot)
             seen[node] = Text(self._attribute(node))
-        arguments = [scope.fresh(argument_name(side, slot, wish)) for slot in passed(side)]
+        arguments = [
+            self._mark(side.own(slot), argument_name(side, slot, wish)) for slot in passed(side)
+        ]
         seen |= {side.own(s): Text(a) for s, a in zip(passed(side), arguments, strict=True)}
         opening, lists = [], dict[str, Statement]()
         for word in self.taken_by(side):
             unpacked = self._saved(side, next(b for (b, p), w in LEFT.items() if w == word))
-            seen |= {n: Text(scope.fresh(of_turn(n, wish[n]))) for n in unpacked}
+            seen |= {n: Text(self._mark(n)) for n in unpacked}
             names = ", ".join(str(seen[n]) for n in unpacked)
             line = Line(f"{names} = {word}" if len(unpacked) > 1 else f"[{names}] = {word}")
             lists[word] = Statement([line], binds=unpacked)
@@ -250,7 +270,7 @@ class BlockClass:
         starts = self.gathered(side)
         if starts:
             whole = self._whole(starts)
-            seen |= {n: Text(scope.fresh(wish[n])) for n in whole if n is not None}
+            seen |= {n: Text(scope.value(n, wish, first=True)) for n in whole if n is not None}
             for node in (n for start in starts for n in (start, *start.users)):
                 seen.setdefault(node, Text("self.whole"))
             names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
@@ -264,6 +284,7 @@ class BlockClass:
             arguments.append("reduced")
         body = self._body(side, wish, scope, seen, arguments)
         statements = [*lists.values(), *opening, *body.statements()]
+        self.texts |= {n: text.code for n, text in body.seen.items() if MARK.fullmatch(text.code)}
         given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
         typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
@@ -271,6 +292,13 @@ class BlockClass:
             _signature(name, ["self", *typed_arguments], self._result_type(side)),
             Ledger(statements, body, lists, given),
             [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
+        )
+
+    def _mark(self, node: fx.Node, wish: str = "") -> str:
+        """The mark of a method's argument or unpacked value: that of an earlier method."""
+        known = self.texts.get(node)
+        return known or self.scope.value(
+            node, self.wishes, of_turn(node, wish or self.wishes.get(node, "value")), first=True
         )
 
     def _whole(self, starts: Sequence[fx.Node]) -> list[fx.Node | None]:
@@ -287,7 +315,7 @@ class BlockClass:
         return names
 
     def _body(
-        self, side: Interface, wish: dict[fx.Node, str], scope: Scope, seen: dict[fx.Node, Text],
+        self, side: Interface, wish: Wishes, scope: Scope, seen: dict[fx.Node, Text],
         arguments: Sequence[str],
     ) -> Body:  # fmt: skip
         """The writer of a method's statements; ``kept`` are the values that the method returns."""
@@ -353,28 +381,6 @@ class BlockClass:
         return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"
 
 
-def _signature(name: str, arguments: Sequence[str], result: str) -> str:
-    """The ``def`` line, wrapped."""
-    return "\n".join(wrap(f"def {name}({', '.join(arguments)}) -> {result}:", 4))
-
-
-def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Class name and attribute of each run: ``Layer`` and ``layers`` for ``model.layers.*``.
-
-    Runs that would have the same name get the name of the module around them as well:
-    ``EncoderLayer``, ``DecoderLayer``.
-    """
-    parents = [run.layers[0].split(".")[:-1] for run in runs]
-    found = []
-    scope, classes = Scope(dir(nn.Module)), Scope(dir(nn.Module))
-    for parts in parents:
-        words = [p for p in parts if not p.isdigit()]
-        alike = [p for p in parents if [w for w in p if not w.isdigit()][-1:] == words[-1:]]
-        wanted = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
-        attribute = scope.fresh("_".join(wanted))
-        singular = re.sub(r"(?<=[a-z]{3})s$", "", "_".join(wanted))
-        name = "".join(
-            word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word
-        )
-        found.append((classes.fresh(name or "Block"), attribute))
-    return found
+def _signature(name: str, arguments: Sequence[str], result: str) -> Line:
+    """The ``def`` line."""
+    return Line(f"def {name}({', '.join(arguments)}) -> {result}:")

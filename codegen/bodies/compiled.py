@@ -18,7 +18,8 @@ from torch import fx
 from partc.codegen.bodies.functions import Written, given_names, snake
 from partc.codegen.bodies.replace_calls import rewritten
 from partc.codegen.bodies.units import Home, Place, Unit, is_movable, is_stored, moves, places_of
-from partc.codegen.calls.names import Scope, wishes
+from partc.codegen.calls.names import wishes
+from partc.codegen.calls.scope import Scope
 from partc.codegen.calls.storage import is_view, owner
 from partc.codegen.helpers.needed import Helpers, Outlined
 from partc.codegen.repeats.blocks import Item
@@ -221,9 +222,8 @@ def _home(graph: Graph, place: Place, nodes: Collection[fx.Node], by_phase: bool
 def _printed(graph: Graph, unit: Unit, helpers: Helpers, scope: Scope) -> Outlined:
     """The function of a stretch; one of an earlier stage or stretch, where the text is the same."""
     wish = wishes(graph, unit.home.path, {**given_names(graph, unit, {}), **_passing(unit)})
-    wished = [wish.get(n, "value") for n in [*unit.inputs, *unit.nodes]]
     inline = unit.place.loop is None
-    written = Written.of(graph, unit, wished, helpers, fused=True, frees=inline)
+    written = Written.of(graph, unit, wish, helpers, fused=True, frees=inline)
     ways = [w for w, found in (("forward", is_forward), ("backward", is_backward))
             if any(map(found, unit.nodes))]  # fmt: skip
     says = f"{' and '.join(ways).capitalize()} of `{docstring(unit.home.name)}`."

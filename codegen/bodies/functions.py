@@ -11,9 +11,12 @@ import torch
 from torch import fx
 
 from partc.codegen.bodies.body import Body
-from partc.codegen.bodies.units import RESULTS, Unit, moves
-from partc.codegen.calls.names import Scope, known_as
+from partc.codegen.bodies.units import RESULTS, Unit, is_movable, moves
+from partc.codegen.calls.moved_names import known_as
+from partc.codegen.calls.path_names import is_within
+from partc.codegen.calls.scope import Scope
 from partc.codegen.calls.statements import Statement, free_early, with_sections
+from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers, Outlined
 from partc.codegen.text import NONE, Line, Text, block, wrap
 from partc.graph import Graph, fake_of, first_operand, is_backward, is_call, picked, typed, value
@@ -82,20 +85,19 @@ class Written:
 
     @classmethod
     def of(
-        cls, graph: Graph, unit: Unit, wished: Sequence[str], helpers: Helpers, *,
+        cls, graph: Graph, unit: Unit, wishes: Wishes, helpers: Helpers, *,
         fused: bool = False, frees: bool = False,
     ) -> Written:  # fmt: skip
-        """Write the calls of a unit; ``wished`` has the wanted names of its inputs and nodes.
+        """Write the calls of a unit; ``wishes`` has the wanted names of its inputs and nodes.
 
         ``fused``: the text is for torch.compile, so module paths stand in it as comments and no
         value is written over another. ``frees``: a ``del`` drops what is no longer read.
         """
-        wish = dict(zip([*unit.inputs, *unit.nodes], wished, strict=True))
         scope = Scope()
-        seen = {node: Text(scope.fresh(wish[node])) for node in unit.inputs}
+        seen = {node: Text(scope.value(node, wishes, first=True)) for node in unit.inputs}
         arguments = [str(text) for text in seen.values()]
         body = Body(
-            graph, unit.nodes, wish, scope, helpers, seen, set(unit.outputs),
+            graph, unit.nodes, wishes, scope, helpers, seen, set(unit.outputs),
             device=f"{arguments[0]}.device", one_turn=True, fused=fused,
         )  # fmt: skip
         last = unit.nodes[-1]
@@ -119,8 +121,10 @@ class Written:
             lines = with_sections(statements)
         else:
             lines = [line for s in statements for line in s.lines]
-        results = tuple(wish[n] if n is last else str(body.text(n)) for n in unit.outputs)
-        return cls(arguments, lines, body.seen, results)
+        [[signature, *lines]] = scope.settled([[Line(", ".join(arguments)), *lines]])
+        names = {n: Text(scope.named(str(text))) for n, text in body.seen.items()}
+        results = tuple(wishes.get(n) if n is last else str(names[n]) for n in unit.outputs)
+        return cls(signature.code.split(", "), lines, names, results)
 
     @property
     def code(self) -> list[str]:
@@ -151,12 +155,18 @@ class Written:
         return "\n".join([*head, f'    """{says}"""', block(lines, 1)])
 
 
-def function_name(unit: Unit) -> str:
+def function_name(unit: Unit, result: str) -> str:
     """The wanted name of a unit's function: ``rms_norm``, ``rms_norm_backward``, ``rms_norm_anew``.
 
-    ``anew`` recomputes forward values in the backward.
+    ``anew`` recomputes forward values in the backward. A function of less than half of a module's
+    calls is also called after its result: ``attention_k_embed``.
     """
     what = "_backward" if unit.is_backward else "_anew" if unit.repeats else ""
+    path, own = unit.home.path, {*unit.nodes}
+    of_module = [n for n in unit.place.nodes if is_within(value(n).module, path)]
+    alike = [n for n in of_module if is_backward(n) == is_backward(unit.nodes[0]) and is_movable(n)]
+    if not what and not unit.home.line and 2 * len(own) < len(alike):
+        what = f"_{result}"
     return snake(unit.home.name) + what
 
 

@@ -16,7 +16,9 @@ from torch import fx
 from partc.codegen.bodies.functions import Written, function_name, given_names
 from partc.codegen.bodies.replace_calls import rewritten
 from partc.codegen.bodies.units import Unit, places_of, signature, units_of
-from partc.codegen.calls.names import Scope, wishes
+from partc.codegen.calls.names import wishes
+from partc.codegen.calls.scope import Scope
+from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers, Outlined
 from partc.codegen.repeats.blocks import Item
 from partc.graph import Graph
@@ -84,13 +86,13 @@ def _printed(
     """
     first = units[0]
     # Compared without names first: to find the names of a whole graph's values takes long.
-    unnamed = ["value"] * len([*first.inputs, *first.nodes])
-    codes = [Written.of(graph, unit, unnamed, helpers).code for unit in units]
+    codes = [Written.of(graph, unit, Wishes({}), helpers).code for unit in units]
     if not _is_worth_it(codes.count(codes[0]), len(codes[0]) - len(first.inputs)):
         return None
     wish = wishes(graph, first.home.path, given_names(graph, first, known))
-    wished = [wish.get(n, "value") for n in [*first.inputs, *first.nodes]]
-    written = [Written.of(graph, unit, wished, helpers) for unit in units]
+    here = [*first.inputs, *first.nodes]
+    at = [wish.at([*unit.inputs, *unit.nodes], here) for unit in units]
+    written = [Written.of(graph, u, w, helpers) for u, w in zip(units, at, strict=True)]
     units[:] = [u for u, w in zip(units, written, strict=True) if w.code == written[0].code]
     written = [w for w in written if w.code == written[0].code]
     if not _is_worth_it(len(units), len(written[0].lines)):
@@ -103,7 +105,9 @@ def _printed(
     for other in others:
         if written[0].function(other.name, first, lines).text == other.text:
             return other
-    return written[0].function(scope.fresh(function_name(first)), first, lines)
+    return written[0].function(
+        scope.fresh(function_name(first, written[0].results[0])), first, lines
+    )
 
 
 def _is_worth_it(num_calls: int, num_lines: int) -> bool:

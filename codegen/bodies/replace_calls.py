@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from partc.codegen.bodies.units import Place, Unit
-from partc.codegen.calls.names import known_as
+from partc.codegen.calls.moved_names import known_as
 from partc.codegen.helpers.needed import Outlined
 from partc.codegen.repeats.blocks import PHASES, Item, Loop, Run
 from partc.codegen.repeats.equal import Group

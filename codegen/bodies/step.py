@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from partc.codegen.bodies.block_arguments import (
+    SAVED,
     argument_name,
     main_slot,
     passed,
@@ -16,6 +17,7 @@ from partc.codegen.bodies.block_arguments import (
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.calls.path_names import inside
+from partc.codegen.calls.settle import unmarked
 from partc.codegen.calls.statements import Statement
 from partc.codegen.repeats.blocks import LATER, Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, Slot
@@ -120,7 +122,7 @@ class StepBody(Body):
                     item.groups[0].nodes
                 ) | self._backward_of(item):
                     name = self._variable_name(side, slot)
-                    self.wishes |= dict.fromkeys(self._in_place_of(first), name)
+                    self.wishes.give(dict.fromkeys(self._in_place_of(first), name))
 
     def _in_place_of(self, node: fx.Node) -> Iterator[fx.Node]:
         """A value, and the values before it that were moved without a copy: they share a name."""
@@ -164,7 +166,7 @@ class StepBody(Body):
         arguments += [str(self.text(s.nodes[0])) for s in side.of("shared")] + items
         for position in side.carried:
             variables.setdefault(
-                position, self.scope.fresh(self.wishes.get(side.group.nodes[position], "value"))
+                position, self.scope.value(loop.groups[-1].nodes[position], self.wishes)
             )
         kept = {
             p: self.scope.fresh(f"{self.wishes.get(side.group.nodes[p], 'value')}_all")
@@ -174,7 +176,7 @@ class StepBody(Body):
         targets = [variables[p] for p in side.carried] + [f"{kept[p]}_here" for p in side.listed]
         body = []
         for word in cls.left_by(side):
-            lines.append(Line(f"{self._saved(cls, word)} = []"))
+            lines.append(Line(f"{self._saved(cls, word)}: list[{SAVED}] = []"))
             targets.append(word)
             body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
         arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]
@@ -218,7 +220,8 @@ class StepBody(Body):
             and slot.nodes[0] in self.place
         ):
             return first
-        name = self.scope.fresh(wish)
+        last = side.loop.groups[-1].nodes[slot.position]
+        name = self.scope.value(last, self.wishes, wish, first=True)
         lines.append(Line(f"{name} = {first}"))
         return name
 
@@ -294,7 +297,8 @@ class StepBody(Body):
             before = self.wishes.get(last, "")
             for user in last.users:  # a cast is called after what it casts
                 if self.wishes.get(user, "").startswith(f"{before}_"):
-                    self.wishes[user] = name + self.wishes[user].removeprefix(before)
+                    behind = self.wishes.get(user).removeprefix(before)
+                    self.wishes.names[user] = unmarked(name) + behind
 
 
 def _sliced(texts: Sequence[str]) -> str:

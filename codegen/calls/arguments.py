@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keyword
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.codegen.text import Text
+from partc.codegen.text import PRODUCT, SUM, Text
 from partc.quoting import literal
 
 # Not printed: they follow from the operands, or the step's own device takes their place.
+DIGITS = 12  # of a number that says more in another spelling
 _PLACE = ("device", "layout", "pin_memory")
 
 
@@ -70,18 +73,22 @@ class Call:
             return Text(f"[{', '.join(str(self.spell(v)) for v in value)}]")
         if isinstance(value, list | tuple):
             return Text(literal(tuple(value)))
+        if isinstance(value, float) and (spelled := number(value)) is not None:
+            return spelled
         text = literal(value)
         # A negative number stands in parentheses in sums and products, bare in comparisons.
         return Text(text, 14) if text.startswith("-") else Text(text)
 
-    def arguments(self, skip: int = 0, place: bool = False) -> str:
+    def arguments(self, skip: int = 0, place: bool = False, named: bool = False) -> str:
         """The given arguments, but for the first ``skip``, as text.
 
         A boolean is written by name, and so is every argument behind it or behind one that is left
-        out. With ``place`` the device is added.
+        out. With ``named`` the numbers behind the last tensor are, too. With ``place`` the device
+        is added.
         """
         arguments = list(self.node.target._schema.arguments)  # type: ignore[union-attr]
         texts, by_name = [], False
+        numbers = self._numbers() if named else set()
         for arg in arguments[skip:]:
             if arg.name in _PLACE and (arg.kwarg_only or arg.name not in self.given):
                 continue
@@ -92,11 +99,39 @@ class Call:
             is_one = isinstance(value, list | tuple) and len(value) == 1
             if arg.name == "dim" and arg.N == 1 and is_one:  # int[1], for which a number will do
                 value = value[0]
-            by_name = by_name or arg.kwarg_only or isinstance(value, bool)
+            by_name = by_name or arg.kwarg_only or isinstance(value, bool) or arg.name in numbers
             texts.append(f"{arg.name}={self.spell(value)}" if by_name else str(self.spell(value)))
         if place:
             texts.append(f"device={self.device}")
         return ", ".join(texts)
+
+    def _numbers(self) -> set[str]:
+        """The given arguments behind the last one that holds a tensor or cannot be named."""
+        found: set[str] = set()
+        for name, value in reversed(self.given.items()):
+            parts = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(part, fx.Node) for part in parts) or keyword.iskeyword(name):
+                break
+            found.add(name)
+        return found
+
+
+def number(value: float) -> Text | None:
+    """A number that is known by another spelling than its digits; None for all others.
+
+    >>> str(number(1 - 0.9)), str(number(512 / 511)), number(0.1)
+    ('1 - 0.9', '512 / 511', None)
+    """
+    if value == torch.finfo(torch.float32).min:
+        return Text("torch.finfo(torch.float32).min")
+    if len(repr(value)) < DIGITS or not math.isfinite(value):
+        return None
+    rest = round(1 - value, 6)
+    if 0 < value < 1 and 1 - rest == value:
+        return Text(f"1 - {rest}", SUM)
+    whole = round(value / (value - 1)) if value > 1 else 0
+    known = whole > 1 and whole / (whole - 1) == value
+    return Text(f"{whole} / {whole - 1}", PRODUCT) if known else None
 
 
 def _same(value: Any, default: Any) -> bool:

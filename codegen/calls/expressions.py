@@ -16,11 +16,14 @@ from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.buffers_in_place import counted
 from partc.codegen.calls.inline import inlined
 from partc.codegen.calls.joint_grads import JointGrads
-from partc.codegen.calls.names import Scope, is_given, of_turn
+from partc.codegen.calls.moved_names import of_turn
+from partc.codegen.calls.names import is_given
 from partc.codegen.calls.random import Drawing
 from partc.codegen.calls.retarget import for_any_device
+from partc.codegen.calls.scope import Scope
 from partc.codegen.calls.spell import spell
 from partc.codegen.calls.storage import accumulations
+from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers, Outlined
 from partc.codegen.repeats.equal import ends_step
 from partc.codegen.text import ATOM, COMPARE, Text
@@ -86,7 +89,7 @@ class Expressions:
 
     graph: Graph
     order: Sequence[fx.Node]
-    wishes: dict[fx.Node, str]
+    wishes: Wishes
     scope: Scope
     helpers: Helpers
     seen: dict[fx.Node, Text]
@@ -171,12 +174,12 @@ class Expressions:
     def bind(self, node: fx.Node) -> str:
         """Name a value, or give a gradient its place in a dict: ``grads[self.w1_weight]``."""
         name = self.joint.entry(node, self.scope)
-        name = name or self.scope.fresh(self._wish(node))
+        name = name or self._mark(node)
         self.seen[node] = Text(name)
         return name
 
-    def _wish(self, node: fx.Node) -> str:
-        """The name that a value gets if it is free.
+    def _mark(self, node: fx.Node) -> str:
+        """The mark under which a value stands until the function is complete and names are given.
 
         A value that a sum is written over has the sum's name: ``d_x = ...``, then ``d_x += d_y``.
         """
@@ -185,7 +188,8 @@ class Expressions:
             chain.append(self.becomes[chain[-1]])
         best = chain[-1] if is_backward(node) else next((n for n in chain if n in self.named), node)
         wish = self.wishes.get(best, "value")
-        return wish if self.one_turn else of_turn(node, wish)
+        wish = wish if self.one_turn else of_turn(node, wish)
+        return self.scope.value(best, self.wishes, wish)
 
     def _has_line(self, node: fx.Node) -> bool:
         """Whether a node is a statement here; the last waits of a step are those of ``finish``."""

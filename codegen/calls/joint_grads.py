@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
-from partc.codegen.calls.names import Scope
+from partc.codegen.calls.scope import Scope
 from partc.codegen.repeats.equal import ends_step
 from partc.graph import Graph, collectives, tensor_args
 from partc.graph.moves import Move, carried, moves
@@ -89,11 +89,11 @@ class JointGrads:
         if self.empty and not in_place:
             name = self.empty.pop()
         else:
-            name = scope.fresh("grads")
+            name = scope.passing("grads")
             self.fresh.append(start)
         self.entries[name] = []
         if in_place:
-            self.rooms[name] = scope.fresh("flat")
+            self.rooms[name] = scope.passing("flat")
         return name
 
     def sent(self, start: fx.Node) -> None:

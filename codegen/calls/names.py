@@ -6,53 +6,28 @@ after its op (``gelu``). A gradient is named after its value: ``d_w1``.
 
 from __future__ import annotations
 
-import builtins
-import keyword
+import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import fx
 
+from partc.codegen.calls.gradient_names import name_gradients
+from partc.codegen.calls.moved_names import before_move, follow_operands, moved_from
 from partc.codegen.calls.op_names import op_name, result_name
 from partc.codegen.calls.path_names import inside, is_within, last_words, module_name
+from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers import needed as helpers
-from partc.codegen.safety import FORBIDDEN
-from partc.errors import PlanError
 from partc.graph import Graph, fake_of, has_value, is_forward, is_tensor, value
 from partc.graph.moves import carried
-from partc.passes.overlap.write_pieces import taken_from
-from partc.plan.mesh import Mesh
 from partc.plan.sharding import DTYPE_NAMES
 from partc.quoting import identifier
 
-# Names that no value gets: Python's and a program's own, and those of helper functions.
-RESERVED = {
-    "self",
-    "torch",
-    "dist",
-    "F",
-    "nn",
-    "Tensor",
-    "saved",
-    "layer",
-    "following",
-    "reduced",
-    "before",
-    "done",
-    *dir(builtins),
-    *FORBIDDEN,
-    *helpers.names(),
-}
-# Methods and attributes of a program's modules, and of torch's: no parameter or buffer gets these.
-OWN = {
-    *dir(nn.Module),
-    "step", "seed", "rng", "n", "name", "begin", "backward", "weights", "finish", "gather", "whole",
-    "regather", "saved", "kept", "left", "losses", "results", "reduce", "reduced", "last", "stages",
-    "links",
-}  # fmt: skip
 COMMON = {
     "hidden_states",
     "residual",
@@ -62,110 +37,43 @@ COMMON = {
     "outputs",
     "result",
 }  # say nothing about the value
+PRODUCTS = {"linear", "addmm", "mm", "matmul", "convolution", "conv2d", "conv1d"}
 # The targets of an assignment in a source line: ``a, b`` of ``model.py:14: a, b = x.chunk(2)``.
 _TARGETS = re.compile(
     r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)"
 )
 
 
-class Scope:
-    """The identifiers that one generated function uses; a name that is taken gets a number."""
-
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self.taken = {*RESERVED, *taken}
-
-    def fresh(self, wish: str) -> str:
-        """A new identifier for a wanted name: ``x``, then ``x_1``, then ``x_2``."""
-        name = base = identifier(wish)
-        number = 0
-        while name in self.taken:
-            number += 1
-            name = f"{base}_{number}"
-        self.taken.add(name)
-        return name
-
-
-def attributes(mesh: Mesh, *others: str) -> Scope:
-    """The names of a module's parameters and buffers; a program's own names are taken.
-
-    PlanError for an axis that has such a name, as programs have an attribute for each axis.
-    """
-    axes: list[str] = []
-    for axis in mesh.names:
-        if axis in OWN or axis in axes or f"{axis}_rank" in axes or keyword.iskeyword(axis):
-            raise _no_axis(axis, mesh)
-        axes += axis, f"{axis}_rank"
-    return Scope([*OWN, *axes, *others])
-
-
-def _no_axis(axis: str, mesh: Mesh) -> PlanError:
-    return PlanError(
-        where=f"mesh {mesh}",
-        what=f"an axis is called {axis!r}",
-        why="programs keep each axis as an attribute, and use this name for something else",
-        do="Rename the axis, for example to dp.",
-    )
-
-
 def wishes(
     graph: Graph, prefix: str = "", given: Mapping[fx.Node, str] = MappingProxyType({})
-) -> dict[fx.Node, str]:
-    """The wanted name of every value; ``Scope.fresh`` numbers those that several values want.
+) -> Wishes:
+    """The wanted name of every value; ``settle`` gives longer ones where several values want one.
 
     Module paths are shortened by ``prefix``, the path of the module whose method is printed. Names
     in ``given`` are used as they are, and for the names of gradients.
     """
     named = dict(_placeholder_names(graph, prefix))
     forward = [n for n in graph.calls() if has_value(n) and is_forward(n)]
-    named |= {n: op_name(n) for n in forward}
+    said = {*named}
+    named |= {n: _constant_name(n) or op_name(n) for n in forward}
+    named |= dict(_function_names(forward))
     named |= dict(_result_names(forward))
-    named |= dict(_variable_names(forward))
-    named |= dict(_module_names(forward, prefix))
+    users = dict(_variable_names(forward))
+    users |= dict(_module_names(forward, prefix))
+    users |= dict(_weight_names(forward, prefix))
     if graph.loss is not None:
-        named |= dict.fromkeys(moved_from(graph.loss), "loss")
+        users |= dict.fromkeys(moved_from(graph.loss), "loss")
+    named |= users
     named |= given
-    _follow_operands([n for n in forward if n not in given], named)
+    follow_operands([n for n in forward if n not in given], named)
     compiled = dict(_compiled_names(graph))
     named |= compiled
-    named |= dict(_gradient_names(graph, named, given, compiled))
-    return {**named, **given}
-
-
-def of_turn(node: fx.Node, wish: str) -> str:
-    """The name of a value in an overlap piece of a block: ``x_0`` for ``x`` in piece 0."""
-    turn = value(node).turn
-    return wish if turn is None else f"{wish}_{turn}"
-
-
-def _before(node: fx.Node) -> fx.Node | None:
-    """The value that a node holds in another layout, or a piece of; None for other calls."""
-    return carried(node) or taken_from(node)
-
-
-def moved_from(node: fx.Node) -> list[fx.Node]:
-    """A value, and the values of calls that it was before collectives moved it, latest first."""
-    chain = [node]
-    while (before := carried(chain[-1])) is not None:
-        chain.append(before)
-    return [n for n in chain if n.op == "call_function"]
-
-
-def _follow_operands(forward: list[fx.Node], named: dict[fx.Node, str]) -> None:
-    """Name values after their operands: a moved value keeps the name, a cast adds its dtype.
-
-    ``x -> x_bfloat16`` for a cast of ``x``.
-    """
-    for node in forward:
-        if (before := _before(node)) is not None:
-            named[node] = named[before]
-        elif named[node] == "cast" and is_tensor(node):
-            dtype = DTYPE_NAMES.get(fake_of(node).dtype, "cast")
-            named[node] = f"{named[node.all_input_nodes[0]]}_{dtype}"
-
-
-def known_as(node: fx.Node) -> str:
-    """The name by which ``Value.forward`` of a backward call refers to this forward call."""
-    return value(node).name or node.name
+    moved = {n for n in graph.calls() if has_value(n) and before_move(n) is not None}
+    wanted = Wishes(named, prefix, {*given}, said | {*users, *compiled}, moved)
+    name_gradients(graph, wanted, compiled)
+    wanted.same |= dict(_gathered_again([n for n in graph.calls() if has_value(n)]))
+    wanted.give(given)
+    return wanted
 
 
 def is_given(node: fx.Node, wish: str) -> bool:
@@ -187,6 +95,75 @@ def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str
             own = inside(name, prefix)
             alone = own in names and short[last_words(own)] == 1
             yield node, identifier(last_words(own) if alone else own)
+
+
+def _function_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
+    """Names of what the user's functions return: ``rotate_half``."""
+    for node in nodes:
+        calls = value(node).calls
+        inner = calls[-1][0] if len(calls) > 1 else "forward"
+        readers = [value(u).calls for u in node.users if has_value(u)]
+        ends = all(found[: len(calls) - 1] != calls[:-1] or len(found) < len(calls)
+                   for found in readers)  # fmt: skip
+        if inner.isidentifier() and inner not in ("forward", "wrapper", "inner") and ends:
+            yield node, inner.strip("_")
+
+
+def _weight_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, str]]:
+    """Names of products with a weight: ``up_proj`` of a product with ``mlp.up_proj.weight``."""
+    for node in nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or schema.name.split("::")[1] not in PRODUCTS:
+            continue
+        weights = [w for w in map(_weight_of, node.all_input_nodes) if w.endswith(".weight")]
+        path = weights[0].removesuffix(".weight") if len(weights) == 1 else ""
+        if path and is_within(path, prefix) and is_within(path, value(node).module):
+            yield node, module_name(inside(path, prefix))
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether a value is a parameter or buffer that a collective has moved."""
+    while node.op == "call_function" and (before := carried(node)) is not None:
+        node = before
+    return node.op == "placeholder" and value(node).kind in ("param", "buffer")
+
+
+def _gathered_again(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each weight that is gathered more than once, with its first gather."""
+    first: dict[object, fx.Node] = {}
+    for node in nodes:
+        if is_tensor(node) and _is_stored(node):
+            root = moved_from(node)[-1]
+            while (before := carried(root)) is not None:
+                root = before
+            key = (root, tuple(fake_of(node).shape), fake_of(node).dtype)
+            if first.setdefault(key, node) is not node:
+                yield node, first[key]
+
+
+def _constant_name(node: fx.Node) -> str:
+    """The name of a number that a program makes a tensor of; "" for other values."""
+    schema = getattr(node.target, "_schema", None)
+    name = schema.name.split("::")[1] if schema is not None else ""
+    if name not in ("scalar_tensor", "full") or tuple(fake_of(node).shape):
+        return ""
+    number: Any = node.args[0 if name == "scalar_tensor" else 1]
+    lowest = -torch.finfo(torch.float32).max
+    return {0: "zero", 1: "one", -math.inf: "minus_infinity", lowest: "lowest"}.get(number, "")
+
+
+def _weight_of(node: fx.Node) -> str:
+    """The name of the matrix that a value is, gathered or cast; "" for other values."""
+    if not is_tensor(node) or fake_of(node).ndim < 2:
+        return ""
+    while node.op == "call_function":
+        operands = node.all_input_nodes
+        if node.target is operator.getitem and carried(node) is not None:
+            operands = [carried(node) or node]
+        if len(operands) != 1:
+            return ""
+        node = operands[0]
+    return value(node).name if value(node).kind == "param" else ""
 
 
 def _result_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
@@ -213,7 +190,7 @@ def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     """
     lines: dict[tuple[str, str, int | None], list[fx.Node]] = {}
     for node in nodes:
-        if _before(node) is None:  # a moved value is called as it was
+        if before_move(node) is None:  # a moved value is called as it was
             at = value(node)
             lines.setdefault((at.module, at.source, at.turn), []).append(node)
     for (_, source, _), members in lines.items():
@@ -251,7 +228,7 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
     for node in nodes:
         readers = [value(u).module for u in node.users if has_value(u) and is_forward(u)]
         path = value(node).module
-        while path and is_tensor(node):
+        while path and is_tensor(node) and not _is_stored(node):
             if any(not is_within(reader, path) for reader in readers):
                 results.setdefault((path, value(node).turn), []).append(node)
             path = path.rpartition(".")[0]
@@ -259,88 +236,3 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
     for path, turn in sorted(results, key=lambda at: at[0].count(".")):
         if len(results[path, turn]) == 1 and path != prefix:
             yield results[path, turn][0], module_name(inside(path, prefix))
-
-
-def _gradient_names(
-    graph: Graph,
-    named: dict[fx.Node, str],
-    given: Mapping[fx.Node, str],
-    compiled: Mapping[fx.Node, str],
-) -> Iterator[tuple[fx.Node, str]]:
-    """Names of the backward's values: ``d_<value>`` for the gradient of a value.
-
-    A forward value that the backward computes again has the name it has in the forward.
-    """
-    # Reversed, so that of several calls with one name the first in the graph stands in the table.
-    by_name = {known_as(n): n for n in reversed(list(graph.calls())) if has_value(n)}
-    params = graph.params
-    final = {n: params[name] for name, node in graph.grads.items() for n in moved_from(node)}
-    found: dict[fx.Node, str] = {}
-    forward = [n for n in reversed(list(graph.calls())) if has_value(n) and is_forward(n)]
-    known: dict[object, fx.Node] = {_origin(n): n for n in forward}
-    known |= {value(n).name: n for n in forward if value(n).name}
-    for node in graph.calls():
-        if is_forward(node):
-            continue
-        before = _before(node)
-        if node in compiled:
-            found |= {node: compiled[node]} if compiled[node].startswith("d_") else {}
-        elif _is_again(node, found, known) and before not in found:
-            again = before or known.get(value(node).name) or known.get(_origin(node))
-            unknown = result_name(node) or op_name(node)
-            named[node] = unknown if again is None else named.get(again, unknown)
-            _follow_operands([node], named)
-        elif node in final:
-            found[node] = f"d_{named[final[node]]}"
-        else:
-            whole = taken_from(node)
-            own = given.get(whole, "") if whole is not None else ""
-            found[node] = own or _gradient_name(node, by_name, named, found)
-    yield from found.items()
-
-
-def _origin(node: fx.Node) -> tuple[object, ...]:
-    """A key that is equal for a value and for its recomputation."""
-    shape = tuple(fake_of(node).shape) if is_tensor(node) else ()
-    result = node.args[1] if node.target is operator.getitem else None
-    return (node.target, value(node).module, value(node).source, shape, result)
-
-
-def _is_again(
-    node: fx.Node, gradients: Mapping[fx.Node, str], known: Mapping[object, fx.Node]
-) -> bool:
-    """Whether a backward node is no gradient but a forward value, recomputed or gathered again."""
-    return (
-        (bool(node.all_input_nodes) or value(node).name in known)
-        and not value(node).forward
-        and gradients.keys().isdisjoint(node.all_input_nodes)
-    )
-
-
-def _gradient_name(
-    node: fx.Node, by_name: dict[str, fx.Node], named: dict[fx.Node, str], found: dict[fx.Node, str]
-) -> str:
-    """The name of one gradient.
-
-    It is that of the forward call's operand which has the gradient's shape; the operand in the
-    same place as the result is tried first.
-    """
-    before = _before(node)
-    if before in found:
-        return found[before]
-    forward = by_name.get(value(node).forward)
-    if forward is not None and forward.target is operator.getitem:
-        forward = forward.all_input_nodes[0]
-    if forward is not None and is_tensor(node):
-        operands = [n for n in forward.all_input_nodes if is_tensor(n)]
-        like = [n for n in operands if fake_of(n).shape == fake_of(node).shape]
-        index = node.args[1] if node.target is operator.getitem else 0
-        if isinstance(index, int) and index < len(operands) and operands[index] in like:
-            return f"d_{named[operands[index]]}"
-        if like:
-            return f"d_{named[like[0]]}"
-    parts = {n: found[n] for n in node.all_input_nodes if n in found and is_tensor(n)}
-    if op_name(node) == "add" and parts:  # a sum of contributions
-        of_values = [name for n, name in parts.items() if name != f"d_{op_name(n)}"]
-        return (of_values or [*parts.values()])[-1]
-    return f"d_{op_name(node)}"

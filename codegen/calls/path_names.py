@@ -1,6 +1,9 @@
-"""Names that come from a module path: ``mlp_0`` of ``h.0.mlp``."""
+"""Names that come from a module path: ``mlp`` of ``h.0.mlp``, or ``h_0_mlp``."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, takewhile
 
 
 def inside(path: str, prefix: str) -> str:
@@ -20,16 +23,42 @@ def is_within(path: str, outer: str) -> bool:
 
 
 def module_name(path: str) -> str:
-    """The last name of a module path with the indices around it: ``h.0.mlp`` is ``mlp_0``.
+    """The last name of a module path; an index at its end stands at the name.
 
-    >>> module_name("encoder.layers.3.fc.1")
-    'fc_3_1'
+    >>> module_name("h.0.mlp"), module_name("encoder.layers.3"), module_name("blocks.0.1")
+    ('mlp', 'layers3', 'blocks0x1')
     """
-    words: list[str] = []
-    numbers: list[str] = []
-    for part in path.split("."):
-        (numbers if part.isdigit() else words).append(part)
-    return "_".join([*(words[-1:] or ["m"]), *numbers])
+    parts = path.split(".")
+    numbers = [*takewhile(str.isdigit, reversed(parts))][::-1]
+    word = parts[-len(numbers) - 1] if len(parts) > len(numbers) else "m"
+    return word + "x".join(numbers)
+
+
+def qualifiers(path: str) -> Iterator[str]:
+    """What a module path can add to a name, from little to much.
+
+    Of lists the last name is shown, or the name in front of all lists, with all indices.
+
+    >>> list(qualifiers("encoder.block.0.layer.1.mlp.wi"))
+    ['layer_0_1', 'encoder_0_1', 'encoder_0_1_wi', 'encoder_0_1_mlp_wi']
+    >>> list(qualifiers("mlp.up"))
+    ['up', 'mlp_up']
+    """
+    parts = path.split(".") if path else []
+    numbers = "_".join(part for part in parts if part.isdigit())
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    lists = [a for a, b in pairwise(parts) if b.isdigit() and not a.isdigit()]
+    outer, inner = parts[: max(first - 1, 0)], parts[first:]
+    words = [w for w, then in pairwise([*inner, ""]) if not w.isdigit() and not then.isdigit()]
+    if numbers:
+        yield f"{lists[-1]}_{numbers}" if lists else f"m_{numbers}"
+        outer = outer or lists[:1]
+        yield f"{outer[-1]}_{numbers}" if outer else f"m_{numbers}"
+    within = [f"{outer[-1]}_{numbers}"] if numbers and outer else []
+    for num in range(1, len(words) + 1):
+        yield "_".join([*within, *words[-num:]])
+    for num in range(2, len(outer) + 1) if numbers else ():
+        yield "_".join([*outer[-num:], numbers, *words])
 
 
 def last_words(name: str) -> str:

@@ -61,9 +61,8 @@ def _aten(call: Call) -> Text:
     """``aten.foo.Tensor(x)`` is ``torch.ops.aten.foo.Tensor(x)``."""
     target: Any = call.node.target
     overload = "" if target._overloadname == "default" else f".{target._overloadname}"
-    return Text(
-        f"torch.ops.{target.namespace}.{call.name}{overload}({call.arguments(place=_is_factory(call))})"
-    )
+    arguments = call.arguments(place=_is_factory(call), named=True)
+    return Text(f"torch.ops.{target.namespace}.{call.name}{overload}({arguments})")
 
 
 def written_over(call: Text, into: Text) -> str:
@@ -312,7 +311,10 @@ def _scalar_tensor(call: Call) -> Text:
 
 @spells("slice_scatter")
 def _slice_scatter(call: Call) -> Text:
-    return Text(f"torch.slice_scatter({call.arguments()})")
+    end = call.get("end")
+    if isinstance(end, int) and end >= fake_of(call.get("self")).shape[call.get("dim")]:
+        call.given.pop("end", None)  # up to the last one
+    return Text(f"torch.slice_scatter({call.arguments(named=True)})")
 
 
 # nn.functional with another order or name ---------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import fx
 
 from partc.codegen.calls.buffers_in_place import keep_statistics
 from partc.codegen.calls.inline import is_free
-from partc.codegen.calls.names import known_as
+from partc.codegen.calls.moved_names import known_as
 from partc.graph import (
     Graph,
     first_operand,

@@ -6,24 +6,20 @@ comment beside the wait says which calls between the two hide the transfer.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.expressions import Expressions
-from partc.codegen.calls.inline import is_work
+from partc.codegen.calls.hidden import hidden_by
 from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.storage import overwritable
-from partc.codegen.helpers.needed import Outlined
 from partc.codegen.repeats.equal import ends_step
 from partc.codegen.text import ATOM, Line, Text
-from partc.graph import collectives, is_tensor, picked, tensor_args, typed, value
+from partc.graph import collectives, is_tensor, tensor_args, typed, value
 from partc.graph.dense import surely_dense
 from partc.graph.moves import gathers_param, kind_of, moves, results
-from partc.passes.overlap.write_pieces import taken_from
 from partc.quoting import comment
 
 
@@ -117,7 +113,7 @@ class Transfers(Expressions):
         """The lines that wait for a collective, and that make its result of what has arrived."""
         start = node.all_input_nodes[0]
         self.seen[node] = self.seen[start]
-        name, hidden = str(self.seen[start]), comment(self._hidden_by(start, node))
+        name, hidden = str(self.seen[start]), comment(self._hidden_by(start, node), 1000)
         if gathers_param(start):
             bound = weights_of(start)
             names = ", ".join("_" if n is None else self.bind(n) for n in bound)
@@ -130,15 +126,15 @@ class Transfers(Expressions):
         lines += [Line(after, comment(typed(node)))] if after else []
         # Over gloo a reduce-scatter of gradients is an all_to_all (it sends half as much as gloo's
         # own): the pieces of all ranks have arrived and are still to be added up.
-        in_pieces = start in self.joint.params and kind_of(start) == "reduce_scatter"
-        if in_pieces and not self.helpers.messages:
+        scattered = start in self.joint.params and kind_of(start) == "reduce_scatter"
+        if scattered and self.helpers.in_pieces:
             lines.append(Line(f"{name} = {self.helpers.use('summed')}({name})"))
         return Statement(lines, reads=[start], binds=[node])
 
     def _gather_weights(self, node: fx.Node) -> Statement:
         """The start of a gather of weights: ``gathered = gather_weights([...], 2, self.dp)``."""
         shards = c10d.shards([str(self.text(n)) for n in tensor_args(node)], node, self.helpers)
-        name = self.scope.fresh("gathered")
+        name = self.scope.passing("gathered")
         self.seen[node] = Text(name)
         call = c10d.transfer(node, shards, moves(node), self.helpers)
         return Statement([Line(f"{name} = {call}")], binds=[node])
@@ -175,12 +171,15 @@ class Transfers(Expressions):
             return value(start).remark
         if start not in self.place:
             return "started by the caller"
-        between = self.order[self.place[start] + 1 : self.place[wait]]
-        written = (n for n in between if n in self.seen or (n in self.inlined and is_work(n)))
-        work = list(dict.fromkeys(self._spoken(n) for n in written if _is_heavy(n)))
-        if not work:
-            return "exposed: its result is needed next"
-        return f"hidden behind {', '.join(work[:3])}{' ...' if len(work) > 3 else ''}"
+        span = range(self.place[start] + 1, self.place[wait])
+        between = [n for n in (self.order[i] for i in span) if self.place[self._line(n)] in span]
+        return hidden_by(start, between, self._spoken)
+
+    def _line(self, node: fx.Node) -> fx.Node:
+        """The call in whose line a call stands: its own, or that of the call it is written in."""
+        while node in self.inlined:
+            node = next(iter(node.users))
+        return node
 
     def _spoken(self, node: fx.Node) -> str:
         """The name of a value in the comment of another line."""
@@ -193,17 +192,3 @@ def weights_of(gather: fx.Node) -> list[fx.Node | None]:
     if gather.target in collectives.JOINED:
         return results(gather, len(tensor_args(gather)))
     return list(gather.users)
-
-
-def _is_heavy(node: fx.Node) -> bool:
-    """Whether a call takes enough time to be named as what hides a collective.
-
-    Pointwise ops, views and other collectives are not named.
-    """
-    if node.target is operator.getitem and isinstance(picked(node)[0].target, Outlined):
-        return picked(node)[1] == 0  # the function's main result
-    if taken_from(node) is not None:
-        return False
-    tags = getattr(node.target, "tags", ())
-    light = torch.Tag.pointwise in tags or node.target in (collectives.wait, operator.getitem)
-    return is_tensor(node) and not light and node.target not in collectives.COLLECTIVES

@@ -11,7 +11,9 @@ import jinja2
 import torch
 from torch import fx
 
-from partc.codegen.bodies.classes import BlockClass, class_names
+from partc.codegen.bodies.block_arguments import REDUCED
+from partc.codegen.bodies.class_names import class_names
+from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.step import StepBody
@@ -27,7 +29,8 @@ from partc.codegen.bodies.tables import (
 )
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS
-from partc.codegen.calls.names import Scope, attributes, wishes
+from partc.codegen.calls.names import wishes
+from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.mesh_attributes import mesh_attributes
@@ -69,18 +72,20 @@ MEANINGS = {
 
 
 def emit(
-    graph: Graph, *, header: str, prefetch: int = 1, messages: bool = False, inductor: bool = False
-) -> str:
+    graph: Graph, *, header: str, prefetch: int = 1, messages: bool = False,
+    backend: str = "gloo", inductor: bool = False,
+) -> str:  # fmt: skip
     """The text of a role's file: tables, helper functions, block classes and ``class <Model>Step``.
 
     Between two loops over blocks the program starts to gather the weights of the first ``prefetch``
-    blocks of the next loop. With ``messages`` ranks send each other what gloo would gather, or sum
-    and scatter. With ``inductor`` the calls between two transfers become functions for
-    torch.compile. CheckError if the text does anything but compute with torch.
+    blocks of the next loop. ``backend`` carries tensors between ranks: ``gloo`` or ``nccl``. With
+    ``messages`` ranks send each other what gloo would gather, or sum and scatter. With ``inductor``
+    the calls between two transfers become functions for torch.compile. CheckError if the text does
+    anything but compute with torch.
     """
     graph = tidied(graph, fused=inductor)
     items, sides = arranged(graph)
-    helpers = Helpers(messages=messages)
+    helpers = Helpers(messages=messages, backend=backend)
     items = outlined(graph, items, helpers)
     items = compiled(graph, items, helpers) if inductor else items
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
@@ -342,12 +347,16 @@ class RoleText:
         )
         lines = with_sections(statements)
         if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
-            lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
+            lines = [
+                Line(f"reduced: {REDUCED} = []"),
+                *lines,
+                Line(f"{self.helpers.use('finish')}(reduced)"),
+            ]
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)
         lines.append(Line(self._result(body)))
-        return block(lines, 2)
+        return block(scope.settled([lines])[0], 2)
 
     def final_grads(self) -> dict[fx.Node, list[str]]:
         """For each gradient that no block adds to ``.grad`` itself its parameters, as texts."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from partc.graph import Graph, collectives, fake_of, tensor_args
+from partc.codegen.calls.storage import num_bytes
+from partc.graph import Graph, collectives, fake_of, layout_on, tensor_args
 from partc.graph.moves import kind_of
 from partc.plan import Plan
 from partc.quoting import comment
@@ -15,6 +17,7 @@ from partc.version import __version__
 
 _KEY, _WIDTH = 10, 100
 FEW = 4  # up to so many stages have a row each
+MANY = 6  # so many parameters are named in a row
 
 
 def header(graph: Graph, plan: Plan) -> str:
@@ -32,8 +35,9 @@ def header(graph: Graph, plan: Plan) -> str:
         ("sequence", f"unfinished activations are scattered over {a} along dim {d}")
         for a, d in plan.scatter.items()
     ]
+    rows += [("whole", row) for row in _whole([graph], plan)]
     rows += [("moves", row) for row in _moves(graph)]
-    rows += [("note", comment(note)) for note in plan.notes]
+    rows += [("note", comment(note, 400)) for note in plan.notes]
     return "\n".join([*lines, *_wrapped(rows)])
 
 
@@ -56,8 +60,30 @@ def stage_header(
     rows += [("stage", row) for row in _stages(sorted(s for s in stages if s), plan.stages)]
     rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graphs[0].inputs]
     rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
-    rows += [("note", comment(note)) for note in plan.notes]
+    rows += [("whole", row) for row in _whole([graphs[s] for s in stages if s is not None], plan)]
+    rows += [("note", comment(note, 400)) for note in plan.notes]
     return "\n".join([*lines, *_wrapped(rows)])
+
+
+def _whole(graphs: Sequence[Graph], plan: Plan) -> list[str]:
+    """Which matrices every rank of an axis holds whole, though the axis cuts others."""
+    found = []
+    params = {name: node for graph in graphs for name, node in graph.params.items()}
+    matrices = {name: node for name, node in params.items() if fake_of(node).ndim > 1}
+    times = {node: graph.times(node) for graph in graphs for node in graph.params.values()}
+    for axis in graphs[0].mesh.names if graphs else ():
+        whole = {n: p for n, p in matrices.items() if layout_on(p, axis).kind != "cut"}
+        noted = any(note.startswith(f"{axis}=") for note in plan.notes)  # which says more
+        if whole and len(whole) < len(matrices) and not noted:
+            names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in whole))
+            more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
+            size = _bytes(sum(times[p] * num_bytes(p) for p in whole.values()))
+            who = f"plan {comment(plan.preset)}" if plan.preset else "the plan"
+            found.append(
+                f"over {axis}: {', '.join(map(comment, names[:MANY]))}{more}; {size} on each rank, "
+                f"as {who} does not cut them"
+            )
+    return found
 
 
 def _stages(numbers: Sequence[int], begins: Sequence[str]) -> list[str]:

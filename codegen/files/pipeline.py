@@ -55,9 +55,10 @@ class Pipeline:
     """All stages of a pipeline, and how ranks run them.
 
     ``wiring`` comes from the lowered schedule and says how many sends of each link may be under
-    way. Up to ``join_mb`` megabytes of gradients share a bucket. With ``messages`` ranks send each
-    other what gloo would gather, or sum and scatter. With ``inductor`` the calls between two
-    transfers become functions for torch.compile.
+    way. Up to ``bucket_mb`` megabytes of gradients share a bucket. ``backend`` carries tensors
+    between ranks: ``gloo`` or ``nccl``. With ``messages`` ranks send each other what gloo would
+    gather, or sum and scatter. With ``inductor`` the calls between two transfers become functions
+    for torch.compile.
     """
 
     graphs: Sequence[Graph]
@@ -65,13 +66,14 @@ class Pipeline:
     schedule: Schedule
     mesh: Mesh
     wiring: Wiring
-    join_mb: float
+    bucket_mb: float
     messages: bool = False
+    backend: str = "gloo"
     inductor: bool = False
 
     def emit(self, ranks: Sequence[int], *, header: str) -> str:
         """The text of the file that some pipeline ranks run; ``ranks`` is one of ``groups()``."""
-        helpers = Helpers(messages=self.messages)
+        helpers = Helpers(messages=self.messages, backend=self.backend)
         stages = self._stages(ranks, helpers)
         steps = {
             rank: RankStep(
@@ -111,7 +113,7 @@ class Pipeline:
             labels = [*LETTERS[: len(mine)]] if len(mine) > 1 else [""]
         return [
             stage_text(
-                self.graphs[number], label, title.code, helpers, self.join_mb,
+                self.graphs[number], label, title.code, helpers, self.bucket_mb,
                 lent=self._lent(mine, number), shared=self._shared,
                 layers=self._layers[number] if shared or self._is_repeated(number, mine) else None,
                 first=first.code, inductor=self.inductor,

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from partc.codegen.bodies.block_arguments import REDUCED
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.files.spelling import result_type
 from partc.codegen.helpers.needed import Helpers
@@ -244,7 +245,7 @@ class Finish:
     def _reductions(self) -> Iterator[Line]:
         """The lines of ``finish`` that start all sums over ranks and then wait for them."""
         if not self.ends.leaving:
-            yield Line("reduced = []")
+            yield Line(f"reduced: {REDUCED} = []")
         early = self._early()
         for chain, names in self.ends.groups():
             paths = [self.attributes[self.graph.params[n]] for n in names]
@@ -279,7 +280,7 @@ class Finish:
             elif node is not chain[-1]:
                 yield Line(f"grads, done = {self._summed(node, param)}", indent=1)
                 yield Line("done.wait()", indent=1)
-                if node.target is collectives.reduce_scatter and not self.helpers.messages:
+                if node.target is collectives.reduce_scatter and self.helpers.in_pieces:
                     yield Line(f"grads = {self.helpers.use('summed')}(grads)", indent=1)
             else:
                 yield Line(f"{self._reduced}.append({self._summed(node, param)})", indent=1)

@@ -9,13 +9,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import fx
 
-from partc.codegen.bodies.block_arguments import LEFT
+from partc.codegen.bodies.block_arguments import LEFT, REDUCED
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.outline import outlined
@@ -23,7 +23,8 @@ from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.buffers_in_place import updates, written_late
 from partc.codegen.calls.expressions import ADDS, PARTIALS
-from partc.codegen.calls.names import Scope, attributes, wishes
+from partc.codegen.calls.names import wishes
+from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.alike_stages import declared, given
@@ -47,7 +48,7 @@ def stage_text(
     label: str,
     title: str,
     helpers: Helpers,
-    join_mb: float,
+    bucket_mb: float,
     *,
     lent: frozenset[str] = frozenset(),
     shared: frozenset[str] = frozenset(),
@@ -59,7 +60,7 @@ def stage_text(
 
     With ``layers`` the layers are counted from the stage's first one, whose number is the
     expression ``first``, so that several ranks or stages share the text. ``lent`` are buffers that
-    another stage of the rank holds, ``shared`` those that several stages have. Up to ``join_mb``
+    another stage of the rank holds, ``shared`` those that several stages have. Up to ``bucket_mb``
     megabytes of gradients share a bucket when the step ends. With ``inductor`` the calls between
     transfers become functions for torch.compile.
     """
@@ -73,7 +74,7 @@ def stage_text(
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
-        first=first, ends=ends, bucket_bytes=round(join_mb * BYTES_PER_MB), shared=shared,
+        first=first, ends=ends, bucket_bytes=round(bucket_mb * BYTES_PER_MB), shared=shared,
     )  # fmt: skip
 
 
@@ -142,7 +143,14 @@ class StageText(RoleText):
         """The methods of the stage's class; cached, since printing them notes names and helpers."""
         methods = {phase: self._method(phase) for phase in METHODS if self.has(phase)}
         methods["S"].lines[:0] = self._opening()  # last: it depends on what the others leave
-        functions = [method.function() for method in methods.values()]
+        self.scope.taken |= self.own.taken  # attributes are called as what they hold
+        settled = self.scope.settled(
+            [[Line(", ".join(m.arguments)), *m.lines] for m in methods.values()]
+        )
+        functions = [
+            replace(method, arguments=arguments.code.split(", "), lines=lines).function()
+            for method, (arguments, *lines) in zip(methods.values(), settled, strict=True)
+        ]
         functions += [self._finish().reduce()] if self.ends.leaving else []
         return [*functions, *([self._finish().function()] if self.finishes else [])]
 
@@ -171,7 +179,7 @@ class StageText(RoleText):
         late = ((self.buffer_text(name), node) for name, node in self.late.items())
         return Finish(
             self.graph, self.ends, self.attributes, steady, self.helpers, self.bucket_bytes,
-            updates(late, self.seen.__getitem__),
+            updates(late, lambda node: Text(self.scope.named(str(self.seen[node])))),
         )  # fmt: skip
 
     def _steady(self) -> list[BlockClass]:
@@ -202,10 +210,8 @@ class StageText(RoleText):
             self.final_grads(), device, items=items, classes=self.classes, adds=self.adds,
             sums=self._sums(phase), name_of=self.site_literal, late=self.late,
         )  # fmt: skip
-        given = {*self.arguments.values()} - self.scope.taken if phase == "S" else set()
-        self.scope.taken |= given  # in `begin` alone: later methods read them as attributes
+        self.scope.taken |= {*self.arguments.values()}
         statements = body.statements()
-        self.scope.taken -= given
         lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
         lasting |= {n for n in self.seen if n not in body.place}
         lines = with_sections(free_early(statements, body.text, lasting), self.shown)
@@ -253,7 +259,7 @@ class StageText(RoleText):
         main = max(received, key=lambda n: fake_of(n).numel(), default=None)
         for node in received:
             wish = ("x" if phase == "F" else "d_y") if node is main else self.wishes.get(node, "x")
-            self.seen[node] = Text(self.scope.fresh(wish))
+            self.seen[node] = Text(self.scope.value(node, self.wishes, wish, first=True))
         return ["i: int", *(f"{self.seen[n]}: Tensor" for n in received)]
 
     def _opening(self) -> list[Line]:
@@ -356,7 +362,11 @@ class StageText(RoleText):
         """The lines, between ``reduced = []`` and ``finish(reduced)`` where they use that list."""
         if not any("reduced" in line.code for line in lines):
             return lines
-        return [Line("reduced = []"), *lines, Line(f"{self.helpers.use(self.adds[2])}(reduced)")]
+        return [
+            Line(f"reduced: {REDUCED} = []"),
+            *lines,
+            Line(f"{self.helpers.use(self.adds[2])}(reduced)"),
+        ]
 
 
 def _base(code: str) -> str:

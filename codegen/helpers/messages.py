@@ -14,27 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from partc.codegen.helpers.links import add_partial
-
-
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
-
-
-def finish_partials(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced parts of gradients and add them up; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            add_partial(*grads.popitem())
-
 
 def by_messages(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether to send messages: gloo's collectives copy all that they bring once more."""

@@ -14,14 +14,17 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from partc.codegen.helpers import attention, draws, links, messages, printed
+from partc.codegen.helpers import arrived, attention, draws, links, messages, nccl, printed
 from partc.codegen.text import wrap
 from partc.graph import ops
 
-ORDER = (printed, draws, messages, links, attention, ops)  # in which functions are printed
-# In which functions are looked for: `messages` comes first, as it has some of the names of
-# `printed` and replaces them in a program that sends messages.
-MODULES = (messages, printed, draws, links, attention, ops)
+# In which functions are printed.
+ORDER = (printed, draws, nccl, arrived, messages, links, attention, ops)
+COMMON = (printed, draws, links, attention, ops)
+# In which functions are looked for: what comes first has some of the names of `printed` and
+# replaces them in a program for NCCL, or in one that sends messages over gloo.
+MODULES = {"gloo": COMMON, "nccl": (nccl, arrived, *COMMON)}
+MESSAGES = (messages, arrived, *COMMON)
 Printed = Callable[..., Any]
 
 
@@ -51,13 +54,14 @@ class Outlined:
 class Helpers:
     """Collects the helper functions that a program calls; ``text`` prints them and their callees.
 
-    With ``messages`` weights are gathered, and gradients summed and scattered, by the functions of
-    ``messages.py``: there ranks send each other what gloo's collectives would copy more often.
+    ``backend`` is what carries tensors between ranks, ``gloo`` or ``nccl``. With ``messages``,
+    which gloo alone has, weights are gathered, and gradients summed and scattered, by the functions
+    of ``messages.py``: there ranks send each other what gloo's collectives would copy more often.
     """
 
-    def __init__(self, *, messages: bool = False) -> None:
-        self.messages = messages
-        self.modules = MODULES if messages else MODULES[1:]
+    def __init__(self, *, messages: bool = False, backend: str = "gloo") -> None:
+        self.in_pieces = backend == "gloo" and not messages  # scattered sums, to be added up
+        self.modules = MESSAGES if messages else MODULES[backend or "gloo"]
         self.used: set[str] = set()
         self.outlined: list[Outlined] = []
 
@@ -89,7 +93,7 @@ class Helpers:
 
 def names() -> set[str]:
     """The name of every helper function, which no value of a program may have."""
-    return {name for module in MODULES for name in vars(module) if _find(name, [module])}
+    return {name for module in ORDER for name in vars(module) if _find(name, [module])}
 
 
 def _find(name: str, modules: Sequence[ModuleType]) -> Printed | None:

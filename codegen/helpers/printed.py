@@ -1,5 +1,6 @@
 """Functions that generated programs carry: those a program calls are printed as they stand here.
 
+Where backends differ, these are gloo's; ``nccl.py`` has NCCL's.
 They may use torch, one another and the tables of the program, nothing else.
 """
 # mypy: disable-error-code="override, assignment, arg-type, call-overload"
@@ -87,13 +88,10 @@ def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.
 def scatter_sum(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to sum over the group and keep this rank's piece of dim 0."""
     x = x.contiguous()
-    total = torch.empty_like(x[: x.shape[0] // num])
-    gloo = f"{x.device.type}:gloo" in dist.get_backend_config(group)
-    if gloo:  # its reduce_scatter sends twice as much
-        arrived = torch.empty_like(x)
-        done = dist.all_to_all_single(arrived, x, group=group, async_op=True)
-        return total, Exchanged(total, arrived.view(num, *total.shape), done)
-    return total, dist.reduce_scatter_single(total, x, group=group, async_op=True)
+    total, arrived = torch.empty_like(x[: x.shape[0] // num]), torch.empty_like(x)
+    # gloo's reduce_scatter sends twice as much
+    done = dist.all_to_all_single(arrived, x, group=group, async_op=True)
+    return total, Exchanged(total, arrived.view(num, *total.shape), done)
 
 
 class Exchanged(dist.Work):
@@ -148,12 +146,10 @@ def scatter_grads(
     pieces = [x.reshape(num, -1) for x in grads.values()]
     grads.clear()
     sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
-    gloo = f"{sent.device.type}:gloo" in dist.get_backend_config(group)
-    mine = torch.empty_like(sent if gloo else sent[0])  # gloo's reduce_scatter sends twice as much
-    start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
-    done = start(mine, sent, group=group, async_op=True)
-    parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)
-    return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
+    arrived = torch.empty_like(sent)  # gloo's reduce_scatter sends twice as much
+    done = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
+    parts = zip(shapes.items(), arrived.split(sizes, 1), strict=True)
+    return {p: part.unflatten(1, shape) for (p, shape), part in parts}, done
 
 
 def gather_grads(

@@ -103,8 +103,13 @@ def outside(group: Group) -> list[fx.Node]:
 
 
 def _slots(loop: Loop, earlier: Sequence[Interface]) -> list[Slot]:
+    """The slots of a phase; shared values stand in the order in which the forward takes them."""
     columns = zip(*(outside(group) for group in loop.groups), strict=True)
-    return [_slot(loop, tuple(column), earlier) for column in columns]
+    slots = [_slot(loop, tuple(column), earlier) for column in columns]
+    order = [slot.nodes[0] for side in earlier for slot in side.of("shared")]
+    shared = [slot for slot in slots if slot.kind == "shared"]
+    shared.sort(key=lambda s: order.index(s.nodes[0]) if s.nodes[0] in order else len(order))
+    return [*(slot for slot in slots if slot.kind != "shared"), *shared]
 
 
 def _slot(loop: Loop, nodes: tuple[fx.Node, ...], earlier: Sequence[Interface]) -> Slot:

@@ -152,6 +152,16 @@ def _expand(op: Op, ins: Sequence[Known]) -> list[Known]:
     return [x] if x is not None and x.kind in ("U", "M", "R") else op.flow(ins)
 
 
+def _summed(op: Op, ins: Sequence[Known]) -> list[Known]:
+    """All ranks' parts of this rank's piece of a sum, added up: the sum is finished."""
+    x = ins[0]
+    if x is None or x.kind != "parts":
+        return op.flow(ins)
+    dims = op.call.arguments.get("dim")
+    alone = dims in (0, [0], (0,)) and not op.call.arguments.get("keepdim")
+    return [cut(x.dim, x.outer) if alone else None]
+
+
 def _filled(spread: Spread) -> Own:
     return lambda op, ins: [spread] * len(op.call.results)
 
@@ -167,6 +177,7 @@ OWN: dict[str, Own] = {
     "split.Tensor": _split,
     "cat.default": _cat,
     "expand.default": _expand,
+    "sum.dim_IntList": _summed,
     "addmm.default": _product_added(aten.mm.default),
     "addmv.default": _product_added(aten.mv.default),
     "baddbmm.default": _product_added(aten.bmm.default),

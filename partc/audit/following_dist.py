@@ -10,14 +10,14 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from partc.audit.following import Following, Spreads
-from partc.audit.moved import all_reduce, gather, scatter
+from partc.audit.moved import all_reduce, exchange, gather, scatter
 from partc.audit.recording import Record, RecordingDist, Started
-from partc.audit.spread import R, U, cut
+from partc.audit.spread import Known, R, U, cut
 from partc.dryrun.live_memory import LiveMemory
 from partc.plan.mesh import Mesh
 from partc.program.role import Role
 
-LIBRARY = "nccl"  # for it sums are scattered by one collective; gloo's way is compared by numbers
+LIBRARY = "nccl"  # programs that send messages over gloo call the collective; numbers tell of them
 Message = tuple[Any, ...]  # source, target, tag, and the number of the message
 
 
@@ -77,6 +77,11 @@ def _in_pieces(
 HELPERS: dict[str, Callable[..., None]] = {"join": _joined, "in_pieces": _in_pieces}
 
 
+def _is_sum(each: Known) -> bool:
+    """Whether ranks send one another pieces of an unfinished sum, or what may be one."""
+    return each is None or each.kind in ("U", "pieces")
+
+
 class FollowingDist(RecordingDist):
     """Collectives that change layouts."""
 
@@ -127,7 +132,9 @@ class FollowingDist(RecordingDist):
     ) -> Any:
         axis, before = self._axis(group), self.mode.of(input)
         self.mode.forget(output)
-        if axis is not None:
+        if axis is not None and _is_sum(before[axis]):
+            exchange(self.mode, output, input, str(axis))
+        elif axis is not None:
             others = {
                 a: None if each and each.kind == "cut" else each for a, each in before.items()
             }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from partc.audit.aten_calls import meet
 from partc.audit.following import Following, Spreads
-from partc.audit.spread import ZERO, M, R, U, cut
+from partc.audit.spread import ZERO, M, R, Spread, U, cut
 
 
 def all_reduce(mode: Following, tensor: Tensor, op: Any, axis: str) -> None:
@@ -93,6 +93,28 @@ def scatter(mode: Following, output: Tensor, input: Tensor, axis: str) -> None:
             _check_sum(mode, "reduce_scatter", part, axis)
             mode.write([seen], [_scattered(mode, mode.of(part), axis)])
         output.parts_of_audit = [seen for seen, _ in parts]  # type: ignore[attr-defined]
+
+
+def exchange(mode: Following, output: Tensor, input: Tensor, axis: str) -> None:
+    """Pieces of an unfinished sum go to the ranks that keep them, to be added up there."""
+    before, num = mode.of(input), mode.axes[axis]
+    each = before[axis]
+    mode.forget(output)
+    if input.dim() == 2 and input.shape[0] == num:
+        parts = []
+        with mode.quietly():
+            for part in getattr(input, "parts_of_audit", [input]):
+                at = part.storage_offset() - input.storage_offset()
+                parts.append((output.narrow(1, at, part.shape[1]), part))
+        for seen, part in parts:
+            known = mode.of(part)
+            mine = Spread("parts") if known[axis] == U else None
+            mode.write([seen], [{**known, axis: mine}])
+        output.parts_of_audit = [seen for seen, _ in parts]  # type: ignore[attr-defined]
+    elif each is not None and each.kind in ("U", "pieces"):
+        others = {a: None if x and x.kind == "cut" and x.dim == 0 else x for a, x in before.items()}
+        arrived = Spread("arrived", each.dim, each.outer)
+        mode.write([output], [{**others, axis: arrived}])
 
 
 def _check_sum(mode: Following, what: str, tensor: Tensor, axis: str) -> None:

@@ -11,6 +11,9 @@ A spread that nothing is known of is None. The kinds are
 - ``stack``: a dim 0 of the ranks, in front of their pieces of flat entries, cut at ``outer``;
 - ``rows``: all ranks' pieces, one after the other on dim 0, that are cut at ``dim`` and ``outer``;
 - ``pieces``: an unfinished sum whose pieces of ``dim`` lie one after the other on dim 0;
+- ``arrived``: as ``pieces``, after they went to the ranks that keep them: this rank's piece of the
+  sum, in parts of all ranks one after the other;
+- ``parts``: these parts along a dim 0 of their own, whose sum is the piece;
 - ``moved``: as ``rows``, of tensors that each have a piece of another dim, ``to``.
 """
 
@@ -21,7 +24,20 @@ from math import prod
 from typing import Literal
 
 Kind = Literal[
-    "R", "U", "M", "cut", "same", "zero", "window", "outside", "stack", "rows", "pieces", "moved"
+    "R",
+    "U",
+    "M",
+    "cut",
+    "same",
+    "zero",
+    "window",
+    "outside",
+    "stack",
+    "rows",
+    "pieces",
+    "arrived",
+    "parts",
+    "moved",
 ]
 Shape = tuple[int, ...]
 
@@ -37,6 +53,11 @@ class Spread:
 
     def __str__(self) -> str:
         return f"cut at dim {self.dim}" if self.kind == "cut" else WORDS.get(self.kind, self.kind)
+
+    @property
+    def first(self) -> Spread:
+        """The spread of this kind with dim 0 cut as it is."""
+        return Spread(self.kind)
 
     def as_kind(self, kind: Kind) -> Spread:
         """A spread of another kind, with the dim and the outer factor of this one."""
@@ -63,6 +84,8 @@ def reshaped(layout: Known, old: Shape, new: Shape) -> Known:
     """The layout after a view: the ranks' pieces stay where they are in the order of entries."""
     if layout is not None and layout.kind == "stack":
         return _unstacked(layout, old, new)
+    if layout is not None and layout.kind in ("arrived", "parts"):
+        return _parted(layout, old, new)
     if layout is not None and layout.kind in ("rows", "pieces", "moved"):
         return layout if old == new else None
     if layout is None or layout.kind != "cut":
@@ -83,6 +106,16 @@ def reshaped(layout: Known, old: Shape, new: Shape) -> Known:
         return None
     at, outer = next((pair for pair in found if pair[1] == 1), found[0])
     return cut(at, outer)
+
+
+def _parted(layout: Spread, old: Shape, new: Shape) -> Known:
+    """The layout after a view of the parts of a sum, which may get a dim of their own."""
+    if old == new:
+        return layout
+    if layout.kind == "arrived":
+        apart = len(new) == len(old) + 1 and (new[0] * new[1], *new[2:]) == old
+        return layout.as_kind("parts") if apart else None
+    return layout if old[:1] == new[:1] and layout == layout.first else None
 
 
 def _unstacked(layout: Spread, old: Shape, new: Shape) -> Known:

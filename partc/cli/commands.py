@@ -44,10 +44,11 @@ def compile_command(args: argparse.Namespace) -> int:
     with _progress(compiling), torch.set_grad_enabled(not args.inference):
         program = api.compile(
             target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
-            microbatches=args.microbatches, schedule=args.schedule, chunks=args.chunks,
+            microbatches=args.microbatches, schedule=args.schedule,
+            virtual_stages=args.virtual_stages,
             stages=args.stages.split(",") if args.stages else None, recompute=_recompute(args),
             memory_bytes=args.memory_bytes, objective=args.objective, compile=args.compile,
-            batch="local" if args.local_batch else None,
+            backend=args.backend, batch="local" if args.local_batch else None,
             dump=args.dump, disable=args.disable.split(",") if args.disable else (),
         )  # fmt: skip
     program.save(args.out)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from partc.cli import commands
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 from partc.errors import visible
-from partc.wrong_calls import did_you_mean
+from partc.wrong_calls import RENAMED, did_you_mean
 
 Command = Callable[[argparse.Namespace], int]
 EPILOG = """\
@@ -155,9 +155,18 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "chosen to cost about the same",
     )  # fmt: skip
     pipeline.add_argument(
-        "--chunks", metavar="N", type=int,
+        "--virtual-stages", metavar="N", type=int,
         help="number of pipeline stages on each pipeline rank, where --stages is left out",
     )  # fmt: skip
+    pipeline.add_argument("--chunks", action=Renamed, help=argparse.SUPPRESS)
+
+
+class Renamed(argparse.Action):
+    """A flag that has another name now: an error says which."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        new = RENAMED[self.dest].replace("_", "-")
+        parser.error(f"{self.option_strings[0]} is called --{new}")
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +179,10 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     choices.add_argument(
         "--compile", choices=["none", "inductor"],
         help="inductor: torch.compile makes kernels of what is computed between two transfers",
+    )  # fmt: skip
+    choices.add_argument(
+        "--backend", choices=["gloo", "nccl"],
+        help="library that carries tensors between ranks; left out, that of the mesh's machines",
     )  # fmt: skip
     choices.add_argument(
         "--memory-bytes", metavar="N", type=int,

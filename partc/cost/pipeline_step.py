@@ -14,6 +14,7 @@ from partc.schedules import Schedule
 from partc.schedules.check_programs import check_programs
 from partc.schedules.lower import lower
 from partc.schedules.programs import Collective, RankProgram, Wiring
+from partc.schedules.sends import Sends
 from partc.schedules.simulate import Simulated, simulate
 from partc.schedules.step_costs import Link, StepCosts
 
@@ -31,14 +32,20 @@ class Step:
         return self.programs[0].wiring
 
 
-def plan_step(schedule: Schedule, costs: StepCosts, closing: Sequence[Collective] = ()) -> Step:
+def plan_step(
+    schedule: Schedule,
+    costs: StepCosts,
+    closing: Sequence[Collective] = (),
+    sends: Sends | None = None,
+) -> Step:
     """Add sends, receives and ``closing`` collectives to a schedule; check and simulate the result.
 
-    PlanError where two neighbouring stages run the microbatches in different orders. CheckError,
-    with the cycle of waits, where the ranks would deadlock.
+    ``sends`` says how many messages of each link may be under way; None: the least numbers that
+    lose no time at these costs. PlanError where two neighbouring stages run the microbatches in
+    different orders. CheckError, with the cycle of waits, where the ranks would deadlock.
     """
     check_queues(schedule)
-    programs = lower(schedule, costs=costs, collectives=closing)
+    programs = lower(schedule, costs=costs, collectives=closing, sends=sends)
     check_programs(programs)
     return Step(schedule, programs, simulate(programs, costs))
 

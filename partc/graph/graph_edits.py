@@ -23,6 +23,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.fake_calls import call_on_fakes
+from partc.in_order import in_order
 from partc.plan.sharding import REPLICATED
 
 
@@ -133,3 +134,16 @@ def _fake_mode(graph: fx.Graph) -> Any:
 def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The fake result of a call on the fakes of its argument nodes."""
     return call_on_fakes(target, *fx.map_arg((args, dict(kwargs)), fake_of))
+
+
+def restore_order(graph: Graph) -> None:
+    """Move calls behind what they read, in place; all others keep their order."""
+    calls = list(graph.calls())
+    place = {node: i for i, node in enumerate(calls)}
+    needs = {node: [n for n in node.all_input_nodes if n in place] for node in calls}
+    if all(place[n] < place[node] for node, read in needs.items() for n in read):
+        return
+    anchor = calls[0].prev
+    for node in in_order(needs, place.__getitem__):
+        anchor.append(node)
+        anchor = node

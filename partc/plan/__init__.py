@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from partc.file_text import Unreadable, file_text
-from partc.plan.field_kinds import plan_error
+from partc.plan.decided import Sends, Sizes, decided_lines, number_text
+from partc.plan.field_kinds import OWN_ORDER, plan_error
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.plan_text import (
     escape,
@@ -53,24 +54,30 @@ class Plan:
     a stack's blocks, which save only their inputs. ``"none"``: nothing. A tuple of module paths, or
     patterns with ``*``: these modules save only their inputs, and the rest is as with ``"cheap"``.
 
-    Communication: ``join_mb`` is the size limit of a bucket of weights or gradients, in megabytes
+    Communication: ``bucket_mb`` is the size limit of a bucket of weights or gradients, in megabytes
     (0: no buckets). Larger buckets save start times, but their tensors are copied, and the bucket
-    leaves only when its last tensor is there. Where the step gets faster, a block's gradients leave
-    in a few buckets, and a tensor whose copy takes longer than starting a transfer goes alone.
-    ``messages``: with gloo, ranks send messages instead of an all_gather or reduce_scatter, which
-    copies less (None: where these copies take a measurable part of the step). ``prefetch``: between
-    two loops over blocks (over the head and the loss), the weights of so many blocks are gathered
-    ahead (0: two if the step is faster and fits into memory, else one). Pipelines gather one block
-    ahead. ``pieces``: blocks that wait for sums of activations are computed in so many pieces, so
+    leaves only when its last tensor is there. ``bucket_copy_mb``: by axis and kind of transfer, the
+    megabytes of copies from which on a tensor goes alone. ``grad_parts``: by axis, in how many
+    parts the gradients of a block leave. ``hierarchical``: by inner and outer axis, the megabytes
+    of a block's gradients from which on an all-reduce over both is hierarchical. ``backend``: what
+    carries tensors between ranks (empty: that of the mesh's machines). ``messages``: with gloo,
+    ranks send messages instead of an all_gather or reduce_scatter, which copies less (None: where
+    these copies take a measurable part of the step). ``prefetch``: between two loops over blocks
+    (over the head and the loss), the weights of so many blocks are gathered ahead (0: two if the
+    step is faster and fits into memory, else one). Pipelines gather one block ahead.
+    ``overlap_pieces``: blocks that wait for sums of activations are computed in so many pieces, so
     that the sums of one piece overlap the computing of the next (1: not in pieces; 0: the fastest
-    number, if it saves much). ``reduce``: gradients are summed over ranks once per ``"step"``, or
-    once per ``"microbatch"`` (ZeRO-2 and 3).
+    number, if it saves much). ``flops_per_byte``: how long transfers of such blocks take, as FLOPs
+    that a rank computes while one byte crosses an axis, or goes to memory. ``reduce``: gradients
+    are summed over ranks once per ``"step"``, or once per ``"microbatch"`` (ZeRO-2 and 3).
 
     Pipelines: ``schedule`` is the name of a schedule, or of a CSV file whose rows ``order`` has, so
     that the plan replays without the file; empty is 1f1b for training and forward-only for
-    inference. ``stages`` has the module path at which each pipeline stage but the first begins. If
-    ``stages`` is empty the compiler cuts the model into ``chunks`` stages per pipeline rank (0: the
-    schedule's usual number).
+    inference. ``order`` also has the rows of the schedule ``auto``, once it is made. ``sends``: by
+    way, how many messages of a link may be under way. ``early_sums``: the stages that begin to sum
+    their blocks' gradients in the last backward. ``stages`` has the module path at which each
+    pipeline stage but the first begins. If ``stages`` is empty the compiler cuts the model into
+    ``virtual_stages`` per pipeline rank (0: the schedule's usual number).
 
     Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
     ``"global"`` the whole batch on every rank.
@@ -96,14 +103,21 @@ class Plan:
     random: Literal["pieces", "single-device"] = "pieces"
     recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
     compile: Literal["none", "inductor"] = "none"
-    join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
+    bucket_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
+    bucket_copy_mb: Sizes | None = None
+    grad_parts: Mapping[str, int] | None = None
+    hierarchical: Sizes | None = None
+    backend: Literal["", "gloo", "nccl"] = ""
     messages: bool | None = None
     prefetch: int = 0
-    pieces: int = 0
+    overlap_pieces: int = 0
+    flops_per_byte: Mapping[str, float] | None = None
     microbatches: int = 1
     schedule: str = ""
     order: str = ""
-    chunks: int = 0
+    sends: Sends | None = None
+    early_sums: tuple[int, ...] | None = None
+    virtual_stages: int = 0
     memory_bytes: int = 0
     stages: tuple[str, ...] = ()
     reduce: Literal["step", "microbatch"] = "step"
@@ -158,7 +172,7 @@ class Plan:
         The file also gives the number of microbatches, unless the plan asks for more than one.
         PlanError if the file cannot be read, or if the plan has an ``order`` without a file's name.
         """
-        if self.order and not self.schedule.endswith(CSV):
+        if self.order and not self.schedule.endswith(CSV) and self.schedule != OWN_ORDER:
             why = f"the order is that of a file, and the schedule is {self.schedule!r}"
             raise plan_error("plan, order", f'without schedule = "own{CSV}" it has no name', why)
         if self.order or not self.schedule.endswith(CSV):
@@ -213,6 +227,10 @@ class Plan:
             re.fullmatch(r"\d+|.*\d.*\*.*|.*\*.*\d.*", p) for n in names for p in n.split(".")
         )
 
+    def says(self, name: str) -> bool:
+        """Whether the plan decides a field; what it leaves out has the value of an empty plan."""
+        return bool(getattr(self, name) != getattr(_NOTHING, name))
+
     def sharding(self, cuts: Cuts) -> Sharding:
         assert self.mesh is not None
         return Sharding.of(cuts, layout_mesh(self.mesh, self.microbatches))
@@ -227,7 +245,8 @@ class Plan:
         lines += word_lines("random", self.random) if self.random != "pieces" else []
         lines += word_lines("recompute", self.recompute)
         lines += word_lines("compile", self.compile) if self.compile != "none" else []
-        lines += [f"join_mb = {self.join_mb:g}"]
+        lines += [f"bucket_mb = {number_text(self.bucket_mb)}"]
+        lines += word_lines("backend", self.backend) if self.backend else []
         if self.messages is not None:
             lines += [f"messages = {str(self.messages).lower()}"]
         if self.microbatches > 1:
@@ -236,11 +255,9 @@ class Plan:
             lines += [f"schedule = {quote(self.schedule)}"]
         if self.order:
             lines += ['order = """', *(escape(row) for row in self.order.splitlines()), '"""']
-        counts = (
-            ("prefetch", self.prefetch), ("pieces", self.pieces), ("chunks", self.chunks),
-            ("memory_bytes", self.memory_bytes),
-        )  # fmt: skip
-        lines += [f"{name} = {count}" for name, count in counts if count]
+        counts = ("prefetch", "overlap_pieces", "virtual_stages", "memory_bytes")
+        lines += [f"{name} = {getattr(self, name)}" for name in counts if getattr(self, name)]
+        lines += decided_lines(self)
         lines += list_lines("stages", self.stages) + list_lines("notes", self.notes)
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
@@ -254,8 +271,23 @@ class Plan:
         lines += section_lines("values", {quote(k): write_value(v) for k, v in values})
         return "\n".join(lines) + "\n"
 
+    def replanned(self, **given: Any) -> Plan:
+        """The plan with other entries, and without what was decided for the ones before."""
+        of_order = ("schedule", "microbatches", "stages", "virtual_stages")
+        changed = {
+            name for name in of_order if name in given and given[name] != getattr(self, name)
+        }
+        if changed:
+            given = {"sends": None, "early_sums": None, **given}
+        if "schedule" in given or (changed and self.schedule == OWN_ORDER):
+            given = {"order": "", **given}  # that of another schedule
+        return self.changed(**given)
+
     def changed(self, **changes: Any) -> Plan:
         return replace(self, **changes)
+
+
+_NOTHING = Plan()
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from partc.errors import PlanError
+from partc.plan.decided import BACKENDS, DECIDED, flaw_of
 from partc.schedules import NAMES
 from partc.schedules.csv_form import CSV
 from partc.wrong_calls import did_you_mean, quoted
@@ -23,21 +24,23 @@ _WORDS = {
     "random": RANDOM,
     "compile": COMPILERS,
     "reduce": ("step", "microbatch"),
+    "backend": BACKENDS,
 }
 # The least and the most. Plans come from strangers: a schedule lists every microbatch of a rank.
 _NUMBERS = {
     "microbatches": (1, 65_536),
     "prefetch": (0, 10_000),
-    "pieces": (0, 10_000),
-    "chunks": (0, 10_000),
+    "overlap_pieces": (0, 10_000),
+    "virtual_stages": (0, 10_000),
     "memory_bytes": (0, _MOST_BYTES),
 }
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes")
 _TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values")
-PLAIN = {*_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "join_mb"}
+PLAIN = {*_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "bucket_mb"}
 FIELDS = {
-    *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, *_TABLES, "schedule", "recompute", "join_mb", "messages"
+    *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, *_TABLES, *DECIDED,
+    "schedule", "recompute", "bucket_mb", "messages",
 }  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def _list(name: str, given: Any, where: str) -> None:
         if name == "stages":
             do = (
                 "Write the modules at which stages behind the first begin: "
-                'stages = ["blocks.4"]. How many there are, the axis pp and chunks say.'
+                'stages = ["blocks.4"]. How many there are, the axis pp and virtual_stages say.'
             )
         raise plan_error(
             where, f"{name} = {quoted(given)} means nothing", "it is a list of texts", do
@@ -159,10 +162,16 @@ def _recompute(name: str, given: Any, where: str) -> None:
         raise _no_word(name, given, where, (*RECOMPUTES, '["modules", ...]'))
 
 
-def _join_mb(name: str, given: Any, where: str) -> None:
+def _bucket_mb(name: str, given: Any, where: str) -> None:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1e6:
-        what, why = f"join_mb = {quoted(given)} means nothing", "it is a number of megabytes"
-        raise plan_error(where, what, why, "Write a number below 1,000,000: join_mb = 100.")
+        what, why = f"bucket_mb = {quoted(given)} means nothing", "it is a number of megabytes"
+        raise plan_error(where, what, why, "Write a number below 1,000,000: bucket_mb = 100.")
+
+
+def _decided(name: str, given: Any, where: str) -> None:
+    if flaw := flaw_of(name, given):
+        do = f"Write it as docs/reference/plan.md shows, or leave {name} out: it is then chosen."
+        raise plan_error(where, f"{name} = {quoted(given)} means nothing", flaw, do)
 
 
 def _messages(name: str, given: Any, where: str) -> None:
@@ -184,6 +193,6 @@ def _schedule(name: str, given: Any, where: str) -> None:
 
 
 _OWN: dict[str, Callable[[str, Any, str], None]] = {
-    "gather": _gather, "scatter": _scatter, "recompute": _recompute, "join_mb": _join_mb,
-    "messages": _messages, "schedule": _schedule,
+    "gather": _gather, "scatter": _scatter, "recompute": _recompute, "bucket_mb": _bucket_mb,
+    "messages": _messages, "schedule": _schedule, **dict.fromkeys(DECIDED, _decided),
 }  # fmt: skip

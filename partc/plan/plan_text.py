@@ -10,11 +10,12 @@ from itertools import takewhile
 from typing import Any
 
 from partc.file_text import Unreadable, toml_table
+from partc.plan.decided import read_decided
 from partc.plan.field_kinds import FIELDS, check_fields, check_places, plan_error
 from partc.plan.mesh import Mesh
 from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
-from partc.wrong_calls import did_you_mean
+from partc.wrong_calls import RENAMED, did_you_mean
 
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
 PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out: "))
@@ -33,6 +34,11 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     except Unreadable as error:
         raise plan_error(where, "this is not TOML", str(error)) from None
     unknown = sorted(set(table) - FIELDS)  # misspelt: the search would decide instead
+    if unknown and unknown[0] in RENAMED:
+        old, new = unknown[0], RENAMED[unknown[0]]
+        raise plan_error(
+            where, f"there is no field {old!r}", f"it is called {new!r}", f"Write {new} = ..."
+        )
     if unknown:
         raise plan_error(
             where, f"there is no field {unknown[0]!r}", f"fields are {', '.join(sorted(FIELDS))}",
@@ -51,7 +57,7 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
     if isinstance(table.get("recompute"), list):
         lists["recompute"] = tuple(table["recompute"])
-    return {**table, "mesh": mesh, **lists, **_read_passes(text)}
+    return {**table, "mesh": mesh, **lists, **read_decided(table), **_read_passes(text)}
 
 
 def _read_passes(text: str) -> dict[str, tuple[str, ...]]:

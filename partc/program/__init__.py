@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from partc.atomic import atomic_directory, atomic_write
 from partc.errors import LoadError, UsageError
 from partc.graph.draws import Draw
+from partc.plan import Plan
 from partc.plan.batch import Dealt
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
@@ -260,6 +261,7 @@ class Program(NotAStage):
                 docstring(self.model), self.mesh, compiles=self.role(0).compiles,
                 extras=not self.role(0).is_inference and bool(extras_in(self.returns)),
                 decided=self.decided,
+                backend=Plan.parse(self.plan).backend if self.mesh.num_ranks > 1 else "",
             )  # fmt: skip
             texts = {**self.sources, PLAN: self.plan, RUN: run}
             texts |= {SCHEDULE: self.schedule} if self.schedule else {}

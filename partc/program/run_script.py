@@ -15,16 +15,26 @@ STEPS, LEAST_S, MOST_S = 100, 300, 1800  # predicted steps, and bounds: what ran
 
 
 def run_script(
-    model: str, mesh: Mesh, *, compiles: bool, extras: bool, decided: tuple[str, ...]
+    model: str,
+    mesh: Mesh,
+    *,
+    compiles: bool,
+    extras: bool,
+    decided: tuple[str, ...],
+    backend: str,
 ) -> str:
-    """The text for one program; ``model``: its name as it may stand in a docstring."""
+    """The text for one program.
+
+    ``model``: its name as it may stand in a docstring; ``backend``: that of which the program has
+    the text, "" where it has none.
+    """
     template = resources.files("partc.program").joinpath("templates/run.py.j2").read_text()
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True
     )  # the output is Python source, so there is nothing to escape for HTML
     return environment.from_string(template).render(
         model=model, mesh=mesh, num_ranks=mesh.num_ranks, compiles=compiles, extras=extras,
-        decided=list(decided), meeting=_meeting_text(), steps=STEPS, most=MOST_S,
+        decided=list(decided), backend=backend, meeting=_meeting_text(), steps=STEPS, most=MOST_S,
         least=MOST_S if compiles else LEAST_S,  # torch.compile works in the first step
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import RunError
 from partc.plan import Plan
+from partc.plan.decided import BACKENDS
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.choices import NO_CHOICES, Choices
@@ -42,6 +43,7 @@ def start_stage(
         _join(here)
     has_joined()
     _check_backend(here)
+    _check_library(program, here)
     check_agreement(program, here)
     mesh = mesh or device_mesh(program.mesh, here.type)
     if mesh is not None:
@@ -70,6 +72,30 @@ def _check_backend(device: torch.device) -> None:
             why="it was made before the stage, and cannot send tensors of this device",
             do="Call torch.distributed.init_process_group() without a backend, which serves every "
             f"device, or name one for it; or take module({devices[0]!r}).",
+        )
+
+
+def group_backend(device_type: str) -> str | None:
+    """What carries tensors of a kind of device in the default process group, ``gloo`` or ``nccl``.
+
+    None without a group, or where another library carries them.
+    """
+    kinds = dist.get_backend_config().split(",") if dist.is_initialized() else []
+    found = (kind.rpartition(":") for kind in kinds)
+    carrying = (library for of, colon, library in found if not colon or of == device_type)
+    return next((library for library in carrying if library in BACKENDS), None)
+
+
+def _check_library(program: Program, device: torch.device) -> None:
+    """RunError if the program has the text of gloo, and the group is NCCL's, or the other way."""
+    mine, there = Plan.parse(program.plan).backend, group_backend(device.type)
+    if program.mesh.num_ranks > 1 and mine and there and there != mine:
+        raise RunError(
+            where=f"module({device.type!r})",
+            what=f"the program has the text for {mine}, and the default process group is {there}'s",
+            why="sums over ranks are scattered in another way over each of the two",
+            do=f"Compile it with backend={there!r}, for a mesh of machines that have it, or with "
+            f'backend = "{there}" in the plan; or start the process group with {mine!r}.',
         )
 
 

@@ -20,6 +20,7 @@ from partc.errors import UsageError
 from partc.machines.what_if import Change
 from partc.passes.search.plans.alternatives import grown
 from partc.passes.search.plans.search_plans import Ranked
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.reports.pipeline_cost import Closing, PipelineCost
@@ -77,7 +78,10 @@ def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:
         seconds = {each.name: each.seconds for each in closing}
         members = [Collective(each.name, (), each.members) for each in closing]
         return plan_step(
-            saved_schedule(program), step_costs(stages, seconds, link), members
+            saved_schedule(program),
+            step_costs(stages, seconds, link),
+            members,
+            Plan.parse(program.plan).sends,
         ), closing
 
     step, closing = planned(stages)

@@ -26,6 +26,7 @@ from partc.program.role import Role
 from partc.reports.cost import TOP
 from partc.schedules import Schedule
 from partc.schedules.programs import Collective
+from partc.schedules.sends import Sends
 from partc.schedules.step_costs import Link
 
 
@@ -158,12 +159,15 @@ class PipelineCost:
             "prediction": Prediction.of_json(own["prediction"]),
         })  # fmt: skip
 
-    def plan_step(self, schedule: Schedule) -> Step:
-        """Lower, check and simulate a schedule with these costs, in seconds and bytes."""
+    def plan_step(self, schedule: Schedule, sends: Sends | None = None) -> Step:
+        """Lower, check and simulate a schedule with these costs, in seconds and bytes.
+
+        ``sends``: how many messages the plan lets be under way.
+        """
         closing_s = {each.name: each.seconds for each in self.closing}
         costs = step_costs(self.stages, closing_s, self.link)
         closing = [Collective(each.name, (), each.members) for each in self.closing]
-        return plan_step(schedule, costs, closing)
+        return plan_step(schedule, costs, closing, sends)
 
 
 def pipeline_cost(

@@ -78,7 +78,7 @@ class SavedStep:
 def saved_step(program: Program) -> SavedStep:
     """Simulate the schedule of a saved pipeline with the costs of the compile."""
     cost = PipelineCost.of_json(program.cost.as_json())
-    return SavedStep(cost, cost.plan_step(saved_schedule(program)))
+    return SavedStep(cost, cost.plan_step(saved_schedule(program), Plan.parse(program.plan).sends))
 
 
 def saved_schedule(program: Program) -> Schedule:

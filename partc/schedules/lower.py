@@ -49,6 +49,7 @@ from partc.schedules.programs import (
     Wiring,
     wire,
 )
+from partc.schedules.sends import Sends, bounds_of
 from partc.schedules.step_costs import StepCosts
 from partc.schedules.timing import Costs
 from partc.schedules.windows import NONE, Steps, Traffic, send_bounds
@@ -62,13 +63,15 @@ def lower(
     bound: int | None = None,
     costs: Costs | None = None,
     collectives: Sequence[Collective] = (),
+    sends: Sends | None = None,
 ) -> tuple[RankProgram, ...]:
     """The program of every pipeline rank, for a schedule that has passed ``check_schedule``.
 
     ``ahead`` and ``bound`` are explained at the top of this file. Without ``bound``, every
     communicator gets the least bound that loses no time at the actions' ``costs`` (`windows.py`);
     without ``costs``, all actions take the same time. Where ``bound`` is so small that a schedule
-    which can run would deadlock, a communicator gets a larger bound.
+    which can run would deadlock, a communicator gets a larger bound. ``sends`` has a bound for
+    every link (`sends.py`), and stands above ``bound`` and ``costs``.
     """
     wiring = wire(
         schedule.rank_of, schedule.microbatches, communicators=communicators,
@@ -76,7 +79,8 @@ def lower(
     )  # fmt: skip
     traffic = Traffic(wiring, [_steps(schedule, rank, wiring) for rank in range(schedule.ranks)])
     lengths = StepCosts.of(costs or Costs.even(schedule.stages)).of_actions()
-    bounds = send_bounds(traffic, lengths, ahead=ahead, bound=bound)
+    given = bound if sends is None else bounds_of(sends, wiring)
+    bounds = send_bounds(traffic, lengths, ahead=ahead, bound=given)
     wiring = replace(wiring, ahead=ahead, bounds=tuple(bounds))
     return tuple(
         RankProgram(rank, tuple(_Rank(rank, traffic, wiring).events()), wiring)

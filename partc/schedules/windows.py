@@ -47,14 +47,18 @@ class Traffic:
 
 
 def send_bounds(
-    traffic: Traffic, lengths: Sequence[float], *, ahead: int, bound: int | None
+    traffic: Traffic,
+    lengths: Sequence[float],
+    *,
+    ahead: int,
+    bound: int | Sequence[int] | None,
 ) -> list[int]:
     """Per communicator, the number of sends that may still be under way after a new send.
 
-    ``bound`` is the least such number for every communicator. Without ``bound``, a communicator
-    gets the least number, at least 1, that loses no time if actions take ``lengths``, by
-    ``4 * stage + kind``. If the orders of actions deadlock anyway, the bounds are those at the
-    deadlock.
+    ``bound`` is the least such number for every communicator, or for each of them. Without
+    ``bound``, a communicator gets the least number, at least 1, that loses no time if actions take
+    ``lengths``, by ``4 * stage + kind``. If the orders of actions deadlock anyway, the bounds are
+    those at the deadlock.
     """
     channels = range(len(traffic.order))
     if bound is None:
@@ -62,7 +66,7 @@ def send_bounds(
         free.finish()
         bounds = [max(1, _under_way(free.sent[c], free.posted[c])) for c in channels]
     else:
-        bounds = [bound for _ in channels]
+        bounds = [bound for _ in channels] if isinstance(bound, int) else list(bound)
     run = _Run(traffic, lengths, ahead, bounds)
     run.finish()
     while run.widen():

@@ -19,6 +19,7 @@ from partc.errors import RunError
 from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program.optimizers import check_of_stage
+from partc.program.start import group_backend
 from partc.wrappers.lightning_errors import manual, other_division
 from partc.wrappers.lightning_module import Compiled
 from partc.wrappers.lightning_served import ServedByStage
@@ -86,7 +87,8 @@ class Strategy(ServedByStage):
         autocast = self.precision_plugin.forward_context
         compiled, loss = Compiled(self.lightning_module, autocast), loss_of(autocast)
         with compiled.compiling() as model:
-            program = compile_program(model, self._mesh, inputs, loss=loss, **self._options)
+            options = {"backend": group_backend(self.root_device.type), **self._options}
+            program = compile_program(model, self._mesh, inputs, loss=loss, **options)
             partial: Any = "replicate" if self._is_whole else None
             self._stage = program.module(str(self.root_device), partial=partial)
         if not self._is_whole and program.data_world != self._rows.world:

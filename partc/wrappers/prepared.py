@@ -18,6 +18,7 @@ from partc.plan.mesh import MeshLike
 from partc.program.holders import exchange_texts
 from partc.program.raw_model import empty_model
 from partc.program.runtime import Stage
+from partc.program.start import group_backend
 from partc.trace.arguments import Given
 
 
@@ -142,8 +143,9 @@ class Prepared(nn.Module):
         shapes = self._largest([[*x.shape] for x in given.tensors])
         pairs = zip(shapes, given.tensors, strict=True)
         like = given.with_tensors([torch.empty(s, dtype=x.dtype, device="meta") for s, x in pairs])
+        options = {"backend": group_backend(self.device_type), **how.options}
         program = partc.compile(
-            model, how.mesh, like, loss=loss, plan=how.plan, batch="local", **how.options
+            model, how.mesh, like, loss=loss, plan=how.plan, batch="local", **options
         )
         return program.module(self.device_type, partial="replicate")
 

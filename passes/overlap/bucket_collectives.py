@@ -5,11 +5,8 @@ Every transfer takes time to start, however small it is, so the nine weights of 
 faster together. A large weight is sent alone: to copy it into a bucket takes longer than to start
 a transfer.
 
-A block's gradients can leave in ``m`` parts. In one bucket, no computing is left to overlap with
-the last block's reduction of ``t`` seconds. In ``m`` parts only the last part is exposed, for
-``t / m``, but every block starts ``m - 1`` more transfers of ``s`` seconds each. The sum
-``t / m + (m - 1) * blocks * s`` is least for the largest m with ``m (m - 1) <= t / (blocks * s)``.
-Where transfers take longer than computing, parts gain nothing (``order_step.py`` compares).
+What is too large is in the plan, as are the parts in which a block's gradients leave
+(``choose_buckets.py``).
 """
 
 from __future__ import annotations
@@ -19,13 +16,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
-from math import sqrt
 from typing import Any
 
 from torch import fx
 
 from partc.cost.bytes import put_in_bytes
-from partc.cost.collective_cost import collective_seconds
 from partc.graph import (
     Graph,
     Value,
@@ -37,11 +32,10 @@ from partc.graph import (
     set_value,
     value,
 )
-from partc.graph.graph_edits import run_on_fakes
+from partc.graph.graph_edits import restore_order, run_on_fakes
 from partc.graph.moves import gathers_param, kind_of
-from partc.in_order import in_order
 from partc.passes.overlap.share_gathers import stretch_of
-from partc.plan.mesh import Mesh
+from partc.plan import Plan
 
 JOINED = {single: joined for joined, single in collectives.JOINED.items()}
 BYTES_PER_MB = 1_000_000
@@ -52,35 +46,42 @@ ReductionChain = tuple[
 ]  # kinds and axes of the reductions up to the step's end
 
 
-def bucket_collectives(graph: Graph, limit_mb: float, mesh: Mesh, in_parts: bool = False) -> Graph:
-    """Join transfers of the same kind, axis, dtype and block into buckets of at most ``limit_mb``
-    MB, in place; runs before waits are placed.
+def bucket_collectives(graph: Graph, plan: Plan) -> Graph:
+    """Join transfers of the same kind, axis, dtype and block into buckets of at most the plan's
+    ``bucket_mb``, in place; runs before waits are placed.
 
     ``all_gather(a), all_gather(b) --> all_gather_joined([a, b])[0], [1]`` for parameters of one
-    block, or between the same two blocks, and likewise for reductions of gradients. A transfer is
-    joined only if the machines of ``mesh`` copy its bytes faster than they start a transfer.
-    ``in_parts``: the gradients of a block are reduced in several parts.
+    block, or between the same two blocks, and likewise for reductions of gradients. A tensor of
+    which more has to be copied than the plan's ``bucket_copy_mb`` is left out, and the gradients of
+    a block are reduced in the plan's ``grad_parts``.
     """
-    block_in, stretches = stack_block_of(graph), stretch_of(graph)
+    block_in, limit_bytes = stack_block_of(graph), plan.bucket_mb * BYTES_PER_MB
     order = {node: i for i, node in enumerate(graph.calls())}
-    gathers, reductions = (
-        _worth_copying(found(graph, block_in, stretches), mesh) for found in (_gathers, _reductions)
-    )
-    reductions = _parts(graph, reductions, mesh) if in_parts else reductions
-    groups = [*gathers, *reductions]
-    for members in [each for group in groups for each in _filled(group, limit_mb * BYTES_PER_MB)]:
+    gathers, reductions = groups_of(graph)
+    gathers, reductions = worth_copying(gathers, plan), worth_copying(reductions, plan)
+    groups = [*gathers, *_parts(graph, reductions, plan)]
+    for members in [each for group in groups for each in _filled(group, limit_bytes)]:
         if len(members) > 1:
             _join(graph, members, order, block_in)
-    _put_in_order(graph)
+    # The buckets of two levels of one sum need not have the same members: one may wait for another
+    # that was put behind it.
+    restore_order(graph)
     graph.fx.lint()
     return graph
 
 
-def leaves_in_parts(graph: Graph, mesh: Mesh) -> bool:
-    """Whether ``in_parts`` would reduce the gradients of any block in several parts."""
-    found = _reductions(graph, stack_block_of(graph), stretch_of(graph))
-    groups = list(_worth_copying(found, mesh))
-    return len(list(_parts(graph, groups, mesh))) > len(groups)
+Groups = list[list[fx.Node]]
+
+
+def groups_of(graph: Graph) -> tuple[Groups, Groups]:
+    """The gathers of parameters, and the reductions of gradients, in groups that may share a
+    bucket.
+    """
+    block_in, stretches = stack_block_of(graph), stretch_of(graph)
+    gathers, reductions = (
+        [*found(graph, block_in, stretches)] for found in (_gathers, _reductions)
+    )
+    return gathers, reductions
 
 
 # what belongs together ----------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def _first(node: fx.Node, ways: Container[fx.Node]) -> fx.Node:
     return node
 
 
-def _leading(node: fx.Node) -> fx.Node:
+def leading(node: fx.Node) -> fx.Node:
     """The transfer whose bytes decide the bucket: of a hierarchical all-reduce its reduce-scatter.
 
     Its all-reduce and all-gather then join the same gradients.
@@ -197,16 +198,22 @@ def _leading(node: fx.Node) -> fx.Node:
     return first_operand(first_operand(gather))
 
 
-def _worth_copying(groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterator[list[fx.Node]]:
-    """Per group the transfers whose bytes take less time to copy than a transfer to start."""
-    for nodes in groups:
-        worth = [n for n in nodes if _copy_seconds(_leading(n), mesh) < _start_seconds(n, mesh)]
-        if worth:
-            yield worth
+def worth_copying(groups: Groups, plan: Plan) -> Groups:
+    """Per group the transfers of which no more is copied than the plan allows; none is empty."""
+    found = ([node for node in nodes if _is_worth_copying(node, plan)] for nodes in groups)
+    return [nodes for nodes in found if nodes]
 
 
-def _copy_seconds(node: fx.Node, mesh: Mesh) -> float:
-    """Seconds of the copies that a transfer needs in a bucket and does not need alone.
+def _is_worth_copying(node: fx.Node, plan: Plan) -> bool:
+    """Of a hierarchical all-reduce its reduce-scatter decides: all three go alone, or none."""
+    node = leading(node)
+    of_axis = (plan.bucket_copy_mb or {}).get(str(node.kwargs["axis"]), {})
+    most_mb = of_axis.get(kind_of(node))
+    return most_mb is None or copied_bytes(node) <= most_mb * BYTES_PER_MB
+
+
+def copied_bytes(node: fx.Node) -> int:
+    """Bytes of the copies that a transfer needs in a bucket and does not need alone.
 
     An all-gather copies the shard into the bucket, and the whole weight out of it if a transfer of
     its own would deliver the weight in one row. A reduce-scatter copies the gradient into the
@@ -215,16 +222,9 @@ def _copy_seconds(node: fx.Node, mesh: Mesh) -> float:
     """
     sent_bytes, arrived_bytes = put_in_bytes(node), int(fake_of(node).nbytes)
     in_a_row = node.kwargs.get("dim") == 0 and node.kwargs.get("outer", 1) == 1
-    copied_bytes = 0
     if node.target is collectives.all_gather:
-        copied_bytes = sent_bytes + (arrived_bytes if in_a_row else 0)
-    elif node.target is collectives.reduce_scatter and in_a_row:
-        copied_bytes = sent_bytes
-    return mesh.hardware.device.memory_seconds(2 * copied_bytes)
-
-
-def _start_seconds(node: fx.Node, mesh: Mesh) -> float:
-    return collective_seconds(kind_of(node), 0, mesh, str(node.kwargs["axis"]))
+        return sent_bytes + (arrived_bytes if in_a_row else 0)
+    return sent_bytes if node.target is collectives.reduce_scatter and in_a_row else 0
 
 
 def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
@@ -232,7 +232,7 @@ def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.No
     members: list[fx.Node] = []
     filled = 0
     for node in nodes:
-        size = _num_bytes(_leading(node))
+        size = _num_bytes(leading(node))
         if size > limit_bytes:
             continue
         if filled + size > limit_bytes:
@@ -243,31 +243,51 @@ def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.No
     yield members
 
 
-def _parts(graph: Graph, groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterator[list[fx.Node]]:
-    """Split each group of reductions into the number of parts of the module docstring's formula.
+def _parts(graph: Graph, groups: Groups, plan: Plan) -> Iterator[list[fx.Node]]:
+    """Split each group of reductions into parts of about equally many bytes, in the order in which
+    the gradients are made.
 
-    The parts have about equally many bytes, in the order in which the gradients are made.
+    ``grad_parts`` counts those of a block's gradients (``largest_forms``); other groups leave in
+    parts of that size.
     """
-    groups = list(groups)
-    forms = [[_form(node) for node in nodes] for nodes in groups]
-    for nodes, form in zip(groups, forms, strict=True):
-        alike = zip(groups, forms, strict=True)
-        num_blocks = sum(graph.times(other[0]) for other, its in alike if its == form)
-        sizes, first = [num_bytes for *_, num_bytes in form], _leading(nodes[0])
-        kind, axis = kind_of(first), str(first.kwargs["axis"])
-        start_s = _start_seconds(first, mesh)
-        moved_s = collective_seconds(kind, sum(sizes), mesh, axis) - start_s
-        each_s = num_blocks * start_s  # what one part more of every block costs
-        most = len(nodes) if moved_s > 0 else 1
-        num = int((1 + sqrt(1 + 4 * moved_s / each_s)) / 2) if each_s > 0 else most
+    wanted = plan.grad_parts or {}
+    most = {axis: size for axis, (size, _, _) in largest_forms(graph, groups).items()}
+    for nodes in groups:
+        sizes, axis = [_num_bytes(leading(n)) for n in nodes], leading_axis(nodes)
+        share = sum(sizes) / max(most.get(axis, 0), 1)
+        parts = wanted.get(axis, 1)
+        num = max(1, int(parts * share + 0.5)) if parts > 1 and len(nodes) > 1 else 1
         middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
         number = {n: int(num * at / sum(sizes)) for n, at in zip(nodes, middles, strict=True)}
         yield from (list(part) for _, part in groupby(nodes, key=number.__getitem__))
 
 
+def largest_forms(graph: Graph, groups: Groups) -> dict[str, tuple[int, int, list[fx.Node]]]:
+    """By axis the bytes of a group, the number of blocks with such a one, and the group, for the
+    form of groups that has most bytes in all. Forms that several blocks have come first: of the
+    others there is little. Groups of one tensor have no parts, and do not count.
+    """
+    groups = [nodes for nodes in groups if len(nodes) > 1]
+    forms = [tuple(map(_form, nodes)) for nodes in groups]
+    times: Counter[tuple[Any, ...]] = Counter()
+    for nodes, form in zip(groups, forms, strict=True):
+        times[form] += graph.times(nodes[0])
+    found: dict[str, tuple[int, int, list[fx.Node]]] = {}
+    for nodes, form in zip(groups, forms, strict=True):
+        size, axis = sum(num_bytes for *_, num_bytes in form), leading_axis(nodes)
+        one = size, times[form], nodes
+        found[axis] = max(found.get(axis, one), one, key=lambda x: (x[1] > 1, x[0] * x[1]))
+    return found
+
+
+def leading_axis(nodes: Sequence[fx.Node]) -> str:
+    """The axis of the transfer whose bytes decide the buckets of a group."""
+    return str(leading(nodes[0]).kwargs["axis"])
+
+
 def _form(node: fx.Node) -> tuple[Any, str, int]:
     """The op, axis and bytes of a reduction, which are the same for equal blocks."""
-    return node.target, str(node.kwargs["axis"]), _num_bytes(_leading(node))
+    return node.target, str(node.kwargs["axis"]), _num_bytes(leading(node))
 
 
 def _num_bytes(node: fx.Node) -> int:
@@ -296,20 +316,6 @@ def _join(
             member.replace_all_uses_with(pick)
     for member in members:
         graph.fx.erase_node(member)
-
-
-def _put_in_order(graph: Graph) -> None:
-    """Move behind its operands what stands before them; all else keeps its place.
-
-    The buckets of a gradient's second reduction may hold other gradients than those of its first:
-    a bucket that waits for a later gradient is overtaken by the second reductions of the others.
-    """
-    calls = list(graph.calls())
-    place = {node: i for i, node in enumerate(calls)}
-    needs = {node: [o for o in node.all_input_nodes if o in place] for node in calls}
-    if any(place[o] > place[node] for node, others in needs.items() for o in others):
-        for node in in_order(needs, place.__getitem__):
-            graph.fx.output_node().prepend(node)
 
 
 def _call(graph: Graph, members: Sequence[fx.Node]) -> fx.Node:

@@ -16,15 +16,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
+from math import inf
 from typing import Any
 
 from torch import fx
 
-from partc.cost.collective_cost import collective_seconds
 from partc.graph import Graph, collectives, fake_of, first_operand, set_fake, set_value, value
 from partc.graph.graph_edits import run_fake
-from partc.passes.overlap.bucket_collectives import stack_block_of, ways_out
+from partc.passes.overlap.bucket_collectives import BYTES_PER_MB, stack_block_of, ways_out
 from partc.passes.shard.reshard import is_innermost
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import R, Sharding, cut
 
@@ -39,14 +40,14 @@ class Levels:
     outer: str
 
 
-def hierarchical_all_reduce(graph: Graph, mesh: Mesh) -> Graph:
-    """Rewrite pairs of all-reduces of gradients as hierarchical ones, in place, where these take
-    less time on the machines of ``mesh``.
+def hierarchical_all_reduce(graph: Graph, plan: Plan, mesh: Mesh) -> Graph:
+    """Rewrite pairs of all-reduces of gradients as hierarchical ones, in place, where the plan's
+    ``hierarchical`` says so.
 
     All gradients of a block are rewritten alike, so that buckets join them: runs before bucketing.
     """
-    for chains in _together(graph).values():
-        levels = _fastest(chains, mesh)
+    for chains in pairs(graph).values():
+        levels = _planned(chains, plan, mesh)
         if levels is not None:
             for chain in chains:
                 _rewrite(graph, chain, levels)
@@ -57,7 +58,7 @@ def hierarchical_all_reduce(graph: Graph, mesh: Mesh) -> Graph:
 Chain = tuple[fx.Node, fx.Node]  # two all-reduces, the second of the first one's result
 
 
-def _together(graph: Graph) -> dict[Any, list[Chain]]:
+def pairs(graph: Graph) -> dict[Any, list[Chain]]:
     """Pairs of all-reduces that finish gradients, by block, phase, axes and dtype."""
     found: dict[Any, list[Chain]] = defaultdict(list)
     block_of = stack_block_of(graph)
@@ -78,21 +79,28 @@ def _chains(graph: Graph) -> Iterator[Chain]:
             yield node, next(iter(node.users))
 
 
-def _fastest(chains: list[Chain], mesh: Mesh) -> Levels | None:
-    """The fastest inner and outer axis; None if two plain all-reduces take no more time."""
-    axes = [str(node.kwargs["axis"]) for node in chains[0]]
-    num_bytes = sum(int(fake_of(first).nbytes) for first, _ in chains)
-    best, best_s = None, sum(collective_seconds(KIND, num_bytes, mesh, axis) for axis in axes)
-    for inner, outer in permutations(axes):  # either axis may be the one with the faster links
-        piece_bytes = num_bytes / mesh.size(inner)
-        seconds = (
-            collective_seconds("reduce_scatter", num_bytes, mesh, inner)
-            + collective_seconds(KIND, piece_bytes, mesh, outer)
-            + collective_seconds("all_gather", piece_bytes, mesh, inner)
-        )
-        if seconds < best_s and all(_scattered(first, inner, mesh) for first, _ in chains):
-            best, best_s = Levels(inner, outer), seconds
-    return best
+def axes_of(chains: list[Chain]) -> tuple[str, str]:
+    """The two axes of pairs that belong together, in the order in which they are summed over."""
+    first, last = (str(node.kwargs["axis"]) for node in chains[0])
+    return first, last
+
+
+def bytes_of(chains: list[Chain]) -> int:
+    """The bytes of all gradients of pairs that belong together."""
+    return sum(int(fake_of(first).nbytes) for first, _ in chains)
+
+
+def _planned(chains: list[Chain], plan: Plan, mesh: Mesh) -> Levels | None:
+    """The inner and the outer axis by the plan; None for two plain all-reduces.
+
+    None too where a gradient cannot be scattered over the inner axis.
+    """
+    for inner, outer in permutations(axes_of(chains)):
+        least_mb = (plan.hierarchical or {}).get(inner, {}).get(outer, inf)
+        large = bytes_of(chains) >= least_mb * BYTES_PER_MB
+        if large and all(_scattered(first, inner, mesh) for first, _ in chains):
+            return Levels(inner, outer)
+    return None
 
 
 def _scattered(node: fx.Node, axis: str, mesh: Mesh) -> Sharding | None:

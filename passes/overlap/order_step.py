@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import fx
 
-from partc.cost.bytes import put_in_bytes
 from partc.cost.collective_cost import collective_seconds
 from partc.cost.record_events import record_step
-from partc.cost.roofline import Spent, piece_seconds
+from partc.cost.roofline import Spent
 from partc.cost.step_walk import step_seconds, step_times
 from partc.cost.storage import replay
-from partc.graph import Graph, collectives
+from partc.graph import Graph
 from partc.graph.moves import kind_of
-from partc.passes.overlap.bucket_collectives import leaves_in_parts
-from partc.passes.overlap.overlap_collectives import Seconds
-from partc.passes.overlap.take_turns import awaited_in_blocks, in_turns
+from partc.passes.overlap.choose_buckets import best_parts
+from partc.passes.overlap.take_turns import awaited_in_blocks
 from partc.passes.runner import State, run
 from partc.plan.mesh import Mesh
 
@@ -30,32 +28,38 @@ GAIN = 0.1  # least share of the step's time to win: a block in pieces prints tw
 
 
 def order_step(state: State) -> Iterator[State]:
-    """Yield the fastest scheduled step, with ``made["pieces"]`` as the number of pieces of a block.
+    """Yield the fastest scheduled step, whose plan has the number of pieces of a block.
 
     If partc chose pieces, not the plan, then the step without pieces follows, as a fallback that
     may need less memory. A block's gradients are reduced in parts where this is faster.
     """
     run(state, "share_gathers", "hierarchical_all_reduce")
     mesh, awaited = state.mesh, awaited_in_blocks(state.graph)
-    asked = state.plan.pieces if awaited else 1
-    if asked:
-        yield _in_parts(state.beside(pieces=asked))
+    if state.plan.overlap_pieces or not awaited:
+        yield _in_parts(state.beside())
         return
     # An upper bound on the gain spares the trials of steps that pieces cannot make much faster.
     more_s = start_seconds(state.graph, awaited, mesh)
-    ways = {1: _in_parts(state.copied(pieces=1))}
+    ways = {1: _in_parts(_of_pieces(state, 1))}
     if most_gained(_spent(ways[1]), more_s) <= GAIN:
         yield ways[1]
         return
 
     def seconds(num: int) -> float:
-        ways[num] = ways.get(num) or _in_parts(state.copied(pieces=num))
+        ways[num] = ways.get(num) or _in_parts(_of_pieces(state, num))
         return _step_s(ways[num])
 
     best = fastest(seconds)
     yield ways[best]
     if best > 1:
         yield ways[1]
+
+
+def _of_pieces(state: State, num: int) -> State:
+    """A copy of the state, for a step whose blocks are computed in so many pieces."""
+    copy = state.copied()
+    copy.plan = state.plan.changed(overlap_pieces=num)
+    return copy
 
 
 def fastest(seconds: Callable[[int], float]) -> int:
@@ -71,34 +75,27 @@ def fastest(seconds: Callable[[int], float]) -> int:
 
 def _in_parts(state: State) -> State:
     """Schedule a step; a block's gradients leave in one bucket or in parts, whichever is faster."""
-    run(state, "take_turns")
-    if not leaves_in_parts(state.graph, state.mesh):
+    run(state, "take_turns", "choose_bucket_copies")
+    parts = best_parts(state.graph, state.plan, state.mesh)
+    if state.plan.grad_parts is not None or not parts:
         return _ordered(state)
-    ways = [_ordered(state.copied(in_parts=in_parts)) for in_parts in (False, True)]
-    return min(ways, key=_step_s)
+    whole = dict.fromkeys(parts, 1)
+    return min((_ordered(_of_parts(state, each)) for each in _distinct(whole, parts)), key=_step_s)
+
+
+def _distinct(whole: dict[str, int], parts: dict[str, int]) -> list[dict[str, int]]:
+    return [whole] if parts == whole else [whole, parts]
+
+
+def _of_parts(state: State, parts: dict[str, int]) -> State:
+    """A copy of the state, for a step in which gradients leave in so many parts by axis."""
+    copy = state.copied()
+    copy.plan = state.plan.changed(grad_parts=parts)
+    return copy
 
 
 def _ordered(state: State) -> State:
     return run(state, "bucket_collectives", "overlap_collectives")
-
-
-def call_seconds(graph: Graph, mesh: Mesh) -> Seconds | None:
-    """The function from a call or transfer to its seconds on the mesh's machines.
-
-    None for a graph without blocks in pieces: there all calls that can hide a transfer stand beside
-    it, whatever they take.
-    """
-    if not in_turns(graph):
-        return None
-    ran, device = replay(graph), mesh.hardware.device
-
-    def seconds(node: fx.Node) -> float:
-        if node.target in collectives.COLLECTIVES:
-            axis = str(node.kwargs["axis"])
-            return collective_seconds(kind_of(node), put_in_bytes(node), mesh, axis)
-        return piece_seconds(node, ran, device, 1)
-
-    return seconds
 
 
 def _step_s(state: State) -> float:

@@ -19,7 +19,7 @@ from torch import fx
 from partc.graph import Graph, collectives, first_operand, innermost_block, ops, tensor_args, value
 from partc.passes.overlap.write_pieces import joins_pieces
 
-Seconds = Callable[[fx.Node], float]
+Lasting = Callable[[fx.Node], float]  # how long a call or a transfer takes, in any unit
 
 _START, _REST = range(2)
 _PRODUCTS = (torch.ops.aten.matmul.default, torch.ops.aten.mm.default)
@@ -33,16 +33,16 @@ _CARRY = (
 )
 
 
-def overlap_collectives(graph: Graph, seconds: Seconds | None = None) -> Graph:
+def overlap_collectives(graph: Graph, lasting: Lasting | None = None) -> Graph:
     """Reorder the calls of each block and phase of a graph with waits, in place.
 
-    All fillers stand before the first wait. With ``seconds`` (the time of a call or a transfer)
+    All fillers stand before the first wait. With ``lasting`` (the time of a call or a transfer)
     each wait gets only as many fillers as the transfer outlasts the other computing beside it.
     """
     fillers = _fillers(graph)
     for segment in _segments(graph):
         anchor = segment[0].prev
-        for node in _ordered(segment, fillers, _Clock(seconds)):
+        for node in _ordered(segment, fillers, _Clock(lasting)):
             anchor.append(node)
             anchor = node
         if not any(_moves_activations(n) and n not in fillers for n in segment):
@@ -127,27 +127,27 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node], clock: _Clock) -> It
 class _Clock:
     """The time in a segment, and when its transfers end; one axis moves one transfer at a time."""
 
-    seconds: Seconds | None
+    lasting: Lasting | None
     now: float = 0.0
     free: dict[object, float] = field(default_factory=dict)
     ends: dict[fx.Node, float] = field(default_factory=dict)
 
     def run(self, node: fx.Node) -> None:
         """Move the clock over the next call, start or wait."""
-        if self.seconds is None:
+        if self.lasting is None:
             return
         if node.target in collectives.COLLECTIVES:
             axis = node.kwargs["axis"]
             begin = max(self.now, self.free.get(axis, 0.0))
-            self.free[axis] = self.ends[node] = begin + self.seconds(node)
+            self.free[axis] = self.ends[node] = begin + self.lasting(node)
         elif node.target is collectives.wait:
             self.now = max(self.now, self.ends.get(first_operand(node), 0.0))
         else:
-            self.now += self.seconds(node)
+            self.now += self.lasting(node)
 
     def is_late(self, wait: fx.Node) -> bool:
         """Whether the transfer of a wait is still under way; True where no times are known."""
-        return self.seconds is None or self.ends.get(first_operand(wait), 0.0) > self.now
+        return self.lasting is None or self.ends.get(first_operand(wait), 0.0) > self.now
 
 
 def _waits(node: fx.Node) -> bool:

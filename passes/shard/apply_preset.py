@@ -20,6 +20,7 @@ from partc.passes.shard.idle_axes import idle_axes
 from partc.passes.shard.value_names import value_names
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
 from partc.plan.batch import DATA_AXES, is_pinned, spread_batch
+from partc.plan.decided import check_decided
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.sharding import DTYPE_NAMES, Layout, Sharding, cut
 from partc.wrong_calls import did_you_mean, quoted
@@ -41,6 +42,7 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
     axis does not divide.
     """
     _check_mesh(plan, mesh)
+    check_decided(plan, mesh)
     if plan.of_another:
         plan = _known_entries(plan, graph)
     _check_names(plan, graph)

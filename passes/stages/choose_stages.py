@@ -39,22 +39,22 @@ def choose_schedule(graph: Graph, plan: Plan) -> Plan:
     return plan.changed(schedule="forward-only" if graph.loss is None else "1f1b")
 
 
-def choose_stages(graph: Graph, plan: Plan) -> Plan:
+def choose_stages(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:
     """The plan with ``stages`` set for an unsharded graph; a plan that names them stays as it is.
 
-    PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
+    ``mesh`` has the machines under it. PlanError if the model has too few units, or if no cut fits
+    ``plan.memory_bytes``.
     """
-    assert plan.mesh is not None
-    if plan.stages or not is_pipeline(plan, plan.mesh):
+    if plan.stages or not is_pipeline(plan, mesh):
         return plan
-    chunks = plan.chunks or _usual_chunks(plan.schedule)
-    like = named_schedule(plan if plan.order else plan.changed(chunks=chunks))
+    num = plan.virtual_stages or _usual_num(plan.schedule)
+    like = named_schedule(plan if plan.order else plan.changed(virtual_stages=num))
     if like.stages == 1:
         return plan
-    there = stage_units(graph, plan)
+    there = stage_units(graph, plan, mesh)
     points = balance_ranks(
         there[0], like.rank_of, in_flight=in_flight(like), there=there,
-        memory_bytes=memory_limits(plan.mesh, plan.memory_bytes),
+        memory_bytes=memory_limits(mesh, plan.memory_bytes),
     )  # fmt: skip
     return plan.changed(stages=tuple(there[0][point].name for point in points))
 
@@ -67,11 +67,11 @@ def named_schedule(plan: Plan) -> Schedule:
     if plan.order:
         return _own_schedule(plan)
     ranks = pipeline_ranks(plan)
-    chunks = chunks_of(plan)
+    num = virtual_stages_of(plan)
     name = plan.schedule
     if name == AUTO:
-        name = "1f1b" if chunks == 1 else "interleaved-1f1b"
-    made = make(name, ranks=ranks, microbatches=plan.microbatches, chunks=chunks)
+        name = "1f1b" if num == 1 else "interleaved-1f1b"
+    made = make(name, ranks=ranks, microbatches=plan.microbatches, chunks=num)
     check_schedule(made)
     return made
 
@@ -83,7 +83,7 @@ def _own_schedule(plan: Plan) -> Schedule:
     """
     order = read_csv(plan.order, plan.schedule)
     ranks = pipeline_ranks(plan)
-    stages = len(plan.stages) + 1 if plan.stages else ranks * plan.chunks or order.stages
+    stages = len(plan.stages) + 1 if plan.stages else ranks * plan.virtual_stages or order.stages
     for what, has, wanted in (
         ("pipeline ranks", order.ranks, ranks),
         ("pipeline ranks with a stage", sum(map(bool, order.orders)), ranks),
@@ -101,20 +101,20 @@ def _own_schedule(plan: Plan) -> Schedule:
     return order
 
 
-def chunks_of(plan: Plan) -> int:
-    """Virtual stages per pipeline rank, from the stages that the plan names or from ``chunks``.
+def virtual_stages_of(plan: Plan) -> int:
+    """Stages on each pipeline rank, from those that the plan names or from ``virtual_stages``.
 
     PlanError if the named stages cannot be divided evenly among the ranks.
     """
     ranks, stages = pipeline_ranks(plan), len(plan.stages) + 1
     if not plan.stages:
-        return plan.chunks or 1
-    if stages % ranks or plan.chunks not in (0, stages // ranks):
-        wanted = ranks * (plan.chunks or _usual_chunks(plan.schedule))
+        return plan.virtual_stages or 1
+    if stages % ranks or plan.virtual_stages not in (0, stages // ranks):
+        wanted = ranks * (plan.virtual_stages or _usual_num(plan.schedule))
         raise PlanError(
             where="plan, stages",
             what=f"{stages} stages cannot be dealt out to {ranks} pipeline ranks"
-            + (f", {plan.chunks} each" if plan.chunks else ""),
+            + (f", {plan.virtual_stages} each" if plan.virtual_stages else ""),
             why=f"{len(plan.stages)} points make {stages} stages, and each rank runs the same "
             "number of them",
             do=f"Name {wanted - 1} points, or none: partc then chooses them.",
@@ -128,5 +128,5 @@ def pipeline_ranks(plan: Plan) -> int:
     return plan.mesh.pipeline_ranks
 
 
-def _usual_chunks(name: str) -> int:
+def _usual_num(name: str) -> int:
     return NAMES[name].usual_chunks if name in NAMES else 1

@@ -267,7 +267,7 @@ def _check(units: Sequence[Unit], stages: int, in_flight: Sequence[int]) -> None
             where=f"pipeline of {stages} stages",
             what=f"the model has only {few} to cut between",
             why="every stage needs at least one, and a unit is not cut",
-            do=f"Use at most {most} (fewer pp ranks, or fewer chunks per rank).",
+            do=f"Use at most {most} (fewer pp ranks, or fewer virtual stages per rank).",
         )
 
 

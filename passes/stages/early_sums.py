@@ -18,11 +18,12 @@ from partc.cost.bytes import put_in_bytes
 from partc.cost.early_cost import EarlyBytes
 from partc.cost.flops import node_flops
 from partc.cost.stage_cost import StageCost
-from partc.errors import CheckError
+from partc.errors import CheckError, PlanError
 from partc.graph import Graph, Phase, collectives, fake_of, value
 from partc.graph.early import EarlyReduction
 from partc.graph.folds import list_member
 from partc.graph.moves import kind_of
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.schedules import Schedule
 
@@ -38,25 +39,62 @@ def early_of(end: fx.Node, last: int) -> EarlyReduction:
     )
 
 
-def with_early_sums(
-    graphs: Sequence[Graph],
-    costs: Sequence[StageCost],
-    order: Schedule,
-    mesh: Mesh,
-    tied: Sequence[str],
-) -> tuple[StageCost, ...]:
-    """Set ``early`` of each stage graph to its early reduction, or None; return the new costs.
+Candidates = dict[int, tuple[EarlyReduction, EarlyBytes]]  # by stage
+
+
+def candidates(
+    graphs: Sequence[Graph], costs: Sequence[StageCost], order: Schedule, tied: Sequence[str]
+) -> Candidates:
+    """The stages that can reduce gradients early, with the reduction and its bytes.
 
     A stage with a block that owns one of the ``tied`` parameters (shared by several stages) reduces
     no gradient early: the stages first add up their gradients.
     """
-    found = []
+    found = {}
     for stage, (graph, cost) in enumerate(zip(graphs, costs, strict=True)):
-        at = mesh.at_place(order.rank_of[stage])
-        early, cost = _early(graph, cost, _last(order, stage), at, tied)
-        graph.early = early
-        found.append(cost)
-    return tuple(found)
+        if early := _early(graph, cost, _last(order, stage), tied):
+            found[stage] = early
+    return found
+
+
+def choose_early_sums(
+    found: Candidates, costs: Sequence[StageCost], order: Schedule, plan: Plan, mesh: Mesh
+) -> Plan:
+    """The plan with ``early_sums`` set to the stages that save time by them, if any stage could
+    reduce gradients early and the plan does not say so.
+    """
+    if plan.early_sums is not None or not found:
+        return plan
+    at = {stage: mesh.at_place(order.rank_of[stage]) for stage in found}
+    saving = (s for s, (_, moved) in found.items() if moved.saved_s(costs[s].spent, at[s]) > 0)
+    return plan.changed(early_sums=tuple(saving))
+
+
+def set_early_sums(graphs: Sequence[Graph], found: Candidates, plan: Plan) -> None:
+    """Set ``early`` of each stage graph to its early reduction if the plan names the stage, else to
+    None; PlanError for a stage that has none.
+    """
+    for stage in plan.early_sums or ():
+        if stage not in found:
+            raise PlanError(
+                where="plan, early_sums",
+                what=f"stage {stage} has no gradients that could be summed early",
+                why=f"stages that have some: {[*found]}",
+                do="Leave the stage out, or the whole line: it is then chosen.",
+            )
+    for stage, graph in enumerate(graphs):
+        graph.early = found[stage][0] if stage in (plan.early_sums or ()) else None
+
+
+def early_costs(
+    found: Candidates, costs: Sequence[StageCost], order: Schedule, plan: Plan, mesh: Mesh
+) -> tuple[StageCost, ...]:
+    """The stages' costs with the early reductions of the plan."""
+    costs = list(costs)
+    for stage in plan.early_sums or ():
+        cost, moved, at = costs[stage], found[stage][1], mesh.at_place(order.rank_of[stage])
+        costs[stage] = replace(cost, early=moved, spent=moved.ending(cost.spent, at))
+    return tuple(costs)
 
 
 def _last(order: Schedule, stage: int) -> int:
@@ -134,9 +172,9 @@ def _first_of_blocks(graph: Graph, phase: str) -> fx.Node | None:
 
 
 def _early(
-    graph: Graph, cost: StageCost, last: int, mesh: Mesh, tied: Sequence[str]
-) -> tuple[EarlyReduction | None, StageCost]:
-    """The early reduction of a stage and its new cost; None and the old cost if it saves no time.
+    graph: Graph, cost: StageCost, last: int, tied: Sequence[str]
+) -> tuple[EarlyReduction, EarlyBytes] | None:
+    """The early reduction that a stage can have, and its bytes; None if there is none.
 
     One kind of collective can run early: the one that moves most bytes.
     """
@@ -147,16 +185,13 @@ def _early(
             early = early_of(chain[0], last)
             sizes[early] += graph.times(chain[0]) * put_in_bytes(chain[0])
     if not sizes or last < 0 or "E" not in cost.spent:
-        return None, cost
+        return None
     # Axis and dim decide between equal sizes, so that the choice does not depend on an order.
     early = max(sizes, key=lambda one: (sizes[one], one.axis, one.dim))
     groups = leaving(graph, early, chains)
     if not groups.blocks or {*groups.first, *groups.blocks} & {*tied}:
-        return None, cost
-    moved = _bytes(graph, early, groups, chains, cost)
-    if moved.saved_s(cost.spent, mesh) <= 0:
-        return None, cost
-    return early, replace(cost, early=moved, spent=moved.ending(cost.spent, mesh))
+        return None
+    return early, _bytes(graph, early, groups, chains, cost)
 
 
 def _bytes(

@@ -30,12 +30,24 @@ from partc.passes.overlap.order_step import (
 )
 from partc.passes.overlap.take_turns import awaited_in_blocks, take_turns
 from partc.passes.runner import State, run
-from partc.passes.stages.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
-from partc.passes.stages.early_sums import with_early_sums
+from partc.passes.stages.choose_stages import (
+    AUTO,
+    named_schedule,
+    pipeline_ranks,
+    virtual_stages_of,
+)
+from partc.passes.stages.early_sums import (
+    candidates,
+    choose_early_sums,
+    early_costs,
+    set_early_sums,
+)
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.schedules import Schedule
 from partc.schedules.auto import auto
+from partc.schedules.csv_form import write_csv
+from partc.schedules.sends import sends_of
 
 TURNS = ("F", "B", "W")  # the phases of each microbatch
 
@@ -48,7 +60,6 @@ class Stages:
     tied: list[Tied]
     costs: tuple[StageCost, ...]
     step: Step
-    pieces: int = 1  # in how many blocks are computed that wait for activations
 
     @property
     def graphs(self) -> list[Graph]:
@@ -63,21 +74,25 @@ def stage_ways(state: State) -> Iterator[Stages]:
     as a fallback that may need less memory.
     """
     plan = state.plan
-    whole = schedule_stages(state)
-    if plan.pieces or not _may_gain(state, whole):
-        yield replace(whole, pieces=max(plan.pieces, 1))
+    if plan.overlap_pieces:
+        yield schedule_stages(state)
         return
-    ways = {1: whole}
+    ways = {1: schedule_stages(replace(state, plan=plan.changed(overlap_pieces=1)))}
+    if not _more_seconds(ways[1]):
+        ways[1].state.plan = ways[1].state.plan.changed(overlap_pieces=0)  # nothing to choose
+    if not _may_gain(state, ways[1]):
+        yield ways[1]
+        return
 
     def seconds(num: int) -> float:
         if num not in ways:
-            ways[num] = schedule_stages(replace(state, plan=plan.changed(pieces=num)))
+            ways[num] = schedule_stages(replace(state, plan=plan.changed(overlap_pieces=num)))
         return ways[num].step.simulated.makespan
 
     best = fastest(seconds)
-    yield replace(ways[best], pieces=best)
+    yield ways[best]
     if best > 1:
-        yield whole
+        yield ways[1]
 
 
 def _may_gain(state: State, whole: Stages) -> bool:
@@ -86,20 +101,20 @@ def _may_gain(state: State, whole: Stages) -> bool:
     Not if even the upper bound on the gain is below GAIN, or if a trial with 2 pieces on the most
     frequent stage gains less.
     """
-    mesh = _mesh(state.plan)
-    if _most_gained(whole, mesh) <= GAIN:
+    if _most_gained(whole) <= GAIN:
         return False
     likes = likes_of(state.graph.kept, len(whole.graphs))
     (like, num), *_ = Counter(likes).most_common(1)
     if num == 1:
         return True
-    trial = state.beside(pieces=1, split_backward="W" in whole.step.schedule.kinds, phased=True)
+    trial = state.beside(split_backward="W" in whole.step.schedule.kinds, phased=True)
+    trial.plan = whole.state.plan
     stage = run(trial, "split_stages").stages[like]
     take_turns(stage, PIECES[0])
     trial.stages = [stage]
     (in_pieces,) = run(trial, "hierarchical_per_stage", "overlap_collectives").stages
     before, after = (
-        stage_cost(graph, mesh) for graph in (whole.graphs[likes.index(like)], in_pieces)
+        stage_cost(graph, state.mesh) for graph in (whole.graphs[likes.index(like)], in_pieces)
     )
     return _turn_seconds(after) < (1 - GAIN) * _turn_seconds(before)
 
@@ -108,11 +123,17 @@ def _turn_seconds(cost: StageCost) -> float:
     return cost.forward_s + cost.backward_s + cost.weight_s
 
 
-def _most_gained(stages: Stages, mesh: Mesh) -> float:
-    """An upper bound on the share of a microbatch's time that blocks in pieces can save."""
+def _more_seconds(stages: Stages) -> Counter[str]:
+    """By axis, the seconds of the starts of all transfers that a block waits for."""
     more_s: Counter[str] = Counter()
     for graph in stages.graphs:
-        more_s.update(start_seconds(graph, awaited_in_blocks(graph), mesh))
+        more_s.update(start_seconds(graph, awaited_in_blocks(graph), stages.state.mesh))
+    return more_s
+
+
+def _most_gained(stages: Stages) -> float:
+    """An upper bound on the share of a microbatch's time that blocks in pieces can save."""
+    more_s = _more_seconds(stages)
     spent = [s for cost in stages.costs for phase, s in cost.spent.items() if phase in TURNS]
     return most_gained(spent, more_s) if more_s else 0.0
 
@@ -123,7 +144,7 @@ def schedule_stages(state: State) -> Stages:
     PlanError for a schedule with backwards for an inference graph, or without for a training step.
     """
     order = named_schedule(state.plan)
-    if state.plan.schedule == AUTO:
+    if state.plan.schedule == AUTO and not state.plan.order:
         return _auto(state)
     _check_kinds(state.graph, order)
     cut = stage_graphs(state, "W" in order.kinds)
@@ -132,15 +153,14 @@ def schedule_stages(state: State) -> Stages:
 
 def stage_graphs(state: State, split_backward: bool) -> State:
     """A state with one graph per stage, its collectives bucketed, overlapped and waited for."""
-    pieces = max(state.plan.pieces, 1)
-    copy = state.copied if pieces > 1 else state.beside
-    trial = copy(pieces=pieces, split_backward=split_backward, phased=True)
+    copy = state.copied if state.plan.overlap_pieces > 1 else state.beside
+    trial = copy(split_backward=split_backward, phased=True)
     return run(trial, "take_turns", "repeat_stages")
 
 
 def _costs(cut: State, rank_of: Sequence[int]) -> tuple[StageCost, ...]:
     """The cost of every stage on its own devices; equal stages on equal devices are costed once."""
-    graphs, mesh = cut.stages, _mesh(cut.plan)
+    graphs, mesh = cut.stages, cut.mesh
     meshes = [mesh.at_place(rank) for rank in rank_of]
     alike = list(
         zip(likes_of(cut.graph.kept, len(graphs)), (m.hardware for m in meshes), strict=True)
@@ -151,64 +171,73 @@ def _costs(cut: State, rank_of: Sequence[int]) -> tuple[StageCost, ...]:
 
 
 def planned(cut: State, costs: tuple[StageCost, ...], order: Schedule) -> Stages:
-    """Add sends and receives to a schedule, and simulate it with the costs of its stages."""
-    mesh = _mesh(cut.plan)
-    tied = [one.name for one in tied_parameters(cut.stages)]
-    costs = with_early_sums(cut.stages, costs, order, mesh, tied)
+    """Add sends and receives to a schedule, and simulate it with the costs of its stages.
+
+    The plan of the state that comes back has the stages that sum gradients early, and how many
+    messages may be under way.
+    """
+    mesh = cut.mesh
+    early = candidates(cut.stages, costs, order, [one.name for one in tied_parameters(cut.stages)])
+    plan = choose_early_sums(early, costs, order, cut.plan, mesh)
+    set_early_sums(cut.stages, early, plan)
+    cut = replace(cut, plan=plan)
+    costs = early_costs(early, costs, order, plan, mesh)
     stages = _planned(cut, costs, order)
     shared = sharing_costs(costs, stages.step, mesh.hardware.sharing)
-    return stages if shared is None else _planned(cut, shared, order)
+    stages = stages if shared is None else _planned(cut, shared, order)
+    return replace(stages, state=replace(cut, plan=with_sends(plan, stages.step)))
+
+
+def with_sends(plan: Plan, step: Step) -> Plan:
+    """The plan with ``sends`` set to what loses no time, if it does not say so."""
+    sends = sends_of(step.wiring, backward=step.schedule.kinds != {"F"})
+    return plan.changed(sends=sends) if plan.sends is None and sends else plan
 
 
 def _planned(cut: State, costs: tuple[StageCost, ...], order: Schedule) -> Stages:
     ends = [cost.closing_s for cost in costs]
-    graphs, link = cut.stages, stage_link(costs, _mesh(cut.plan))
+    graphs, link = cut.stages, stage_link(costs, cut.mesh)
     tied = tied_parameters(graphs)
     closing_s = closing_seconds(graphs, tied, order, ends, link)
     closing = closing_collectives(graphs, tied, order)
-    step = plan_step(order, step_costs(costs, closing_s, link), closing)
+    step = plan_step(order, step_costs(costs, closing_s, link), closing, cut.plan.sends)
     return Stages(cut, tied, costs, step)
 
 
 def _auto(state: State) -> Stages:
-    """Make the schedule ``auto`` for the costs of the stages, with or without split backwards.
+    """Make the schedule ``auto`` for the costs of the stages, with or without split backwards, and
+    write its order into the plan.
 
     The stages are built with split backwards first; without, if the schedule does not use them.
     """
     plan = state.plan
     cut = stage_graphs(state, True)
-    rank_of = named_schedule(plan).rank_of
-    costs = _costs(cut, rank_of)
+    costs = _costs(cut, named_schedule(plan).rank_of)
     order = auto(
-        step_costs(costs, {}, stage_link(costs, _mesh(plan))), ranks=pipeline_ranks(plan),
-        microbatches=plan.microbatches, memory_cap=_left_for_activations(cut.stages, plan),
+        step_costs(costs, {}, stage_link(costs, state.mesh)), ranks=pipeline_ranks(plan),
+        microbatches=plan.microbatches,
+        memory_cap=_left_for_activations(cut.stages, plan, state.mesh),
     )  # fmt: skip
+    written = {"order": write_csv(order)}
     if "W" in order.kinds:
-        return planned(cut, costs, order)
+        return planned(replace(cut, plan=cut.plan.changed(**written)), costs, order)
     # Without split backwards the stages' graphs differ, and so do their costs.
-    cut = stage_graphs(state, False)
-    return planned(cut, _costs(cut, rank_of), order)
+    return schedule_stages(replace(state, plan=plan.changed(**written)))
 
 
-def _mesh(plan: Plan) -> Mesh:
-    """The mesh of a complete plan, with the hardware under it."""
-    assert plan.mesh is not None
-    return plan.mesh
-
-
-def _left_for_activations(graphs: Sequence[Graph], plan: Plan) -> float | None:
+def _left_for_activations(graphs: Sequence[Graph], plan: Plan, mesh: Mesh) -> float | None:
     """Bytes of a rank's memory left for activations beside parameters, gradients, optimizer states
     and inputs; None without a limit. Taken from the ranks with the largest stages and least memory.
 
     PlanError if nothing is left.
     """
-    limits = memory_limits(_mesh(plan), plan.memory_bytes)
+    limits = memory_limits(mesh, plan.memory_bytes)
     if limits is None:
         return None
     limit = min(limits)
     states = [state_bytes(graph) for graph in graphs]
     each = sorted((s.params + s.grads + s.optimizer + s.buffers for s in states), reverse=True)
-    most = sum(each[: chunks_of(plan)]) + states[0].inputs
+    most = sum(each[: virtual_stages_of(plan)]) + states[0].inputs
     if most >= limit:
         raise PlanError(
             where="schedule='auto'",

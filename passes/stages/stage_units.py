@@ -23,9 +23,12 @@ from partc.machines.topology import Device
 from partc.passes.recompute.choose import recompute
 from partc.passes.stages.cut_stages import Unit
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 
 
-def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[list[Unit]]:
+def stage_units(
+    graph: Graph, plan: Plan, mesh: Mesh, *, optimizer: str = "adamw"
+) -> list[list[Unit]]:
     """Per pipeline rank the units of an unsharded joint graph with their costs on its devices.
 
     Equal devices share one list. ``plan`` is complete. Costs are of one rank and microbatch:
@@ -35,8 +38,6 @@ def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[l
     if plan.recompute != "none" and graph.loss is not None:
         graph = recompute(copied(graph), plan)
     chain = _Chain(graph, replay(graph))
-    assert plan.mesh is not None
-    mesh = plan.mesh
     ranks = mesh.without_pipeline().num_ranks
     cutting = {axis for cuts in plan.inputs.values() for axis in cuts} | set(plan.scatter)
     # Only axes that shard batch or sequence make activations smaller; computing is divided by all

@@ -71,8 +71,10 @@ def edited(program: Program, old: str, new: str) -> Program:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("dist.all_reduce(total_1, group=self.dp)", "pass", "unfinished sum and is not linear"),
-        ("dist.all_reduce(total_1, group=self.dp)", "dist.all_reduce(total_1, group=self.tp)",
+        ("dist.all_reduce(labels_total, group=self.dp)", "pass",
+         "unfinished sum and is not linear"),
+        ("dist.all_reduce(labels_total, group=self.dp)",
+         "dist.all_reduce(labels_total, group=self.tp)",
          "on tp its operand is whole on every rank, not an unfinished sum"),
         ("op=dist.ReduceOp.MAX", "op=dist.ReduceOp.SUM", "unfinished maximum, not an unfinished"),
         ("dist.all_reduce(loss, group=self.tp)", "pass", "the loss: at the end of the step it is"),

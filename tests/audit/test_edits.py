@@ -60,7 +60,6 @@ FIXED = [
     ("attention", "x.chunk(2)", "x.bfloat16().float().chunk(2)", DTYPE),
     ("attention", "x.chunk(2)", "x.to(self.out_bias.dtype).chunk(2)", DTYPE),
     ("fsdp", '"float64": torch.float64', '"float64": torch.float32', DTYPE),
-    ("fsdp", "else dist.reduce_scatter_single", "else dist.all_to_all_single", DEVICE),
     ("fsdp", "ids.chunk(2)", "(ids + torch.cuda.device_count()).chunk(2)", DEVICE),
     ("fsdp", "Step = T", "def scatter_grads(*x):\n    return x\n\n\nStep = T", "a name"),
     ("fsdp", "import torch\n", "import torch\nfrom torch import clone as take\n", "a name stands"),

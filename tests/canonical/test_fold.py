@@ -209,7 +209,7 @@ def test_a_folded_plan_replays() -> None:
     ("mesh", "plan", "schedule"),
     [
         ("pp=4,dp=2", Plan(preset="zero1"), "1f1b"),
-        ("pp=2,tp=2", Plan(preset="megatron-sp", chunks=3), "interleaved-1f1b"),
+        ("pp=2,tp=2", Plan(preset="megatron-sp", virtual_stages=3), "interleaved-1f1b"),
         ("pp=2", Plan(preset="ddp"), "zb-v"),
     ],
 )

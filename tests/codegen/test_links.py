@@ -87,8 +87,8 @@ def small_loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sends", [False, True])
-def test_sums_ask_what_carries_a_tensor(sends: bool, world: Processes, tmp_path: Path) -> None:
-    """Whose reduce_scatter takes other shapes than NCCL's."""
+def test_a_program_runs_on_its_backend_alone(sends: bool, world: Processes, tmp_path: Path) -> None:
+    """By whatever name the default group has it."""
     model, x = small()
     plan = Plan(preset="fsdp", messages=sends)
     compile(model, "dp=2", (x,), loss=small_loss, plan=plan).save(tmp_path / "saved")
@@ -98,6 +98,15 @@ def test_sums_ask_what_carries_a_tensor(sends: bool, world: Processes, tmp_path:
     for backend in ("cpu:gloo", None):
         found = world.run(sharded_loss, tmp_path / "saved", backend, num=2)
         assert found == [pytest.approx(expected)] * 2
+    if not sends:
+        plan = Plan(preset="fsdp", backend="nccl")
+        compile(model, "dp=2", (x,), loss=small_loss, plan=plan).save(tmp_path / "nccl")
+        world.run(refused_backend, tmp_path / "nccl", num=2)
+
+
+def refused_backend(folder: Path) -> None:
+    with pytest.raises(RunError, match="has the text for nccl, and the default process group"):
+        load(folder).module()
 
 
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp=3", "interleaved-1f1b"), ("pp=4", "zb-h1")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from types import ModuleType
+from typing import Literal
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from partc.api import compile
 from partc.codegen.helpers import messages, printed
 from partc.plan import Plan
 from partc.verification.processes import Processes
-from partc.verification.threads import ThreadDist
 from partc.verification.verification import verify
 from tests.patience import patience
 from tests.zoo import MODELS
@@ -75,26 +75,17 @@ def test_messages_bring_what_a_gather_brings() -> None:
             assert all(torch.equal(whole, own) for whole, own in pairs)
 
 
-@pytest.mark.parametrize("sends", [False, True], ids=[*WAYS])
-def test_over_nccl_programs_reduce_and_scatter_at_once(
-    sends: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("backend", "called"), [("gloo", False), ("nccl", True)])
+def test_sums_are_scattered_as_the_backend_does(
+    backend: Literal["gloo", "nccl"], called: bool
 ) -> None:
+    """By NCCL's collective, and by gloo in another way, as its own sends twice as much."""
     case = MODELS["llama"]()
-    plan = Plan(preset="fsdp+megatron-sp", messages=sends)
+    plan = Plan(preset="fsdp+megatron-sp", backend=backend)
     made = compile(case.model, "dp=2,tp=2", case.inputs, loss=case.loss, plan=plan)
-    called: list[str] = []
-    scatter = ThreadDist.reduce_scatter_single
-
-    def noted(*args: object, **named: object) -> object:
-        called.append("reduce_scatter")
-        return scatter(*args, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ThreadDist, "reduce_scatter_single", noted)
+    assert ("reduce_scatter_single" in made.source(0)) == called
+    assert ("Exchanged" in made.source(0)) != called
     verify(made, case.model, case.inputs, case.loss).check()
-    assert not called
-    monkeypatch.setattr(ThreadDist, "get_backend_config", lambda dist, group: "cpu:nccl")
-    verify(made, case.model, case.inputs, case.loss).check()
-    assert called
 
 
 @pytest.mark.parametrize("functions", [each.__name__ for each in WAYS.values()], ids=[*WAYS])

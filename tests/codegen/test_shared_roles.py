@@ -108,7 +108,7 @@ def test_a_stage_of_one_layer_names_it_by_rank() -> None:
 def test_stages_of_a_rank_that_are_alike_are_instances_of_one_class(schedule: str) -> None:
     """Of one layer each, so that its number stands in the names of its parameters."""
     case = toy(8)
-    plan = Plan(preset="ddp", stages=stages_of_toy(8, 8), chunks=2)
+    plan = Plan(preset="ddp", stages=stages_of_toy(8, 8), virtual_stages=2)
     made = compiled(case, "pp=4", plan, schedule, 8)
     middle = made.source(1)
     assert len(re.findall(r"^class Stage", middle, re.MULTILINE)) == 1

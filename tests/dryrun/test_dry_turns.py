@@ -37,7 +37,7 @@ def test_the_same_peak_line_and_holders(
     schedule: str, mesh: str, preset: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = partc.compile(
-        toy(8).step, mesh, plan=Plan(preset=preset, chunks=chunks), schedule=schedule,
+        toy(8).step, mesh, plan=Plan(preset=preset, virtual_stages=chunks), schedule=schedule,
         microbatches=12,
     )  # fmt: skip
     executed = count_calls(monkeypatch)
@@ -53,7 +53,7 @@ def test_the_same_peak_line_and_holders(
 
 def test_ranks_know_what_the_stages_of_other_files_do(monkeypatch: pytest.MonkeyPatch) -> None:
     program = partc.compile(
-        toy(8).step, "pp=4", plan=Plan(preset="ddp", chunks=2), schedule="interleaved-1f1b",
+        toy(8).step, "pp=4", plan=Plan(preset="ddp", virtual_stages=2), schedule="interleaved-1f1b",
         microbatches=8,
     )  # fmt: skip
     executed, known, counts = count_calls(monkeypatch), Known(), list[int]()

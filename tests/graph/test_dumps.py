@@ -123,7 +123,7 @@ COMPILES = {
     "fsdp": Compile(tower, "dp=2", "fsdp", "all_gather_joined("),
     "pieces": Compile(
         partial(small, "llama", num_hidden_layers=1), "dp=2,tp=2",
-        Plan(preset="fsdp+megatron-sp", pieces=2), "  # of a block's pieces",
+        Plan(preset="fsdp+megatron-sp", overlap_pieces=2), "  # of a block's pieces",
     ),
     "hsdp": Compile(tower, "dp_replicate=2,dp_shard=2", "hsdp", "@dp_shard"),
     "1f1b": Compile(

@@ -97,7 +97,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mesh": {"mesh": "dp=4"},
     "machines": {"mesh": replace(partc.Mesh.load("dgx-h100", 2), axes=(("dp", 2),))},
     "plan": {"plan": "ddp"},
-    "an entry": {"plan": partc.Plan(preset="fsdp", join_mb=1.0)},
+    "an entry": {"plan": partc.Plan(preset="fsdp", bucket_mb=1.0)},
     "rows": {"inputs": batch(4)},
     "batch": {"batch": "local"},
     "recompute": {"recompute": "none"},

@@ -123,7 +123,9 @@ MISTAKES: dict[str, Mistake] = {
     "schedule=5": of("schedule", 5, "schedule = 5", '"..."'),
     "a stage": of("stages", "down", "stages = 'down'", 'stages = ["'),
     "numbered stages": of("stages", [1], "stages = (1,)", "list of texts"),
-    "chunks without end": of("chunks", 10**9, "chunks = 1000000000", "10,000"),
+    "virtual stages without end": of(
+        "virtual_stages", 10**9, "virtual_stages = 1000000000", "10,000"
+    ),
     "memory with a unit": of("memory_bytes", "16GB", "'16GB'", "16_000_000_000"),
     "memory=inf": of("memory_bytes", math.inf, "memory_bytes = inf", "whole number"),
     "recompute=True": of("recompute", True, "recompute = True", "'block'"),

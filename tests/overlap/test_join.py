@@ -67,4 +67,4 @@ def test_both_ways_compute_the_same() -> None:
 def test_what_is_faster_copied_is_joined_up_to_the_limit() -> None:
     assert transfers(compiled(1e5), "all_gather") == 2
     limit = 1.5 * WEIGHT_BYTES / 1e6
-    assert transfers(compiled(1e5, join_mb=limit), "all_gather") == 4
+    assert transfers(compiled(1e5, bucket_mb=limit), "all_gather") == 4

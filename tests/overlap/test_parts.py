@@ -9,19 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from partc.api import compile
-from partc.graph import Graph
+from partc.graph import Graph, graph_edits
 from partc.machines.topology import Topology
-from partc.passes.overlap import bucket_collectives, order_step
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.verification.verification import verify
 from tests.overlap.words import IDS, LAYERS, model
 
 
-def compiled(plan: str, bytes_per_s: float, latency_s: float = 1e-6) -> Program:
+def compiled(
+    plan: str, bytes_per_s: float, latency_s: float = 1e-6, parts: dict[str, int] | None = None
+) -> Program:
     """The program of a machine with so fast a memory that what can be joined is."""
     mesh = Mesh((("dp", 2),), hardware(2, bytes_per_s, latency_s, memory_bytes_per_s=1e14))
-    return compile(model(), mesh, (IDS,), loss=lambda m, x: m(x), plan=plan)
+    asked = Plan(preset=plan, grad_parts=parts)
+    return compile(model(), mesh, (IDS,), loss=lambda m, x: m(x), plan=asked)
 
 
 def hardware(
@@ -49,14 +52,13 @@ def seconds(program: Program) -> float:
 
 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
-def test_parts_where_they_end_the_step_earlier(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_where_they_end_the_step_earlier(plan: str) -> None:
     """Not where a bucket takes no time, nor where the network is never done with the one before."""
     made = compiled(plan, 1e9)
     assert reductions(made) > 1
     assert reductions(compiled(plan, 1e12)) == reductions(compiled(plan, 1e6, 1e-3)) == 1
     verify(made, model(), (IDS,), lambda m, x: m(x)).check()
-    monkeypatch.setattr(order_step, "leaves_in_parts", lambda graph, mesh: False)
-    whole = compiled(plan, 1e9)
+    whole = compiled(plan, 1e9, parts={"dp": 1})
     assert reductions(whole) == 1
     assert seconds(whole) > seconds(made)
 
@@ -82,14 +84,14 @@ def test_a_bucket_of_second_reductions_waits_for_all_of_its_first(
     with those of products, which could leave before.
     """
     overtaken = []
-    put_in_order = bucket_collectives._put_in_order
+    restore_order = graph_edits.restore_order
 
     def watched(graph: Graph) -> None:
         before = [node.name for node in graph.calls()]
-        put_in_order(graph)
+        restore_order(graph)
         overtaken.append(before != [node.name for node in graph.calls()])
 
-    monkeypatch.setattr(bucket_collectives, "_put_in_order", watched)
+    monkeypatch.setattr("partc.passes.overlap.bucket_collectives.restore_order", watched)
     mesh = Mesh((("dp_replicate", 2), ("dp_shard", 2)), hardware(4, 1e9, 1e-6, 1e10))
     net, batch = nn.Sequential(Normed(), Normed(), Normed()), (torch.randn(8, 64),)
     made = compile(net, mesh, batch, loss=squares, plan="hsdp")

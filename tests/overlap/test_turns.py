@@ -85,7 +85,7 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def compiled(mesh: str | Mesh, preset: str, pieces: int = 0, **fields: int) -> Program:
-    plan = Plan(preset=preset, pieces=pieces, **fields)  # type: ignore[arg-type]
+    plan = Plan(preset=preset, overlap_pieces=pieces, **fields)  # type: ignore[arg-type]
     return compile(step(), mesh, plan=plan)
 
 
@@ -177,7 +177,7 @@ def test_programs_compute_the_same(
     mesh: str, preset: str, pieces: int, fields: dict[str, int]
 ) -> None:
     made = compiled(mesh, preset, pieces, **fields)
-    assert f"pieces = {pieces}" in made.plan
+    assert f"overlap_pieces = {pieces}" in made.plan
     assert verify(made, model(), (IDS,), loss).check().worst.error < 1e-12
 
 
@@ -200,15 +200,15 @@ def test_pieces_where_the_step_is_faster(preset: str) -> None:
     fast = compiled(machines(1e12), preset)
     assert fast.sources == compiled(machines(1e12), preset, 1).sources
     whole, chosen = compiled(SLOW, preset, 1), compiled(SLOW, preset)
-    assert "pieces" in chosen.plan
-    assert "pieces" not in fast.plan
+    assert "overlap_pieces = 2" in chosen.plan
+    assert "overlap_pieces = 1" in fast.plan
     assert seconds(chosen) < 0.85 * seconds(whole)
 
 
 def test_stages_in_pieces_where_the_step_is_faster() -> None:
     slow = machines(2e7, "pp=2,tp=2")
     whole, chosen = (compiled(slow, "megatron", num, microbatches=2) for num in (1, 0))
-    assert "pieces = 2" in chosen.plan
+    assert "overlap_pieces = 2" in chosen.plan
     assert seconds(chosen) < 0.9 * seconds(whole)
     assert verify(chosen, model(), (IDS,), loss).check().worst.error < 1e-12
 
@@ -220,4 +220,4 @@ def test_no_pieces_where_they_do_not_fit(axes: str) -> None:
     assert peak_bytes(whole) < peak_bytes(chosen)
     small = compiled(slow, "megatron-sp", memory_bytes=peak_bytes(whole))
     assert small.sources == whole.sources
-    assert "pieces" not in small.plan
+    assert "overlap_pieces = 1" in small.plan

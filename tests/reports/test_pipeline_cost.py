@@ -108,7 +108,7 @@ def test_a_heavy_head_counts_as_what_it_costs() -> None:
     for vocab in (112, 3000):
         case = case_of("llama", num_hidden_layers=6, vocab_size=vocab)
         graph = case.step.graph()
-        (units, _) = stage_units(graph, Plan.parse("microbatches = 2\n[mesh]\npp = 2\n"))
+        (units, _) = stage_units(graph, Plan(microbatches=2), Mesh.of("pp=2"))
         (point,) = balance(units, 2, in_flight=(2, 1))
         layers.append(sum("layers" in unit.name for unit in units[:point]))
     assert layers[0] == 3
@@ -141,8 +141,7 @@ def test_units_are_blocks_and_what_stands_between() -> None:
     assert sorted(blocks_of(graph)) == [
         "decoder.block.0", "decoder.block.1", "encoder.block.0", "encoder.block.1"
     ]  # fmt: skip
-    plan = Plan.parse("[mesh]\npp = 2\n")
-    names = [unit.name for unit in stage_units(graph, plan)[0]]
+    names = [unit.name for unit in stage_units(graph, Plan(), Mesh.of("pp=2"))[0]]
     assert names[1:4] == ["encoder.block.0", "encoder.block.1", "encoder.final_layer_norm"]
     assert names[-1] == "lm_head"
 
@@ -170,18 +169,18 @@ def test_a_cost_is_read_back_from_what_is_saved() -> None:
         ({"stages": ["model.layers.0", "model.layers.1"]}, "3 stages cannot be dealt out to 2"),
         ({"schedule": "2f2b"}, "no such schedule"),
         ({"schedule": "forward-only"}, "it has no backwards"),
-        ({"schedule": "zb-v", "chunks": 3}, "does not take 3 stages per pipeline rank"),
+        ({"schedule": "zb-v", "virtual_stages": 3}, "does not take 3 stages per pipeline rank"),
         ({"microbatches": 3}, "the batch of 4 cannot be cut by mb=3"),
         ({"microbatches": 4, "mesh": "pp=2,dp=2"}, "the batch of 4 cannot be cut by mb=4"),
         ({"microbatches": 0}, "microbatches = 0 is no such number"),
-        ({"chunks": 20}, "units to cut between"),
+        ({"virtual_stages": 20}, "units to cut between"),
         ({"memory_bytes": 10_000}, "no cut fits 10,000 bytes of memory"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(changes: dict[str, Any], what: str) -> None:
     case = case_of("llama")
     given = {"mesh": "pp=2", "microbatches": 2, "plan": "ddp", **changes}
-    if given.get("chunks") == 20 or len(given.get("stages", ())) == 3:
+    if given.get("virtual_stages") == 20 or len(given.get("stages", ())) == 3:
         given["schedule"] = "interleaved-1f1b"
     with pytest.raises(PartcError, match=re.escape(what)) as caught:
         compile(case.step, given.pop("mesh"), **given)

@@ -138,7 +138,7 @@ def test_any_schedule_can_be_pinned(large: Graph, schedule: str) -> None:
     assert {each.candidate.schedule for each in found.ranked} == {schedule}
     _, plan = found.ways(large, mesh, AUTO.changed(schedule=schedule))[0]
     least, most = NAMES[schedule].chunks
-    assert least <= plan.chunks <= (most or plan.chunks)
+    assert least <= plan.virtual_stages <= (most or plan.virtual_stages)
 
 
 def test_a_schedule_that_nobody_knows_is_named(large: Graph) -> None:

@@ -97,8 +97,8 @@ def test_programs_take_what_is_estimated(name: str) -> None:
     one, again = CASES[name]
     machine = Topology.load("dgx-a100", 8)
     # estimates are of whole blocks: in pieces these programs are faster
-    plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches, pieces=1)
-    plan = plan.changed(schedule=one.schedule, chunks=one.chunks) if one.pp > 1 else plan
+    plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches, overlap_pieces=1)
+    plan = plan.changed(schedule=one.schedule, virtual_stages=one.chunks) if one.pp > 1 else plan
     cost = partc.compile(step(), one.mesh(machine), plan=plan).cost.as_json()
     (laws,) = scaling_models(step().graph(), one.word, [again], table())
     found = Estimator(laws, machine).estimate(one)
@@ -113,7 +113,7 @@ def test_what_zero1_gathers_is_waited_for_once_a_step() -> None:
     with torch.device("meta"):
         model, ids = Model().to(torch.bfloat16), torch.zeros(64, SEQ, dtype=torch.long)
     traced = partc.Traced(model, (ids, ids.clone()), loss_of)
-    plan = Plan(preset="zero1", microbatches=8, recompute="cheap", pieces=1)
+    plan = Plan(preset="zero1", microbatches=8, recompute="cheap", overlap_pieces=1)
     cost = partc.compile(traced, one.mesh(machine), plan=plan).cost.as_json()
     (laws,) = scaling_models(traced.graph(), "", ["cheap"], table())
     found = Estimator(laws, machine).estimate(one).step_s

@@ -149,7 +149,7 @@ def test_weights_that_no_block_reads_have_gradients_there(mesh: str, preset: str
 
 
 def test_gradients_share_a_transfer_up_to_the_plans_limit() -> None:
-    case, plan = toy(), Plan(preset="ddp", join_mb=0.002)
+    case, plan = toy(), Plan(preset="ddp", bucket_mb=0.002)
     program = compiled(case, "dp=2", plan, "1f1b", 3)
     assert re.findall(r"in_buckets\(.*, (\S+)\):", program.source()) == ["2_000"]
     verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)

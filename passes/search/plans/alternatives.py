@@ -32,7 +32,7 @@ def _microbatches(one: Candidate) -> str:
 def _schedule(one: Candidate) -> str:
     if one.pp == 1:
         return "none"
-    return one.schedule + (f", {one.chunks} chunks" if one.chunks > 1 else "")
+    return one.schedule + (f", {one.chunks} virtual stages" if one.chunks > 1 else "")
 
 
 def _recompute(one: Candidate) -> str:

@@ -66,7 +66,7 @@ class Choice:
         own = with_entries(plan, entries, graph, at, one.preset) if entries else plan
         if mesh.is_open:
             own = own.changed(inputs=without_axes(own.inputs))
-        more: dict[str, Any] = {"schedule": one.schedule, "chunks": one.chunks}
+        more: dict[str, Any] = {"schedule": one.schedule, "virtual_stages": one.chunks}
         line = self.lines.get(one.tp)
         notes = *plan.notes, *(passed or [self.note()]), *([line] if line else [])
         return at, own.changed(
@@ -93,7 +93,7 @@ def can_search(mesh: Mesh, plan: Plan) -> bool:
     Not if the plan names stages itself. On one device microbatches and recomputation are chosen, if
     the device's memory is known.
     """
-    if plan.stages or plan.order or plan.chunks:
+    if plan.stages or plan.order or plan.virtual_stages:
         return False
     several = mesh.num_ranks > 1 or mesh.topology is not None or plan.memory_bytes > 0
     return mesh.is_open or (names_axes(mesh) and several)

@@ -39,7 +39,7 @@ def candidate_of(mesh: Mesh, plan: Plan) -> Candidate | None:
     """The candidate of a plan that has preset words alone; None if candidates cannot express it."""
     named = any({*cuts} - {BATCH} for cuts in plan.inputs.values())
     own = plan.params or named or plan.values or plan.gather or plan.scatter
-    if own or plan.stages or plan.order or plan.chunks or plan.schedule not in SCHEDULES:
+    if own or plan.stages or plan.order or plan.virtual_stages or plan.schedule not in SCHEDULES:
         return None
     again = next((way for way in RECOMPUTE if way == plan.recompute), None)
     if not names_axes(mesh) or mesh.num_ranks == 1 or again is None:

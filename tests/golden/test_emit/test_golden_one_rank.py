@@ -89,7 +89,8 @@ class Block(nn.Module):
         add_grad(self.w1_bias, d_w1.sum((0, 1)))     # f64[10]
         # norm
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True))  # f64[4,8,6], f64[6], f64[6]
+            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias,
+            output_mask=(True, True, True))          # f64[4,8,6], f64[6], f64[6]
         add_grad(self.norm_weight, d_norm_weight)
         add_grad(self.norm_bias, d_norm_bias)
         d_x += d_y                                   # f64[4,8,6]
@@ -109,7 +110,7 @@ class ToyStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = F.embedding(ids, self.embed_weight)                 # f64[4,8,6]
-        blocks_saved = []
+        blocks_saved: list[list[Tensor]] = []
         for layer in self.blocks:
             x, saved = layer(x)                                 # f64[4,8,6]
             blocks_saved.append(saved)
@@ -120,13 +121,13 @@ class ToyStep(nn.Module):
         log_softmax = log_softmax_over(head.reshape(32, 14))    # f64[32,14]
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, None, 2, -100)                # f64[], f64[]
+            log_softmax, reshape, weight=None, reduction=2, ignore_index=-100)  # f64[], f64[]
         loss = nll_loss_forward / count                         # f64[]
         d_div = torch.ones_like(loss) / count                   # f64[]
         d_log_softmax = torch.ops.aten.nll_loss_backward(
             d_div, log_softmax, reshape, None, 2, -100, count)  # f64[32,14]
         d_reshape = torch.ops.aten._log_softmax_backward_data(
-            d_log_softmax, log_softmax, 1, torch.float64)       # f64[32,14]
+            d_log_softmax, log_softmax, dim=1, input_dtype=torch.float64)  # f64[32,14]
         del reshape, d_log_softmax, log_softmax
         d_head = d_reshape.reshape(4, 8, 14)                    # f64[4,8,14]
         del d_reshape
@@ -135,9 +136,9 @@ class ToyStep(nn.Module):
         del x, d_head
         for layer in reversed(self.blocks):
             d_x = layer.backward(d_x, blocks_saved.pop())       # f64[4,8,6]
-        add_grad(
-            self.embed_weight,
-            torch.ops.aten.embedding_dense_backward(d_x, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,6]
+        add_grad(self.embed_weight,
+                 torch.ops.aten.embedding_dense_backward(
+                     d_x, ids, num_weights=14, padding_idx=-1, scale_grad_by_freq=False))  # f64[14,6]
         return loss
 
 

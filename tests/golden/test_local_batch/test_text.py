@@ -155,8 +155,8 @@ class Stage0(nn.Module):
 
     def forward(self, i: int) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
-        ids = self.ids.chunk(2)[i]                               # i64[8@mb+dp,6]
-        embed = F.embedding(ids, self.embed_weight)              # f32[8@mb+dp,6,16]
+        ids_local = self.ids.chunk(2)[i]                         # i64[8@mb+dp,6]
+        embed = F.embedding(ids_local, self.embed_weight)        # f32[8@mb+dp,6,16]
         norm = F.layer_norm(embed, (16,), self.norm_weight, self.norm_bias, 1e-05)  # f32[8@mb+dp,6,16]
         up = F.linear(norm, self.up_weight, self.up_bias)        # f32[8@mb+dp,6,32]
         del norm
@@ -169,56 +169,58 @@ class Stage0(nn.Module):
         reshape = self.targets.chunk(2)[i].reshape(12)           # i64[48@mb+dp]
         log_softmax = log_softmax_over(head.reshape(12, 32))     # f32[48@mb+dp,32]
         del head
-        nll_loss_forward = torch.ops.aten.nll_loss_forward(log_softmax, reshape, None, 2, 3)[0]  # f32[]{U:dp}{U:mb}
+        nll_loss_forward = torch.ops.aten.nll_loss_forward(
+            log_softmax, reshape, weight=None, reduction=2, ignore_index=3)[0]  # f32[]{U:dp}{U:mb}
         loss = nll_loss_forward / self.total                     # f32[]{U:dp}{U:mb}
-        self.saved[i] = (ids, embed, up, add, reshape, log_softmax, loss)
+        self.saved[i] = (ids_local, embed, up, add, reshape, log_softmax, loss)
         self.losses.append(loss)
         return ()
 
     def backward(self, i: int) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
-        ids, embed, up, add, reshape, log_softmax, loss = self.saved.pop(i)
-        d_div = torch.ones_like(loss) / self.total                        # f32[]
+        ids_local, embed, up, add, reshape, log_softmax, loss = self.saved.pop(i)
+        d_div = torch.ones_like(loss) / self.total                  # f32[]
         d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, reshape, 3)  # f32[48@mb+dp,32]
-        d_head = d_reshape.reshape(2, 6, 32)                              # f32[8@mb+dp,6,32]
+        d_head = d_reshape.reshape(2, 6, 32)                        # f32[8@mb+dp,6,32]
         del d_reshape
         # head
-        add_weight_partial(self.head_weight, d_head, add)                 # f32[32,16]{U:dp}{U:mb}
-        d_embed = d_head @ self.head_weight                               # f32[8@mb+dp,6,16]
-        add_partial(self.head_bias, d_head.sum((0, 1)))                   # f32[32]{U:dp}{U:mb}
+        add_weight_partial(self.head_weight, d_head, add)           # f32[32,16]{U:dp}{U:mb}
+        d_norm_embed = d_head @ self.head_weight                    # f32[8@mb+dp,6,16]
+        add_partial(self.head_bias, d_head.sum((0, 1)))             # f32[32]{U:dp}{U:mb}
         del d_head
         # down
-        gelu_1 = F.gelu(up)                                               # f32[8@mb+dp,6,32]
-        add_weight_partial(self.down_weight, d_embed, gelu_1)             # f32[16,32]{U:dp}{U:mb}
-        del gelu_1
-        d_up = d_embed @ self.down_weight                                 # f32[8@mb+dp,6,32]
-        add_partial(self.down_bias, d_embed.sum((0, 1)))                  # f32[16]{U:dp}{U:mb}
+        gelu = F.gelu(up)                                           # f32[8@mb+dp,6,32]
+        add_weight_partial(self.down_weight, d_norm_embed, gelu)    # f32[16,32]{U:dp}{U:mb}
+        del gelu
+        d_up = d_norm_embed @ self.down_weight                      # f32[8@mb+dp,6,32]
+        add_partial(self.down_bias, d_norm_embed.sum((0, 1)))       # f32[16]{U:dp}{U:mb}
         torch.ops.aten.gelu_backward.grad_input(d_up, up, grad_input=d_up)  # f32[8@mb+dp,6,32]
         # up
-        norm_1, mean, rstd = torch.native_layer_norm(
-            embed, (16,), self.norm_weight, self.norm_bias, 1e-05)        # f32[8@mb+dp,6,16], f32[8@mb+dp,6,1], f32[8@mb+dp,6,1]
-        add_weight_partial(self.up_weight, d_up, norm_1)                  # f32[32,16]{U:dp}{U:mb}
-        del norm_1
-        d_norm = d_up @ self.up_weight                                    # f32[8@mb+dp,6,16]
-        add_partial(self.up_bias, d_up.sum((0, 1)))                       # f32[32]{U:dp}{U:mb}
+        norm, mean, rstd = torch.native_layer_norm(
+            embed, (16,), self.norm_weight, self.norm_bias, 1e-05)  # f32[8@mb+dp,6,16], f32[8@mb+dp,6,1], f32[8@mb+dp,6,1]
+        add_weight_partial(self.up_weight, d_up, norm)              # f32[32,16]{U:dp}{U:mb}
+        del norm
+        d_norm = d_up @ self.up_weight                              # f32[8@mb+dp,6,16]
+        add_partial(self.up_bias, d_up.sum((0, 1)))                 # f32[32]{U:dp}{U:mb}
         del d_up
         # norm
-        d_embed_1, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, embed, (16,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
-        )                                                                 # f32[8@mb+dp,6,16], f32[16]{U:dp}{U:mb}, f32[16]{U:dp}{U:mb}
+        d_embed, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
+            d_norm, embed, (16,), mean, rstd, self.norm_weight, self.norm_bias,
+            output_mask=(True, True, True))                         # f32[8@mb+dp,6,16], f32[16]{U:dp}{U:mb}, f32[16]{U:dp}{U:mb}
         add_partial(self.norm_weight, d_norm_weight)
         add_partial(self.norm_bias, d_norm_bias)
-        del d_norm, d_norm_bias, d_norm_weight, mean, rstd
-        d_embed += d_embed_1                                              # f32[8@mb+dp,6,16]
-        del d_embed_1
+        del (d_norm, d_norm_bias, d_norm_weight, mean, rstd)
+        d_norm_embed += d_embed                                     # f32[8@mb+dp,6,16]
+        del d_embed
         add_partial(self.embed_weight,
                     torch.ops.aten.embedding_dense_backward(
-                        d_embed, ids, 32, -1, scale_grad_by_freq=False))  # f32[32,16]{U:dp}{U:mb}
+                        d_norm_embed, ids_local, num_weights=32, padding_idx=-1,
+                        scale_grad_by_freq=False))                  # f32[32,16]{U:dp}{U:mb}
         return ()
 
     def finish(self) -> Tensor:
         """Sum over ranks what all microbatches have added up."""
-        reduced = []
+        reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]] = []
         for grads in in_buckets(take_partials([*self.parameters()]), 100_000_000):
             reduced.append(sum_grads(grads, self.dp))
         finish(reduced)

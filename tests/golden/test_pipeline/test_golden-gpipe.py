@@ -169,48 +169,47 @@ class Stage0(nn.Module):
 
     def forward(self, i: int) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
-        ids = self.ids.chunk(8)[i]                   # i64[24@mb,10]
-        embed = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
+        ids_local = self.ids.chunk(8)[i]                   # i64[24@mb,10]
+        embed = F.embedding(ids_local, self.embed_weight)  # f64[24@mb,10,12]
         # blocks.0
-        norm_0 = F.layer_norm(
-            embed, (12,), self.blocks_0_norm_weight, self.blocks_0_norm_bias, 1e-05)  # f64[24@mb,10,12]
-        w1_0 = F.linear(norm_0, self.blocks_0_w1_weight, self.blocks_0_w1_bias)  # f64[24@mb,10,20]
-        del norm_0
-        gelu = F.gelu(w1_0)                          # f64[24@mb,10,20]
-        w2_0 = F.linear(gelu, self.blocks_0_w2_weight, self.blocks_0_w2_bias)  # f64[24@mb,10,12]
+        norm = F.layer_norm(embed, (12,), self.blocks_0_norm_weight, self.blocks_0_norm_bias, 1e-05)  # f64[24@mb,10,12]
+        w1 = F.linear(norm, self.blocks_0_w1_weight, self.blocks_0_w1_bias)  # f64[24@mb,10,20]
+        del norm
+        gelu = F.gelu(w1)                                  # f64[24@mb,10,20]
+        w2 = F.linear(gelu, self.blocks_0_w2_weight, self.blocks_0_w2_bias)  # f64[24@mb,10,12]
         del gelu
-        add = embed + w2_0                           # f64[24@mb,10,12]
-        self.saved[i] = (ids, embed, w1_0)
-        return (add,)                                # f64[24@mb,10,12]
+        add = embed + w2                                   # f64[24@mb,10,12]
+        self.saved[i] = (ids_local, embed, w1)
+        return (add,)                                      # f64[24@mb,10,12]
 
     def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
-        ids, embed, w1_0 = self.saved.pop(i)
+        ids_local, embed, w1 = self.saved.pop(i)
         # blocks.0
-        gelu_1 = F.gelu(w1_0)                                          # f64[24@mb,10,20]
-        add_weight_grad(self.blocks_0_w2_weight, d_y, gelu_1)          # f64[12,20]{U:mb}
-        del gelu_1
-        d_w1_0 = d_y @ self.blocks_0_w2_weight                         # f64[24@mb,10,20]
-        add_grad(self.blocks_0_w2_bias, d_y.sum((0, 1)))               # f64[12]{U:mb}
-        torch.ops.aten.gelu_backward.grad_input(d_w1_0, w1_0, grad_input=d_w1_0)  # f64[24@mb,10,20]
-        norm_0_1, mean, rstd = torch.native_layer_norm(
+        gelu = F.gelu(w1)                                     # f64[24@mb,10,20]
+        add_weight_grad(self.blocks_0_w2_weight, d_y, gelu)   # f64[12,20]{U:mb}
+        del gelu
+        d_w1 = d_y @ self.blocks_0_w2_weight                  # f64[24@mb,10,20]
+        add_grad(self.blocks_0_w2_bias, d_y.sum((0, 1)))      # f64[12]{U:mb}
+        torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[24@mb,10,20]
+        norm, mean, rstd = torch.native_layer_norm(
             embed, (12,), self.blocks_0_norm_weight, self.blocks_0_norm_bias, 1e-05,
-        )                                                              # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
-        add_weight_grad(self.blocks_0_w1_weight, d_w1_0, norm_0_1)     # f64[20,12]{U:mb}
-        del norm_0_1
-        d_norm_0 = d_w1_0 @ self.blocks_0_w1_weight                    # f64[24@mb,10,12]
-        add_grad(self.blocks_0_w1_bias, d_w1_0.sum((0, 1)))            # f64[20]{U:mb}
-        del d_w1_0
+        )                                                     # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
+        add_weight_grad(self.blocks_0_w1_weight, d_w1, norm)  # f64[20,12]{U:mb}
+        del norm
+        d_norm = d_w1 @ self.blocks_0_w1_weight               # f64[24@mb,10,12]
+        add_grad(self.blocks_0_w1_bias, d_w1.sum((0, 1)))     # f64[20]{U:mb}
+        del d_w1
         d_embed, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm_0, embed, (12,), mean, rstd, self.blocks_0_norm_weight, self.blocks_0_norm_bias,
-            (True, True, True))                                        # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
+            d_norm, embed, (12,), mean, rstd, self.blocks_0_norm_weight, self.blocks_0_norm_bias,
+            output_mask=(True, True, True))                   # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
         add_grad(self.blocks_0_norm_weight, d_norm_weight)
         add_grad(self.blocks_0_norm_bias, d_norm_bias)
-        del d_norm_0, d_norm_bias, d_norm_weight, mean, rstd
-        d_embed += d_y                                                 # f64[24@mb,10,12]
+        del (d_norm, d_norm_bias, d_norm_weight, mean, rstd)
+        d_embed += d_y                                        # f64[24@mb,10,12]
         add_grad(self.embed_weight,
                  torch.ops.aten.embedding_dense_backward(
-                     d_embed, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+                     d_embed, ids_local, num_weights=14, padding_idx=-1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
         return ()
 
 

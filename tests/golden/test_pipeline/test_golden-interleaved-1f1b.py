@@ -165,17 +165,17 @@ class Stage0(nn.Module):
 
     def forward(self, i: int) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
-        ids = self.ids.chunk(8)[i]                       # i64[24@mb,10]
-        embedding = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
-        self.saved[i] = (ids,)
-        return (embedding,)                              # f64[24@mb,10,12]
+        ids_local = self.ids.chunk(8)[i]                       # i64[24@mb,10]
+        embedding = F.embedding(ids_local, self.embed_weight)  # f64[24@mb,10,12]
+        self.saved[i] = (ids_local,)
+        return (embedding,)                                    # f64[24@mb,10,12]
 
     def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
-        ids, = self.saved.pop(i)
-        add_grad(
-            self.embed_weight,
-            torch.ops.aten.embedding_dense_backward(d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+        ids_local, = self.saved.pop(i)
+        add_grad(self.embed_weight,
+                 torch.ops.aten.embedding_dense_backward(
+                     d_y, ids_local, num_weights=14, padding_idx=-1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
         return ()
 
 
@@ -198,42 +198,42 @@ class Stage2(nn.Module):
     def forward(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
         # blocks.1
-        norm_1 = F.layer_norm(x, (12,), self.blocks_1_norm_weight, self.blocks_1_norm_bias, 1e-05)  # f64[24@mb,10,12]
-        w1_1 = F.linear(norm_1, self.blocks_1_w1_weight, self.blocks_1_w1_bias)  # f64[24@mb,10,20]
-        del norm_1
-        gelu = F.gelu(w1_1)  # f64[24@mb,10,20]
-        w2_1 = F.linear(gelu, self.blocks_1_w2_weight, self.blocks_1_w2_bias)  # f64[24@mb,10,12]
+        norm = F.layer_norm(x, (12,), self.blocks_1_norm_weight, self.blocks_1_norm_bias, 1e-05)  # f64[24@mb,10,12]
+        w1 = F.linear(norm, self.blocks_1_w1_weight, self.blocks_1_w1_bias)  # f64[24@mb,10,20]
+        del norm
+        gelu = F.gelu(w1)  # f64[24@mb,10,20]
+        w2 = F.linear(gelu, self.blocks_1_w2_weight, self.blocks_1_w2_bias)  # f64[24@mb,10,12]
         del gelu
-        add = x + w2_1       # f64[24@mb,10,12]
-        self.saved[i] = (x, w1_1)
-        return (add,)        # f64[24@mb,10,12]
+        add = x + w2       # f64[24@mb,10,12]
+        self.saved[i] = (x, w1)
+        return (add,)      # f64[24@mb,10,12]
 
     def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
-        x, w1_1 = self.saved.pop(i)
+        x, w1 = self.saved.pop(i)
         # blocks.1
-        gelu_1 = F.gelu(w1_1)                                       # f64[24@mb,10,20]
-        add_weight_grad(self.blocks_1_w2_weight, d_y, gelu_1)       # f64[12,20]{U:mb}
-        del gelu_1
-        d_w1_1 = d_y @ self.blocks_1_w2_weight                      # f64[24@mb,10,20]
-        add_grad(self.blocks_1_w2_bias, d_y.sum((0, 1)))            # f64[12]{U:mb}
-        torch.ops.aten.gelu_backward.grad_input(d_w1_1, w1_1, grad_input=d_w1_1)  # f64[24@mb,10,20]
-        norm_1_1, mean, rstd = torch.native_layer_norm(
+        gelu = F.gelu(w1)                                     # f64[24@mb,10,20]
+        add_weight_grad(self.blocks_1_w2_weight, d_y, gelu)   # f64[12,20]{U:mb}
+        del gelu
+        d_w1 = d_y @ self.blocks_1_w2_weight                  # f64[24@mb,10,20]
+        add_grad(self.blocks_1_w2_bias, d_y.sum((0, 1)))      # f64[12]{U:mb}
+        torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[24@mb,10,20]
+        norm, mean, rstd = torch.native_layer_norm(
             x, (12,), self.blocks_1_norm_weight, self.blocks_1_norm_bias, 1e-05,
-        )                                                           # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
-        add_weight_grad(self.blocks_1_w1_weight, d_w1_1, norm_1_1)  # f64[20,12]{U:mb}
-        del norm_1_1
-        d_norm_1 = d_w1_1 @ self.blocks_1_w1_weight                 # f64[24@mb,10,12]
-        add_grad(self.blocks_1_w1_bias, d_w1_1.sum((0, 1)))         # f64[20]{U:mb}
-        del d_w1_1
+        )                                                     # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
+        add_weight_grad(self.blocks_1_w1_weight, d_w1, norm)  # f64[20,12]{U:mb}
+        del norm
+        d_norm = d_w1 @ self.blocks_1_w1_weight               # f64[24@mb,10,12]
+        add_grad(self.blocks_1_w1_bias, d_w1.sum((0, 1)))     # f64[20]{U:mb}
+        del d_w1
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm_1, x, (12,), mean, rstd, self.blocks_1_norm_weight, self.blocks_1_norm_bias,
-            (True, True, True))                                     # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
+            d_norm, x, (12,), mean, rstd, self.blocks_1_norm_weight, self.blocks_1_norm_bias,
+            output_mask=(True, True, True))                   # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
         add_grad(self.blocks_1_norm_weight, d_norm_weight)
         add_grad(self.blocks_1_norm_bias, d_norm_bias)
-        del d_norm_1, d_norm_bias, d_norm_weight, mean, rstd
-        d_x += d_y                                                  # f64[24@mb,10,12]
-        return (d_x,)                                               # f64[24@mb,10,12]
+        del (d_norm, d_norm_bias, d_norm_weight, mean, rstd)
+        d_x += d_y                                            # f64[24@mb,10,12]
+        return (d_x,)                                         # f64[24@mb,10,12]
 
 
 class ToyStep(nn.Module):

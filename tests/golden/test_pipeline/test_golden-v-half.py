@@ -172,10 +172,10 @@ class Stage0(nn.Module):
 
     def forward(self, i: int) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
-        ids = self.ids.chunk(8)[i]                       # i64[24@mb,10]
-        embedding = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
-        self.kept[i] = (ids,)
-        return (embedding,)                              # f64[24@mb,10,12]
+        ids_local = self.ids.chunk(8)[i]                       # i64[24@mb,10]
+        embedding = F.embedding(ids_local, self.embed_weight)  # f64[24@mb,10,12]
+        self.kept[i] = (ids_local,)
+        return (embedding,)                                    # f64[24@mb,10,12]
 
     def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
@@ -184,11 +184,11 @@ class Stage0(nn.Module):
 
     def weights(self, i: int) -> None:
         """The weight gradients that `backward` left for later."""
-        ids, = self.kept.pop(i)
+        ids_local, = self.kept.pop(i)
         d_y, = self.left.pop(i)
-        add_grad(
-            self.embed_weight,
-            torch.ops.aten.embedding_dense_backward(d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+        add_grad(self.embed_weight,
+                 torch.ops.aten.embedding_dense_backward(
+                     d_y, ids_local, num_weights=14, padding_idx=-1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
 
 
 class Stage3(nn.Module):
@@ -213,7 +213,8 @@ class Stage3(nn.Module):
         reshape = self.labels.chunk(8)[i].reshape(30)         # i64[240@mb]
         log_softmax = log_softmax_over(head.reshape(30, 14))  # f64[240@mb,14]
         del head
-        nll_loss_forward = torch.ops.aten.nll_loss_forward(log_softmax, reshape, None, 2, -100)[0]  # f64[]{U:mb}
+        nll_loss_forward = torch.ops.aten.nll_loss_forward(
+            log_softmax, reshape, weight=None, reduction=2, ignore_index=-100)[0]  # f64[]{U:mb}
         loss = nll_loss_forward / self.total                  # f64[]{U:mb}
         self.saved[i] = (reshape, log_softmax, loss)
         self.kept[i] = (x,)

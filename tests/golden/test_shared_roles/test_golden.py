@@ -198,8 +198,8 @@ class Block(nn.Module):
         del d_w1
         # norm
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (12,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
-        )                                                       # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
+            d_norm, x, (12,), mean, rstd, self.norm_weight, self.norm_bias,
+            output_mask=(True, True, True))                     # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
         add_grad(self.norm_weight, d_norm_weight)
         add_grad(self.norm_bias, d_norm_bias)
         d_x += d_y                                              # f64[24@mb,10,12]
@@ -219,14 +219,14 @@ class Stage(nn.Module):
 
     def forward(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
-        x_1 = x
-        blocks_saved = []
+        blocks_1_x = x
+        blocks_saved: list[list[Tensor]] = []
         for layer in self.blocks:
-            x_1, saved = layer(x_1)  # f64[24@mb,10,12]
+            blocks_1_x, saved = layer(blocks_1_x)  # f64[24@mb,10,12]
             blocks_saved.append(saved)
         del saved
         self.saved[i] = (blocks_saved,)
-        return (x_1,)                # f64[24@mb,10,12]
+        return (blocks_1_x,)                       # f64[24@mb,10,12]
 
     def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""

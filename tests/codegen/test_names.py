@@ -1,0 +1,68 @@
+"""One value has one name in all methods of a class, and few names are numbered."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+
+import partc
+from benchmarks.names import assigned_names, numbered_share, renamed_values
+from tests.zoo import MODELS
+
+MOST = 0.12  # the share of names that may end in a number
+LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "fsdp": ("dp=2", "fsdp", {}),
+    "fsdp+sp": ("dp=2,tp=2", "fsdp+megatron-sp", {}),
+    "zb-h1": ("pp=2,tp=2", "megatron", {"microbatches": 2, "schedule": "zb-h1"}),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "vit"])
+def test_a_value_has_one_name_in_all_methods(family: str) -> None:
+    step = MODELS[family]().step
+    for mesh, plan, options in LAYOUTS.values():
+        for source in partc.compile(step, mesh, plan=plan, **options).sources.values():
+            assert [*renamed_values(source)] == []
+            assert numbered_share(source) < MOST, [*assigned_names(source)]
+            assert "__v" not in source
+
+
+def test_the_backward_unpacks_what_the_forward_saved_by_name() -> None:
+    swapped = """
+class Layer(nn.Module):
+    def forward(self, x, cos, sin):
+        mul_1 = x * cos
+        return mul_1, [mul_1, x]
+
+    def backward(self, d_y, sin, cos, saved):
+        x, mul_1 = saved
+        return d_y
+"""
+    assert [*renamed_values(swapped)] == [("mul_1", "x"), ("x", "mul_1"), ("cos", "sin"),
+                                          ("sin", "cos")]  # fmt: skip
+    assert numbered_share(swapped) == pytest.approx(2 / 3)
+
+
+def test_a_product_is_called_as_its_weight() -> None:
+    step = MODELS["llama"]().step
+    source = partc.compile(step, "dp=2,tp=2", plan="fsdp+megatron").source()
+    products = {
+        ast.unparse(n.targets[0]): ast.unparse(n.value.args[1])
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.Assign)
+        and isinstance(n.value, ast.Call)
+        and ast.unparse(n.value.func) == "F.linear"
+    }
+    assert len(products) == 8
+    assert {f"{name}_weight" for name in products} == {*products.values()}
+
+
+def test_an_edit_by_name_reaches_the_value_of_the_forward() -> None:
+    step = MODELS["llama"]().step
+    source = partc.compile(step, "dp=2", plan="ddp").source()
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+    forward, backward = (next(f for f in functions if f.name == n) for n in ("forward", "backward"))
+    assert [a.arg for a in forward.args.args][1:4] == ["x", "cos", "sin"]
+    assert [a.arg for a in backward.args.args][2:4] == ["cos", "sin"]
