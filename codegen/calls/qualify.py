@@ -29,6 +29,9 @@ def longer_names(node: fx.Node, wish: str, wishes: Wishes) -> Iterator[str]:
     """Names for a value of the forward, the shortest first."""
     node = wishes.here(node)
     words = [re.sub(r"(?<=[a-z])_?(layer)?_?norm$", "", q) for q in qualifiers(wishes.module(node))]
+    words = [
+        word for word in words if word.replace("_", "") != wish
+    ]  # ``m_2`` says what ``m2`` does
     more = _more(node, wish, wishes)
     if node in wishes.moved:
         yield more

@@ -52,7 +52,8 @@ def _with_others(
     recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
     calls, pieces = Calls(program, others.values), Pieces.of(program)
     rows = Rows.of(Plan.parse(program.plan), program.mesh, list(program.inputs))
-    _check_asked(program, batches, modes)
+    _check_modes(modes)
+    _check_batches(program, batches, modes)
     for mode in modes:
         kind, its_mode = WANTED[mode]
         if mode == "train":
@@ -69,17 +70,22 @@ def _with_others(
     return replace(program, others=tuple(others.values()))
 
 
-def _check_asked(program: Program, batches: Sequence[Any], modes: Sequence[str]) -> None:
-    """UsageError for modes that there are not, and for tensors in the place of batches."""
-    unknown = modes if isinstance(modes, str) else next((m for m in modes if m not in WANTED), None)
-    if unknown is not None:
-        right = unknown in WANTED
-        raise UsageError(
-            where=f"for_shapes(modes={modes!r})",
-            what="it is one text" if right else "there is no such mode",
-            why=f"there are {', '.join(WANTED)}",
-            do=f"Pass a tuple: modes=({unknown!r},)." if right else "Take some of these.",
-        )  # fmt: skip
+def _check_modes(modes: Sequence[str]) -> None:
+    """UsageError for modes that there are not, and for a text in the place of a list."""
+    unknown = next((mode for mode in modes if mode not in WANTED), None)
+    if isinstance(modes, str) and modes in WANTED:
+        what, do = "it is one text", f"Pass a tuple: modes=({modes!r},)."
+    elif unknown is not None:
+        what, do = "there is no such mode", "Take some of these."
+    else:
+        return
+    raise UsageError(
+        where=f"for_shapes(modes={modes!r})", what=what, why=f"there are {', '.join(WANTED)}", do=do
+    )
+
+
+def _check_batches(program: Program, batches: Sequence[Any], modes: Sequence[str]) -> None:
+    """UsageError for tensors in the place of batches of several inputs."""
     names = ", ".join(each.name for each in program.arguments.each)
     several = len(program.arguments.each) > 1 and {*modes} != {"forward"}
     if several and any(isinstance(batch, Tensor) for batch in batches):

@@ -201,7 +201,7 @@ LOADERS = ((1, "one"), (2, "zero1"), (2, "ddp"))  # how many ranks of which prog
 
 
 # checkpoints and weights ---------------------------------------------------------------------
-def _checkpoint(
+def checkpoint_read(
     rng: random.Random, built: Built, place: Path, forged: bool
 ) -> tuple[Path, Callable[[], Verdict]]:
     """A copy of the step's folder, and its reader, on the mesh that saved it or on another."""
@@ -216,7 +216,7 @@ def _checkpoint(
 
 @artefact("checkpoint: rank files")
 def rank_file(rng: random.Random, built: Built, place: Path) -> Made:
-    step, read = _checkpoint(rng, built, place, False)
+    step, read = checkpoint_read(rng, built, place, False)
     file = rng.choice(sorted(step.glob("*.safetensors")))
     if rng.random() < 0.1:
         other = next(each for each in step.glob("*.safetensors") if each != file)
@@ -229,7 +229,7 @@ def rank_file(rng: random.Random, built: Built, place: Path) -> Made:
 
 @artefact("checkpoint.json")
 def checkpoint_list(rng: random.Random, built: Built, place: Path) -> Made:
-    step, read = _checkpoint(rng, built, place, False)
+    step, read = checkpoint_read(rng, built, place, False)
     file = step / "checkpoint.json"
     new, damage = spoil(rng, file.read_bytes())
     file.write_bytes(new)
@@ -238,7 +238,7 @@ def checkpoint_list(rng: random.Random, built: Built, place: Path) -> Made:
 
 @artefact("checkpoint.json, forged")
 def forged_list(rng: random.Random, built: Built, place: Path) -> Made:
-    step, read = _checkpoint(rng, built, place, True)
+    step, read = checkpoint_read(rng, built, place, True)
     file = step / "checkpoint.json"
     fields = json.loads(file.read_text())
     del fields["sha256"]

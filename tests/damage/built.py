@@ -118,8 +118,10 @@ def build(folder: Path, *, small: bool = False) -> Built:
     save_file(weights, folder / "weights.safetensors")
     (folder / "shards").mkdir()
     _write_shards(folder / "shards", weights)
-    (folder / MACHINE).write_text(str(partc.Topology.load("dgx-a100")) + "[axes]\ndp = 2\n")
+    machine = str(partc.Topology.load("dgx-a100", devices=2))
+    (folder / MACHINE).write_text(machine + "[axes]\ndp = 2\n")
     (folder / SCHEDULE).write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    compiled(str(folder / MACHINE), plan="ddp")  # or each damage of it would be refused
     ranks(2, lambda: _save(folder), folder / "saving")
     built = Built(folder)
     for name in built.names:

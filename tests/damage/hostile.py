@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 import partc
 from tests.damage import readers
-from tests.damage.artefacts import Made, Make, _checkpoint, copied, forge, reader, write_manifest
+from tests.damage.artefacts import (
+    Made,
+    Make,
+    checkpoint_read,
+    copied,
+    forge,
+    reader,
+    write_manifest,
+)
 from tests.damage.built import LAYOUTS, MACHINE, SCHEDULE, Built
 from tests.damage.spoil import spoil_entry
 from tests.damage.verdicts import Verdict
@@ -111,7 +119,7 @@ def manifest(rng: random.Random, built: Built, place: Path) -> Made:
 
 @hostile("entries of checkpoint.json")
 def checkpoint(rng: random.Random, built: Built, place: Path) -> Made:
-    step, read = _checkpoint(rng, built, place, True)
+    step, read = checkpoint_read(rng, built, place, True)
     fields = json.loads((step / "checkpoint.json").read_text())
     damage = spoil_entry(rng, fields, VALUES)
     write_manifest(step / "checkpoint.json", fields)
@@ -215,7 +223,7 @@ def program_file(rng: random.Random, built: Built, place: Path) -> Made:
 
 @hostile("what is no plain file, in a checkpoint")
 def checkpoint_file(rng: random.Random, built: Built, place: Path) -> Made:
-    step, read = _checkpoint(rng, built, place, True)
+    step, read = checkpoint_read(rng, built, place, True)
     file = rng.choice(sorted(step.iterdir()))
     return Made(f"{file.name}: {_place(rng, file)}", read)
 
