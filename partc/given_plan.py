@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-from torch import nn
+from typing import Any
 
 from partc.errors import PlanError, UsageError
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
@@ -18,6 +17,7 @@ from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout
 from partc.program import Program
 from partc.program.start import group_backend
+from partc.trace.no_model import check_model
 from partc.traced import Traced
 from partc.wrong_calls import quoted
 
@@ -90,9 +90,10 @@ def backend_at_hand(model: object, mesh: object) -> str:
     The device of the DeviceMesh, or of the model's weights, tells, and the default process group;
     of a model on ``meta`` the group alone.
     """
+    module: Any = model.model if isinstance(model, Traced) else model
+    check_model(module)
     known = getattr(mesh, "device_type", None)
-    module = model.model if isinstance(model, Traced) else model
-    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+    tensors = [*module.parameters(), *module.buffers()]
     kinds = [known] if known else list(dict.fromkeys(x.device.type for x in tensors))
     if "cuda" in kinds:
         return group_backend("cuda") or NCCL
