@@ -353,7 +353,7 @@ def compile_stage(state: State) -> Iterator[State]:
     to_local_graph(state)
     run(state, "check_plan")
     for way in order_step(state):
-        run(way, "choose_backend", "record_events")
+        run(way, "tidy", "record_events")
         way.plan = noted_pieces(way.plan, [way.graph])
         (tape,) = way.made["tapes"].values()
         for prefetch in prefetches(way.plan, tape, way.mesh):

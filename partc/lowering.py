@@ -22,6 +22,7 @@ from torch import fx, nn
 from partc import pass_calls as calls
 from partc import printing
 from partc.checks.local_graph import check
+from partc.codegen.calls.tidy import tidy
 from partc.collecting import no_collecting
 from partc.graph import Graph
 from partc.graph.folds import TracedStages
@@ -70,7 +71,8 @@ LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
 PIECES = When("pieces", lambda s: s.plan.overlap_pieces > 1)
 
 RECORDED, JOINT, PLAN, LOCAL_GRAPH = "recorded graph", "joint graph", "plan", "local graph"
-SCHEDULED, EVENTS, SOURCE, COST = "scheduled graph", "events", "source", "cost"
+SCHEDULED, PRINTED = "scheduled graph", "printed graph"
+EVENTS, SOURCE, COST = "events", "source", "cost"
 
 WIDTH, WHY = 120, " " * 9  # of the table as text, and how far its reasons are indented
 LOOPS = (
@@ -161,19 +163,21 @@ PASSES = (
          "it", PIECES, on_graph=False, decides="flops_per_byte"),
     Pass(calls.overlap_collectives, SCHEDULED, "transfers start first in their block, and weight "
          "gradients run beside them", optional=True),
-    Pass(calls.repeat_stages, SCHEDULED, "stages that were left out are like those that were not",
+    Pass(tidy, PRINTED, "what is checked from here on is what is printed"),
+    Pass(calls.repeat_stages, PRINTED, "stages that were left out are like those that were not",
          PHASED),
     Pass(calls.choose_backend, PLAN, "programs have the text of one library: gloo's sums are "
          "scattered in other ways than NCCL's", on_graph=False, decides="backend"),
     # nothing is printed that is not proved
-    Pass(check, SCHEDULED, "shapes, layouts, sums, waits: or no program", ONE_STAGE),
-    Pass(calls.check_stages, SCHEDULED, "the same for each distinct stage", PHASED),
+    Pass(check, PRINTED, "shapes, layouts, sums, waits: or no program", ONE_STAGE),
+    Pass(calls.check_stages, PRINTED, "the same for each distinct stage", PHASED),
     Pass(calls.record_events, EVENTS, "predictions need no tensors", ONE_STAGE, on_graph=False),
     Pass(calls.record_stage_events, EVENTS, "of each distinct stage", PHASED, on_graph=False),
     Pass(calls.choose_messages, PLAN, "gloo's collectives copy what messages need not",
          on_graph=False, decides="messages"),
     # text
-    Pass(printing.print_step, SOURCE, "tidied, blocks as loops, read back by an allow-list",
+    Pass(printing.print_step, SOURCE, "blocks as loops, each call of the checked graph once; read back by an "
+         "allow-list",
          ONE_STAGE, on_graph=False),
     Pass(printing.print_pipeline, SOURCE, "one file for pipeline ranks that do the same", PHASED,
          on_graph=False),
@@ -247,8 +251,9 @@ def to_local_graph(state: State) -> State:
 
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
-    """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
+    """Complete a plan for a traced graph and make the local graph of one rank that is printed."""
     state = next(order_step(to_local_graph(begin(graph, plan, strict=strict))))
+    run(state, "tidy")
     return printing.noted_pieces(state.plan, [state.graph]), state.graph
 
 

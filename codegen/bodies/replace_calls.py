@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from partc.codegen.bodies.printed_order import MEMBERS
+from partc.codegen.bodies.printed_order import members as names_of
 from partc.codegen.bodies.units import Place, Unit
 from partc.codegen.calls.moved_names import known_as
 from partc.codegen.helpers.needed import Outlined
@@ -102,6 +104,7 @@ def _called(
     with graph.fx.inserting_after(max(members)):  # fx compares nodes by their place in the graph
         call = graph.fx.call_function(function, tuple(n for n in reads if n not in inside))
     set_like(call, outputs[0])
+    call.meta[MEMBERS] = tuple(name for node in members for name in names_of(node))
     follows = [value(n).forward for n in [outputs[0], *reversed(members)] if value(n).forward]
     follows = [f for f in follows if stand_ins.get(f)] + follows
     update(call, forward=next(iter(follows), ""))

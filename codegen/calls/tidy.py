@@ -1,12 +1,12 @@
-"""Makes the copy of a scheduled graph that is printed: without unread calls, in the fewest lines.
+"""Makes of a scheduled graph the graph that is printed: without unread calls, in the fewest lines.
 
-An example: ``reshape(expand(reshape(x))) -> repeat_interleave(x)``.
+An example: ``reshape(expand(reshape(x))) -> repeat_interleave(x)``. This is the last pass that
+rewrites calls; what it leaves is checked, and printed as it stands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -24,33 +24,40 @@ from partc.graph import (
     update,
     value,
 )
-from partc.graph.graph_edits import drop_dead
+from partc.graph.graph_edits import copied, drop_dead
 
 aten = torch.ops.aten
 
 
-def tidied(graph: Graph, *, fused: bool = False) -> Graph:
-    """A copy of a graph, tidied for printing; the graph itself stays as it is.
+def tidy(graph: Graph) -> Graph:
+    """The graph that is printed, a copy; the one given stays as it is.
 
     Calls that nobody reads are dropped, and the running statistics that a batch norm's backward
-    ignores. Calls that together repeat a dim become one ``repeat_interleave``. Batch norms update
-    their running statistics in place, unless their text is for torch.compile (``fused``).
+    ignores. Calls that together repeat a dim become one ``repeat_interleave``.
     """
-    nodes = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    result = nodes.graph_copy(graph.fx, mapping)
-    nodes.output(result)
-    copy = replace(graph, fx=nodes)
+    copy = copied(graph)
     for node in copy.calls():
         # In training (argument 7) the backward reads the batch's statistics, not the running ones.
         if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
         elif is_call(node, aten.clone.default):
             _as_contiguous(node)
-    _as_repeats(copy)
+    _as_repeats(copy, alone=False)
     _as_one(copy)
     drop_dead(copy)
     _mark_again(copy)
+    return copy
+
+
+def spelled(graph: Graph, *, fused: bool) -> Graph:
+    """A copy of a tidied graph whose calls write where they may, and copy nothing they need not.
+
+    Batch norms update their running statistics in place, unless their text is for torch.compile
+    (``fused``), whose functions write into no operand. A dim with a single entry is expanded.
+    """
+    copy = copied(graph)
+    _as_repeats(copy, alone=True)
+    drop_dead(copy)
     if not fused:
         keep_statistics(copy)
     return copy
@@ -88,11 +95,12 @@ def _as_one(graph: Graph) -> None:
             cast.append(node)
 
 
-def _as_repeats(graph: Graph) -> None:
+def _as_repeats(graph: Graph, *, alone: bool) -> None:
     """``reshape(expand(reshape(x))) --> repeat_interleave(x)`` where one dim repeats its entries.
 
-    These are the keys and values of grouped-query attention. A dim with a single entry is expanded
-    instead, which copies nothing.
+    These are the keys and values of grouped-query attention. ``alone``: where the dim has a single
+    entry, which is expanded and copies nothing; else where it has more. What is expanded on one
+    rank is repeated on all, so that only the calls as they were show how the dim is cut.
     """
     absorbed: dict[str, str] = {}  # forward calls, by name, and what they became part of
     for node in graph.calls():
@@ -102,11 +110,10 @@ def _as_repeats(graph: Graph) -> None:
         expand, view = chain
         x = first_operand(view)
         dim = _repeated_dim(*(shape_of(n) for n in (x, view, expand, node)))
-        if dim is None:
+        if dim is None or alone != (shape_of(x)[dim] == 1):
             continue
         absorbed |= {known_as(expand): known_as(node), known_as(view): known_as(node)}
         num = shape_of(node)[dim] // shape_of(x)[dim]
-        alone = shape_of(x)[dim] == 1
         node.target = aten.expand.default if alone else aten.repeat_interleave.self_int
         node.args = (x, list(shape_of(node))) if alone else (x, num, dim)
     for node in graph.calls():

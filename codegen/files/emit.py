@@ -1,4 +1,4 @@
-"""Prints the program of a step without pipeline stages, from the scheduled graph of one rank."""
+"""Prints the program of a step without pipeline stages, from the checked graph of one rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from partc.codegen.bodies.class_names import class_names
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.outline import outlined
+from partc.codegen.bodies.printed_order import check_printed
 from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import (
     TABLES,
@@ -32,7 +33,7 @@ from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.names import wishes
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
-from partc.codegen.calls.tidy import tidied
+from partc.codegen.calls.tidy import spelled
 from partc.codegen.files.mesh_attributes import mesh_attributes
 from partc.codegen.files.shared_blocks import shared_blocks
 from partc.codegen.files.spelling import (
@@ -52,6 +53,7 @@ from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
+from partc.graph.graph_edits import copied
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
@@ -88,11 +90,13 @@ def emit(
     the calls between two transfers become functions for torch.compile. CheckError if the text does
     anything but compute with torch.
     """
-    graph = tidied(graph, fused=inductor)
+    graph = spelled(graph, fused=inductor)
     items, sides = arranged(graph)
+    checked = copied(graph)
     helpers = Helpers(messages=messages, backend=backend)
     [items] = outlined([(graph, items)], helpers)
     items = compiled(graph, items, helpers) if inductor else items
+    check_printed(checked, items)
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     at = mesh or graph.mesh

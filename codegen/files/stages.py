@@ -18,6 +18,7 @@ from torch import fx
 from partc.codegen.bodies.block_arguments import LEFT
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
+from partc.codegen.bodies.printed_order import check_printed
 from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.buffers_in_place import updates, written_late
@@ -25,7 +26,7 @@ from partc.codegen.calls.expressions import ADDS, PARTIALS
 from partc.codegen.calls.names import wishes
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
-from partc.codegen.calls.tidy import tidied
+from partc.codegen.calls.tidy import spelled
 from partc.codegen.files.alike_stages import declared, given
 from partc.codegen.files.emit import RoleText, arranged
 from partc.codegen.files.spelling import read
@@ -38,6 +39,7 @@ from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Phase, fake_of, innermost_block, is_tensor, typed, value
+from partc.graph.graph_edits import copied
 from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.quoting import comment, literal
 
@@ -49,15 +51,16 @@ class Prepared:
     graph: Graph
     ends: Ends
     items: list[Item]
+    checked: Graph  # a copy, whose calls no function replaces
 
     @classmethod
     def of(cls, graph: Graph, layers: Layers | None, *, inductor: bool) -> Prepared:
         """``layers``: those that are counted from the stage's first one."""
-        graph = tidied(graph, fused=inductor)
+        graph = spelled(graph, fused=inductor)
         if layers is not None:
             graph = count_from_first(graph, layers)
         ends = take_ends(graph)
-        return cls(graph, ends, arranged(graph)[0])
+        return cls(graph, ends, arranged(graph)[0], copied(graph))
 
 
 def stage_text(
@@ -83,6 +86,7 @@ def stage_text(
     """
     graph, items = stage.graph, stage.items
     items = compiled(graph, items, helpers, by_phase=True) if inductor else items
+    check_printed(stage.checked, items)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,

@@ -85,6 +85,16 @@ def repeat(call: Call) -> str:
     return f"{''.join(letters[new:])}->{' '.join(letters[:new] + right[new:])}"
 
 
+def repeat_interleave(call: Call) -> str:
+    """``a b -> a (b 2)``: the copies of an entry stand side by side."""
+    dim, letters = call["dim"], dims(call.rank())
+    if dim is None:
+        return f"{' '.join('_' for _ in letters)}->_"
+    right = list(letters)
+    right[dim % call.rank()] = f"({right[dim % call.rank()]} {call['repeats']})"
+    return f"{' '.join(letters)}->{' '.join(right)}"
+
+
 def mirror(call: Call) -> str:
     """``ab -> ba``."""
     letters = dims(call.rank())
@@ -103,6 +113,7 @@ rule("aten.transpose.int aten.transpose_copy", transpose, linear="0", moves=True
 rule("aten.t aten.t_copy", mirror, linear="0", moves=True)
 rule("aten.expand aten.expand_copy", expand, linear="0", moves=True, sizes="size")
 rule("aten.repeat", repeat, linear="0", moves=True)
+rule("aten.repeat_interleave.self_int", repeat_interleave, linear="0", moves=True)
 rule("aten.view_as_real aten.view_as_real_copy", "...->..._", linear="0")
 rule("aten.view_as_complex aten.view_as_complex_copy", "..._->...", linear="0", adjacent=("self",))
 rule("aten.view.dtype aten.as_strided aten.as_strided_copy aten.as_strided_scatter", whole_only)
