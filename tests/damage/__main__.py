@@ -26,9 +26,12 @@ from tests.damage.built import Built, build
 from tests.damage.cases import run_case
 from tests.damage.hostile import HOSTILE
 from tests.damage.kills import KILLS
+from tests.damage.ranks import DEATHS, RANKS
 from tests.damage.verdicts import BAD, Found, table
 
-KINDS: dict[str, dict[str, Make]] = {"artefacts": ARTEFACTS, "hostile": HOSTILE, "kills": KILLS}
+KINDS: dict[str, dict[str, Make]] = {
+    "artefacts": ARTEFACTS, "hostile": HOSTILE, "kills": KILLS, "ranks": RANKS, "deaths": DEATHS,
+}  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:

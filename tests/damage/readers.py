@@ -6,9 +6,10 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def run_script(folder: Path, losses: str) -> Verdict | None:
 def run_ranks(folder: Path, num: int) -> Verdict | str:
     """Run ``run.py`` on forked ranks: the losses that rank 0 prints, or what failed."""
     port, outs = str(free_port()), [Path.cwd() / f"rank-{r}.txt" for r in range(num)]
-    children = [_run_rank(folder, rank, num, port, out) for rank, out in enumerate(outs)]
+    children = [start_rank(folder, rank, num, port, out) for rank, out in enumerate(outs)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children]
     texts = [out.read_text(encoding="utf-8", errors="replace") for out in outs]
     if any(codes):
@@ -141,7 +142,11 @@ def run_ranks(folder: Path, num: int) -> Verdict | str:
     return " ".join(words[3] for words in lines if words[:1] == ["step"])
 
 
-def _run_rank(folder: Path, rank: int, num: int, port: str, out: Path) -> int:
+def start_rank(
+    folder: Path, rank: int, num: int, port: str, out: Path,
+    options: Sequence[str] = ("--steps", "2"), environ: Mapping[str, str] = MappingProxyType({}),
+) -> int:  # fmt: skip
+    """Fork, and run ``run.py`` as one rank, which prints into ``out``; the process."""
     child = os.fork()
     if child:
         return child
@@ -152,7 +157,8 @@ def _run_rank(folder: Path, rank: int, num: int, port: str, out: Path) -> int:
         os.dup2(file, 2)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(num), LOCAL_RANK=str(rank),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=port)  # fmt: skip
-        sys.argv = [str(folder / "run.py"), "--device", "cpu", "--steps", "2"]
+        os.environ.update(environ)
+        sys.argv = [str(folder / "run.py"), "--device", "cpu", *options]
         runpy.run_path(str(folder / "run.py"), run_name="__main__")
         code = 0
     except SystemExit as error:
