@@ -52,7 +52,7 @@ def compiled(name: str, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:
         ("gpt2", "dp=2", "fsdp"),
         ("gpt2", "tp=2", "megatron-sp"),
         ("llama", "dp=2,tp=2", "fsdp+megatron"),
-        ("llama", "dp=2,tp=2", 'preset = "fsdp+megatron"\npieces = 2'),
+        ("llama", "dp=2,tp=2", 'preset = "fsdp+megatron"\noverlap_pieces = 2'),
         ("t5", "dp=2", "zero1"),
     ],
 )

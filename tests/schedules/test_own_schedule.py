@@ -68,7 +68,7 @@ def test_stages_are_chosen_for_it(tmp_path: Path) -> None:
     [
         (OWN, {"microbatches": 4}, "it has 3 microbatches, and the plan 4"),
         (OWN, {"stages": ("blocks.0", "blocks.1")}, "it has 2 stages, and the plan 3"),
-        (OWN, {"stages": (), "chunks": 2}, "it has 2 stages, and the plan 4"),
+        (OWN, {"stages": (), "virtual_stages": 2}, "it has 2 stages, and the plan 4"),
         ("0F0,0B0,1F0,1B0", {}, "it has 1 pipeline ranks, and the plan 2"),
         ("\n0F0,1F0,1B0,0B0", {}, "it has 1 pipeline ranks with a stage, and the plan 2"),
         (OWN.replace("0B2", ""), {}, "stage 0 runs F for microbatch 2"),

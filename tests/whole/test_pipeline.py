@@ -177,7 +177,7 @@ def test_a_gradient_changes_its_cut_once_per_step(mesh: str, preset: str) -> Non
     torch.manual_seed(0)
     model, ids = Embedded().double(), torch.randint(256, (8, 32))
     program = partc.compile(model, mesh, (ids,), plan=preset, microbatches=2)
-    assert "move_grads(grads, 4, self.tp, 1, 0)" in program.source()
+    assert "move_grads(self.partials.take(bucket), 4, self.tp, 1, 0)" in program.source()
     verify(program, model, (ids,)).check(TOLERANCE)
 
 
@@ -309,7 +309,7 @@ def test_replicas_add_up_once_per_step(mesh: str) -> None:
     program = compiled(case, mesh, plan, "1f1b", 3)
     verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
     for source in program.sources.values():
-        turns, _, ends = source.partition("def finish(self)")
+        turns, _, ends = source.rpartition("def finish(self)")
         assert "group=self.dp_shard" in turns or "self.dp_shard)" in turns
         assert "sum_grads(self.partials.take(bucket), self.dp_replicate)" in ends
         assert "sum_grads(self.partials.take(bucket), self.dp_replicate)" not in turns

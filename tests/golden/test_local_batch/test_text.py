@@ -44,27 +44,25 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
-def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    while reduced:
-        reduced[0][1].wait()
-        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
-        while grads:
-            param, grad = grads.popitem()
-            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
+    def finish(self) -> None:
+        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
+        while self:
+            self[0][1].wait()
+            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
+                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def sum_grads(grads: dict[nn.Parameter, Tensor],
               group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients over the group in one transfer; `grads` is left empty."""
+    """Start to sum gradients over the group in one transfer."""
     parts = [x.flatten() for x in grads.values()]
     flat = torch.cat(parts) if len(parts) > 1 else parts[0]
     done = dist.all_reduce(flat, group=group, async_op=True)
     parts = flat.split([x.numel() for x in grads.values()])
-    sums = {p: part.view(x.shape) for part, (p, x) in zip(parts, grads.items(), strict=True)}
-    grads.clear()
-    return sums, done
+    sums = zip(grads.items(), parts, strict=True)
+    return {p: part.view(x.shape) for (p, x), part in sums}, done
 
 
 def log_softmax_over(x: Tensor) -> Tensor:
@@ -91,53 +89,44 @@ class Nothing:
         return ()
 
 
-def add_partial(param: nn.Parameter, grad: Tensor) -> None:
-    """Add to this rank's part of a gradient that the ranks have yet to sum."""
-    param.partial = grad if param.partial is None else param.partial.add_(grad)
+class Partials(dict[nn.Parameter, Tensor]):
+    """This rank's parts of gradients, of all microbatches so far, which ranks have yet to sum."""
 
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        self[param] = self[param].add_(grad) if param in self else grad
 
-def add_weight_partial(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
-    """Add this rank's part of the gradient of the weight in `y = x @ weight.T`."""
-    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
-    if weight.partial is None:
-        weight.partial = d_y.T @ x
-    else:
-        weight.partial.addmm_(d_y.T, x)
+    def add_product(self, weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
+        """Add the gradient of the weight in `y = x @ weight.T`."""
+        d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
+        if weight in self:
+            self[weight].addmm_(d_y.T, x)
+        else:
+            self[weight] = d_y.T @ x
 
+    def take(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Hand over the parts of some gradients."""
+        return {param: self.pop(param) for param in params if param in self}
 
-def take_partials(params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """This rank's parts of gradients, of all microbatches; what another stage has taken is gone."""
-    parts = {p: p.partial for p in params if p.partial is not None}
-    for param in parts:
-        param.partial = None
-    return parts
-
-
-def with_partials(module: nn.Module) -> None:
-    """Give every parameter a place for its part of a gradient."""
-    for param in module.parameters():
-        param.partial = None
-
-
-def in_buckets(grads: dict[nn.Parameter, Tensor], limit: int) -> list[dict[nn.Parameter, Tensor]]:
-    """Gradients in groups of up to `limit` bytes, each for one transfer."""
-    buckets: list[dict[nn.Parameter, Tensor]] = [{}]
-    filled = 0
-    for param, grad in grads.items():
-        if filled and filled + grad.nbytes > limit:
-            buckets.append({})
-            filled = 0
-        buckets[-1][param] = grad
-        filled += grad.nbytes
-    return buckets if grads else []
+    def buckets(self, params: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+        """The parameters in groups, of up to `limit` bytes of gradients, each for one transfer."""
+        groups: list[list[nn.Parameter]] = []
+        filled = 0
+        for param in (p for p in params if p in self):
+            if not groups or filled + self[param].nbytes > limit:
+                groups.append([])
+                filled = 0
+            groups[-1].append(param)
+            filled += self[param].nbytes
+        return groups
 
 
 class Stage0(nn.Module):
     """Stage 0: embed, norm, up, down, head."""
 
-    def __init__(self, mesh: DeviceMesh, n: int) -> None:
+    def __init__(self, mesh: DeviceMesh, n: int, partials: Partials) -> None:
         super().__init__()
         self.dp = mesh.get_group("dp")
+        self.partials = partials
         self.n = n
         for name, (_, *known) in STAGE0_SHARDS.items():
             self.register_parameter(name, nn.Parameter(empty(*known)))
@@ -146,7 +135,6 @@ class Stage0(nn.Module):
         """Compute what all microbatches share."""
         self.saved = {}
         self.losses = []
-        with_partials(self)
         total = (targets.reshape(24) != 3).to(torch.float32).sum(0)  # f32[]{U:dp}
         dist.all_reduce(total, group=self.dp)                        # f32[]; exposed
         self.ids = ids                                               # i64[(2 4@dp),6]
@@ -179,51 +167,51 @@ class Stage0(nn.Module):
     def backward(self, i: int) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
         ids_local, embed, up, add, reshape, log_softmax, loss = self.saved.pop(i)
-        d_div = torch.ones_like(loss) / self.total                  # f32[]
+        d_div = torch.ones_like(loss) / self.total                       # f32[]
         d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, reshape, 3)  # f32[48@mb+dp,32]
-        d_head = d_reshape.reshape(2, 6, 32)                        # f32[8@mb+dp,6,32]
+        d_head = d_reshape.reshape(2, 6, 32)                             # f32[8@mb+dp,6,32]
         del d_reshape
         # head
-        add_weight_partial(self.head_weight, d_head, add)           # f32[32,16]{U:dp}{U:mb}
-        d_norm_embed = d_head @ self.head_weight                    # f32[8@mb+dp,6,16]
-        add_partial(self.head_bias, d_head.sum((0, 1)))             # f32[32]{U:dp}{U:mb}
+        self.partials.add_product(self.head_weight, d_head, add)         # f32[32,16]{U:dp}{U:mb}
+        d_norm_embed = d_head @ self.head_weight                         # f32[8@mb+dp,6,16]
+        self.partials.add(self.head_bias, d_head.sum((0, 1)))            # f32[32]{U:dp}{U:mb}
         del d_head
         # down
-        gelu = F.gelu(up)                                           # f32[8@mb+dp,6,32]
-        add_weight_partial(self.down_weight, d_norm_embed, gelu)    # f32[16,32]{U:dp}{U:mb}
+        gelu = F.gelu(up)                                                # f32[8@mb+dp,6,32]
+        self.partials.add_product(self.down_weight, d_norm_embed, gelu)  # f32[16,32]{U:dp}{U:mb}
         del gelu
-        d_up = d_norm_embed @ self.down_weight                      # f32[8@mb+dp,6,32]
-        add_partial(self.down_bias, d_norm_embed.sum((0, 1)))       # f32[16]{U:dp}{U:mb}
+        d_up = d_norm_embed @ self.down_weight                           # f32[8@mb+dp,6,32]
+        self.partials.add(self.down_bias, d_norm_embed.sum((0, 1)))      # f32[16]{U:dp}{U:mb}
         torch.ops.aten.gelu_backward.grad_input(d_up, up, grad_input=d_up)  # f32[8@mb+dp,6,32]
         # up
         norm, mean, rstd = torch.native_layer_norm(
-            embed, (16,), self.norm_weight, self.norm_bias, 1e-05)  # f32[8@mb+dp,6,16], f32[8@mb+dp,6,1], f32[8@mb+dp,6,1]
-        add_weight_partial(self.up_weight, d_up, norm)              # f32[32,16]{U:dp}{U:mb}
+            embed, (16,), self.norm_weight, self.norm_bias, 1e-05)       # f32[8@mb+dp,6,16], f32[8@mb+dp,6,1], f32[8@mb+dp,6,1]
+        self.partials.add_product(self.up_weight, d_up, norm)            # f32[32,16]{U:dp}{U:mb}
         del norm
-        d_norm = d_up @ self.up_weight                              # f32[8@mb+dp,6,16]
-        add_partial(self.up_bias, d_up.sum((0, 1)))                 # f32[32]{U:dp}{U:mb}
+        d_norm = d_up @ self.up_weight                                   # f32[8@mb+dp,6,16]
+        self.partials.add(self.up_bias, d_up.sum((0, 1)))                # f32[32]{U:dp}{U:mb}
         del d_up
         # norm
         d_embed, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
             d_norm, embed, (16,), mean, rstd, self.norm_weight, self.norm_bias,
-            output_mask=(True, True, True))                         # f32[8@mb+dp,6,16], f32[16]{U:dp}{U:mb}, f32[16]{U:dp}{U:mb}
-        add_partial(self.norm_weight, d_norm_weight)
-        add_partial(self.norm_bias, d_norm_bias)
+            output_mask=(True, True, True))                              # f32[8@mb+dp,6,16], f32[16]{U:dp}{U:mb}, f32[16]{U:dp}{U:mb}
+        self.partials.add(self.norm_weight, d_norm_weight)
+        self.partials.add(self.norm_bias, d_norm_bias)
         del (d_norm, d_norm_bias, d_norm_weight, mean, rstd)
-        d_norm_embed += d_embed                                     # f32[8@mb+dp,6,16]
+        d_norm_embed += d_embed                                          # f32[8@mb+dp,6,16]
         del d_embed
-        add_partial(self.embed_weight,
-                    torch.ops.aten.embedding_dense_backward(
-                        d_norm_embed, ids_local, num_weights=32, padding_idx=-1,
-                        scale_grad_by_freq=False))                  # f32[32,16]{U:dp}{U:mb}
+        self.partials.add(self.embed_weight,
+                          torch.ops.aten.embedding_dense_backward(
+                              d_norm_embed, ids_local, num_weights=32, padding_idx=-1,
+                              scale_grad_by_freq=False))                 # f32[32,16]{U:dp}{U:mb}
         return ()
 
     def finish(self) -> Tensor:
         """Sum over ranks what all microbatches have added up."""
-        reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]] = []
-        for grads in in_buckets(take_partials([*self.parameters()]), 100_000_000):
-            reduced.append(sum_grads(grads, self.dp))
-        finish(reduced)
+        reduced = Reduced()
+        for bucket in self.partials.buckets([*self.parameters()], 100_000_000):
+            reduced.append(sum_grads(self.partials.take(bucket), self.dp))
+        reduced.finish()
         loss = torch.stack(self.losses).sum()
         dist.all_reduce(loss, group=self.dp)
         return loss
@@ -234,7 +222,8 @@ class TokensStep(nn.Module):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.stage0 = Stage0(mesh, None)
+        self.partials = Partials()
+        self.stage0 = Stage0(mesh, None, self.partials)
         self.stages = {0: self.stage0}
 
     def F(self, stage: int, i: int) -> None:
@@ -248,6 +237,7 @@ class TokensStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Schedule 1f1b, 2 microbatches."""
+        self.partials.clear()  # of a step that did not end
         for stage in self.stages.values():
             stage.begin(ids, targets)
         # steady state: 1 forward, 1 backward
