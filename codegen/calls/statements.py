@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from torch import fx
 
+from partc.codegen.calls.settle import unmarked
 from partc.codegen.calls.storage import num_bytes
 from partc.codegen.text import Line, Text
 from partc.graph.moves import gathers_param
@@ -153,7 +154,7 @@ def free_early(
 def deleted(names: Iterable[str]) -> Line:
     """The statement ``del a, b``; a long one in brackets, which may be broken."""
     listed = ", ".join(names)
-    return Line(f"del {listed}" if len(listed) < 80 else f"del ({listed})")
+    return Line(f"del {listed}" if len(unmarked(listed)) < 80 else f"del ({listed})")
 
 
 def _last_uses(statements: list[Statement], seen: Callable[[fx.Node], Text]) -> dict[str, int]:
