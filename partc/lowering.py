@@ -56,6 +56,7 @@ from partc.plan.mesh import Mesh
 from partc.trace.capture import Objective
 from partc.trace.record import Source
 from partc.trace.scan_blocks import no_calls
+from partc.wrong_calls import known_arguments
 
 AUTO = When("auto", lambda s: True)  # a search runs it, and nothing else does
 FOLDED = When("many blocks", lambda s: bool(s.made.get("fold")))
@@ -176,8 +177,8 @@ PASSES = (
     Pass(calls.choose_messages, PLAN, "gloo's collectives copy what messages need not",
          on_graph=False, decides="messages"),
     # text
-    Pass(printing.print_step, SOURCE, "blocks as loops, each call of the checked graph once; read back by an "
-         "allow-list",
+    Pass(printing.print_step, SOURCE, "blocks as loops, each call of the checked graph once; read "
+         "back by an allow-list",
          ONE_STAGE, on_graph=False),
     Pass(printing.print_pipeline, SOURCE, "one file for pipeline ranks that do the same", PHASED,
          on_graph=False),
@@ -250,6 +251,7 @@ def to_local_graph(state: State) -> State:
     return run(state, "assign_stages", "recompute")
 
 
+@known_arguments
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the local graph of one rank that is printed."""
     state = next(order_step(to_local_graph(begin(graph, plan, strict=strict))))

@@ -15,6 +15,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from partc.wrong_calls import known_arguments
+
 GIB = 1 << 30
 Batch = TypeVar("Batch")
 Number = float | int | Tensor
@@ -65,6 +67,7 @@ class Meter:
             meter.log(step, {"loss_metrics/global_avg_loss": loss})
     """
 
+    @known_arguments
     def __init__(
         self, loggers: Iterable[Logger], *, tokens: int = 0, devices: int = 1, start: int = 0
     ) -> None:

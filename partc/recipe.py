@@ -33,7 +33,7 @@ from partc.trace.record import kind_of
 from partc.traced import Traced
 from partc.verification.ignored_rows import why_not_ignored
 from partc.whole_batch import step_of
-from partc.wrong_calls import quoted
+from partc.wrong_calls import known_arguments, quoted
 
 Compile = Callable[[Traced, Mesh, Plan], Program]
 
@@ -231,6 +231,7 @@ def compile_again(
     return again
 
 
+@known_arguments
 def with_model(
     program: Program, model: nn.Module, loss: Callable[..., Any] | None = None,
     cache: str | Path | None = None,

@@ -18,11 +18,13 @@ from partc.trace.fingerprint import Fingerprint
 from partc.trace.no_model import check_model
 from partc.trace.param_hooks import gradient_hooks
 from partc.trace.record import Kind, Source, kind_of
+from partc.wrong_calls import known_fields
 
 Seen = tuple[Fingerprint, tuple[Any, ...], tuple[bool, ...]]
 Wanted = tuple[bool, TracedStages | None, bool, Table]
 
 
+@known_fields
 @dataclass(eq=False)
 class Traced:
     """A training step that is traced once, for ``partc.compile`` to take in place of a model.

@@ -15,6 +15,7 @@ from partc.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Made = TypeVar("Made")
 RENAMED = {  # old names of a plan's fields and of arguments: their names now
     "join_mb": "bucket_mb",
     "pieces": "overlap_pieces",
@@ -31,7 +32,13 @@ _TOLD = {
     "step": "a checkpoint is named by its folder, checkpoints/step-00000100",
     "optimizer": "an optimizer is made over stage.parameters(), and steps behind stage.step(...)",
 }
+_READ = {"Mesh": 'Mesh.of("dp=2,tp=4") reads axes from a text'}
 _MISSING = {
+    "after": '@graph_pass(after="insert_collectives") names the pass that runs before',
+    "axes": 'Mesh.of("dp=2,tp=4") reads axes from a text',
+    "groups": 'Topology.load("dgx-h100", devices=64) takes a machine that comes with partc',
+    "inputs": "a tuple of tensors with the shapes of the global batch",
+    "loggers": "Meter([JsonLines('metrics.jsonl')]) says who is told of each step",
     "mesh": 'mesh="dp=4" says how many ranks there are, and along which axes',
     "path": 'the folder to write, for example "build"',
 }
@@ -47,19 +54,29 @@ def known_arguments(call: Callable[P, R]) -> Callable[P, R]:
     @wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise _unbound(call, signature, kwargs, error) from None
-        return call(*args, **kwargs)
+            return call(*args, **kwargs)
+        except TypeError:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise _unbound(call, signature, kwargs, error) from None
+            raise
 
     return checked
+
+
+def known_fields(cls: type[Made]) -> type[Made]:
+    """A class, whose ``__init__`` answers as ``known_arguments`` does."""
+    cls.__init__ = known_arguments(cls.__init__)  # type: ignore[method-assign]
+    return cls
 
 
 def _unbound(
     call: Callable[..., Any], of: inspect.Signature, named: Iterable[str], error: TypeError
 ) -> UsageError:
-    name = call.__qualname__.removesuffix(".__init__").rpartition(".")[-1]
-    each = [p for p in of.parameters if p != "self"]
+    name = call.__qualname__.removesuffix(".__init__")
+    name = name if "cls" in of.parameters else name.rpartition(".")[-1]
+    each = [p for p in of.parameters if p not in ("self", "cls") and not p.startswith("_")]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in of.parameters.values())
     unknown = None if takes_any else next((n for n in named if n not in each), None)
     if unknown is None:
@@ -68,7 +85,7 @@ def _unbound(
         do = f"Pass what is missing: {told}." if "missing" in what else f"See help(partc.{name})."
     else:
         what = f"there is no argument {unknown!r}"
-        told = _TOLD.get(unknown, "")
+        told = _TOLD.get(unknown) or _READ.get(name, "")
         do = f"Leave it out: {told}." if told else did_you_mean(unknown, each)
         if RENAMED.get(unknown) in each:
             do = f"It is called {RENAMED[unknown]!r}."

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from partc.errors import PlanError, UsageError
 from partc.passes.runner import OTHERS, Pass, State, Table
 from partc.plan import Plan
+from partc.wrong_calls import known_arguments
 
 GROUP = "partc.passes"
 PROOF = "check"  # from this pass on a graph stays as it was proved
@@ -27,6 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _OWN: dict[str, tuple[str, Pass]] = {}  # by name, with the name of the pass that it follows
 
 
+@known_arguments
 def graph_pass(*, after: str, why: str = "") -> Callable[[Function], Function]:
     """Make a function a pass of every compile, behind the pass ``after``.
 

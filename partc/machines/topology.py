@@ -19,6 +19,7 @@ from partc.machines.topology_checks import (
     check_whole,
     refusal,
 )
+from partc.wrong_calls import known_arguments, known_fields
 
 Points = tuple[tuple[float, float], ...]  # amount of work, fraction of the peak; amounts ascend
 
@@ -231,6 +232,7 @@ class Level:
         return self.bytes_per_s * self.efficiency / self.oversubscription
 
 
+@known_fields
 @dataclass(frozen=True)
 class Topology:
     """The machines: (device, count) in rank order, and the levels of links, innermost first.
@@ -286,6 +288,7 @@ class Topology:
             )
 
     @classmethod
+    @known_arguments
     def load(cls, name: str, devices: int | None = None) -> Topology:
         """A topology that comes with partc (one of ``shipped()``), perhaps resized."""
         from partc.machines.topology_text import read_shipped

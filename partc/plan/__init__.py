@@ -31,12 +31,13 @@ from partc.plan.plan_text import (
 from partc.plan.plan_values import PlannedLayout, Values, write_value
 from partc.plan.sharding import Layout, R, Sharding
 from partc.schedules.csv_form import CSV, load_csv, write_csv
-from partc.wrong_calls import as_path, quoted
+from partc.wrong_calls import as_path, known_arguments, known_fields, quoted
 
 T = TypeVar("T")
 Cuts = Mapping[str, Layout]  # mesh axis -> shard, for one tensor
 
 
+@known_fields
 @dataclass(frozen=True)
 class Plan:
     """The decisions of a compile; those that a partial plan leaves out come from ``preset``.
@@ -128,6 +129,7 @@ class Plan:
     left_out: tuple[str, ...] = ()
 
     @classmethod
+    @known_arguments
     def parse(cls, text: str, where: str = "plan") -> Plan:
         """Read a plan from its text, the TOML that ``str(plan)`` gives.
 
@@ -148,6 +150,7 @@ class Plan:
         return cls(**read_fields(text, where))
 
     @classmethod
+    @known_arguments
     def load(cls, path: str | Path) -> Plan:
         """Read a plan.toml.
 

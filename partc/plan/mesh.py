@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from partc.errors import PlanError
 from partc.machines.topology import Topology
 from partc.machines.topology_text import shipped
-from partc.wrong_calls import quoted
+from partc.wrong_calls import known_arguments, known_fields, quoted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +30,7 @@ MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)  # "$" would allow a line break
 
 
+@known_fields
 @dataclass(frozen=True)
 class Mesh:
     """Named axes with sizes, the slowest axis first, as in torch's DeviceMesh.
@@ -70,6 +71,7 @@ class Mesh:
             )
 
     @classmethod
+    @known_arguments
     def load(cls, machine: str, devices: int | None = None) -> Mesh:
         """An open mesh of machines that come with partc: the plan chooses its axes.
 
@@ -87,6 +89,7 @@ class Mesh:
         return cls((), Topology.load(machine, devices))
 
     @classmethod
+    @known_arguments
     def of(cls, mesh: MeshLike) -> Mesh:
         """A Mesh from whatever stands for one.
 
@@ -116,6 +119,7 @@ class Mesh:
         raise _no_mesh(mesh)
 
     @classmethod
+    @known_arguments
     def parse(cls, text: str) -> Mesh:
         """Read ``"dp=2,tp=4"`` (commas or blanks between axes)."""
         axes = []

@@ -113,8 +113,8 @@ def eager(
     Random numbers are those of ``draws``. UsageError if the model has no values, or draws where the
     program does not.
     """
-    _check_values(model)
     given, returns = Given.of(model, inputs, loss), Returns(own=loss is None)
+    _check_values(model, given)
     batch = tuple(x if dtype is None else converted(x, dtype) for x in given.tensors)
     objective = returns.objective(given.function)
     raised = raised_model(model) if dtype == torch.float64 else nullcontext()
@@ -203,12 +203,14 @@ def _results(
         return named_results(described(function(model, *inputs))[1])
 
 
-def _check_values(model: nn.Module) -> None:
-    without = sorted(name for name, tensor in named_tensors(model).items() if tensor.is_meta)
+def _check_values(model: nn.Module, given: Given) -> None:
+    name = type(model).__name__
+    without = sorted(f"{name}.{n}" for n, tensor in named_tensors(model).items() if tensor.is_meta)
+    without += [f"input {i}" for i, tensor in enumerate(given.tensors) if tensor.is_meta]
     if without:
         raise UsageError(
-            where=f"{type(model).__name__}.{without[0]}",
+            where=without[0],
             what="verifying needs values",
             why="this tensor is on the meta device",
-            do="Give the model with weights; random ones will do.",
+            do="Give the model with weights, and the batch with values; random ones will do.",
         )

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from partc.errors import CheckError
+from partc.errors import CheckError, UsageError
+from partc.wrong_calls import quoted
 
 TOLERANCE = 1e-9  # for float64; one matmul with a sharded sum has an error of 2e-15
 
@@ -41,7 +42,15 @@ class Report:
         return max(self.rows)
 
     def ok(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether something was compared, and every relative error is at most the tolerance."""
+        """Whether something was compared, and every relative error is at most the tolerance.
+
+        UsageError if the tolerance is no number from 0.
+        """
+        if not isinstance(tolerance, int | float) or not tolerance >= 0:
+            raise UsageError(
+                where="tolerance", what=f"{quoted(tolerance)} is no such number",
+                why="relative errors are compared with it", do="Give a number from 0, as 1e-9.",
+            )  # fmt: skip
         return bool(self.rows) and self.worst.error <= tolerance
 
     def check(self, tolerance: float = TOLERANCE) -> Report:
