@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from torch import fx
 
@@ -49,13 +50,13 @@ class StepBody(Body):
     def statements(self) -> list[Statement]:
         """The statements of all calls and loops, in order.
 
-        Gathers that stand behind a loop are started in the loop's last iteration.
+        Gathers that stand right behind a loop are started in the loop's last iteration.
         """
         found: list[Statement] = []
         self._carry_names()
         sections = self._sections()
         for loop, nodes in sections:
-            early = [node for node in nodes if gathers_param(node)]
+            early = [*takewhile(gathers_param, nodes)]
             if loop is not None:
                 self.ahead.update(early)
                 found.append(self._loop(loop, early))

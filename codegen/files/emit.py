@@ -15,6 +15,7 @@ from torch import fx
 from partc.codegen.bodies.class_names import class_names
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
+from partc.codegen.bodies.gathers_ahead import gather_ahead
 from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.printed_order import check_printed
 from partc.codegen.bodies.step import StepBody
@@ -96,6 +97,7 @@ def emit(
     helpers = Helpers(messages=messages, backend=backend)
     [items] = outlined([(graph, items)], helpers)
     items = compiled(graph, items, helpers) if inductor else items
+    items = gather_ahead(items)
     check_printed(checked, items)
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])

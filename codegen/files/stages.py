@@ -18,6 +18,7 @@ from torch import fx
 from partc.codegen.bodies.block_arguments import LEFT
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
+from partc.codegen.bodies.gathers_ahead import gather_ahead
 from partc.codegen.bodies.printed_order import check_printed
 from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import TABLES
@@ -86,6 +87,7 @@ def stage_text(
     """
     graph, items = stage.graph, stage.items
     items = compiled(graph, items, helpers, by_phase=True) if inductor else items
+    items = gather_ahead(items)
     check_printed(stage.checked, items)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(

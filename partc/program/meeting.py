@@ -12,18 +12,60 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+T = TypeVar("T")
 LINGER_S = 30.0  # rank 0, which keeps the store, waits for others to read why it ends
 LOOK_S = 0.25  # between two looks at the store
 ANSWER_S = 5.0  # a rank that is there answers in less
 OF_OTHERS = ("gloo", "NCCL", "onnection")  # words of errors that others have caused
 
 
+SILENT = "Rank 0, which keeps the list, does not answer: it has ended or stands still."
+
+
 class NotMetError(Exception):
     """Why the ranks do not begin: one cannot run, is missing, or runs something else."""
+
+
+class Beat:
+    """When the store has answered last, of those who ask it again and again."""
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+
+    def rest(self, seconds: float) -> None:
+        self.at = time.monotonic()
+        time.sleep(seconds)
+
+
+def answered(ask: Callable[[], T], seconds: float, beat: Beat | None = None) -> T:
+    """What a question to the store gives; NotMetError if it has not answered for some seconds.
+
+    A store whose process stands still lets those who ask wait for ever.
+    """
+    found: list[T | Exception] = []
+    last = beat or Beat()
+
+    def work() -> None:
+        try:
+            found.append(ask())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive() and (left_s := last.at + seconds - time.monotonic()) > 0:
+        thread.join(left_s)
+    if not found:
+        raise NotMetError(SILENT)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 def is_alone() -> bool:
@@ -46,12 +88,16 @@ def open_store(seconds: float, keeps: bool, number: int = 0) -> PrefixStore:
         if not os.environ.get(name):
             raise NotMetError(f"{name} is not set, which every rank needs. torchrun sets it.")
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    try:
+
+    def opened() -> PrefixStore:
         store = TCPStore(
             address, int(port), is_master=keeps, timeout=timedelta(seconds=seconds),
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
         return PrefixStore(f"partc {number}", store)
+
+    try:
+        return answered(opened, seconds + ANSWER_S)
     except (RuntimeError, ValueError) as error:
         what = "rank 0 cannot listen" if keeps else f"rank 0 has not come within {seconds:g} s"
         why = str(error).partition("\n")[0]
@@ -61,20 +107,24 @@ def open_store(seconds: float, keeps: bool, number: int = 0) -> PrefixStore:
 
 def tell(why: str) -> None:
     """Tell the other ranks that this one does not come."""
-    try:
-        store = open_store(LINGER_S, keeps_store())
+
+    def told() -> None:
         store.compare_set("refused", "", f"rank {os.environ['RANK']} cannot begin: {why}")
-        linger(store)
+        linger(store, beat)
+
+    try:
+        store, beat = open_store(LINGER_S, keeps_store()), Beat()
+        answered(told, ANSWER_S, beat)
     except (NotMetError, RuntimeError):
         pass  # nobody waits any more
 
 
-def linger(store: PrefixStore) -> None:
+def linger(store: PrefixStore, beat: Beat) -> None:
     """Say that this rank knows why; who keeps the store waits until all others do."""
     world, deadline = int(os.environ["WORLD_SIZE"]), time.monotonic() + LINGER_S
     known = store.add("read", 1)
     while keeps_store() and known < world and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+        beat.rest(LOOK_S)
         known = store.add("read", 0)
 
 
@@ -83,23 +133,31 @@ def meet(store: PrefixStore, said: dict[str, str], seconds: float) -> None:
 
     `said`: what has to be alike, in words, by name.
     """
+    beat = Beat()
+    answered(lambda: compare(store, said, seconds, beat), ANSWER_S, beat)
+
+
+def compare(store: PrefixStore, said: dict[str, str], seconds: float, beat: Beat) -> None:
+    """As `meet`, for as long as the store lets a rank wait."""
     rank = int(os.environ["RANK"])
     if rank == 0:
         store.set("said", json.dumps(said))
-    wait_for_all(store, "here", seconds)
+    wait_for_all(store, "here", seconds, beat)
     first = json.loads(store.get("said"))
     other = [
-        f"{name} {value} (rank 0: {first.get(name)})"
-        for name, value in said.items()
-        if first.get(name) != value
+        f"{name} {said.get(name)} (rank 0: {first.get(name)})"
+        for name in {**first, **said}
+        if first.get(name) != said.get(name)
     ]
     if other:
         why = f"rank {rank} has another {', '.join(other)}. Start all ranks alike."
         store.compare_set("refused", "", why)
-    wait_for_all(store, "agreed", seconds, counts=not other)
+    wait_for_all(store, "agreed", seconds, beat, counts=not other)
 
 
-def wait_for_all(store: PrefixStore, what: str, seconds: float, counts: bool = True) -> None:
+def wait_for_all(
+    store: PrefixStore, what: str, seconds: float, beat: Beat, counts: bool = True
+) -> None:
     """Wait until all ranks have come so far; NotMetError if one refuses or is missing."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if counts:
@@ -111,10 +169,10 @@ def wait_for_all(store: PrefixStore, what: str, seconds: float, counts: bool = T
             lacking = [each for each in range(world) if not store.check([f"{what} {each}"])]
             why = f"of {world} ranks, {lacking} did not come within {seconds:g} s."
             store.compare_set("refused", "", why)
-        time.sleep(LOOK_S / 10)
+        beat.rest(LOOK_S / 10)
     if store.check(["refused"]):
         refusal = store.get("refused").decode()
-        linger(store)
+        linger(store, beat)
         raise NotMetError(refusal)
 
 
@@ -132,6 +190,7 @@ class Watch(threading.Thread):
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.store = open_store(ANSWER_S, keeps=False)  # of its own: another may be busy waiting
         self.over = threading.Event()
+        self.hears_s = ANSWER_S  # so long it listens to the store; longer, if that is silent
         self.at("before its first step")
 
     def at(self, place: str, begun: bool = False) -> None:
@@ -171,21 +230,25 @@ class Watch(threading.Thread):
         print(text, file=sys.stderr, flush=True)
 
     def is_asked(self) -> bool:
+        left_s = self.limit_s - (time.monotonic() - self.since)
         try:
-            return bool(self.store.check(["asked"]))
-        except RuntimeError:
+            asked = answered(lambda: self.store.check(["asked"]), min(self.hears_s, left_s))
+        except (RuntimeError, NotMetError):
+            self.hears_s *= 2
             return False  # who keeps the store may be done already
+        self.hears_s = ANSWER_S
+        return asked
 
     def found(self) -> str:
         """Ask all ranks where they are; say in words who does not answer, or where they are."""
         try:
-            self.store.set(f"at {self.rank}", self.place)
-            self.store.set("asked", "")
-            return self.answers()
-        except RuntimeError:
-            return "Rank 0, which keeps the list, does not answer: it has ended or stands still."
+            return answered(self.answers, 2 * ANSWER_S)
+        except (RuntimeError, NotMetError):
+            return SILENT
 
     def answers(self) -> str:
+        self.store.set(f"at {self.rank}", self.place)
+        self.store.set("asked", "")
         deadline = time.monotonic() + ANSWER_S
         lacking, places = [*range(self.world)], dict[str, list[int]]()
         while lacking and time.monotonic() < deadline:
@@ -195,4 +258,5 @@ class Watch(threading.Thread):
             time.sleep(LOOK_S / 5)
         if lacking:
             return f"Ranks {lacking} do not answer: they have ended or stand still."
-        return "; ".join(f"ranks {sorted(ranks)}: {place}" for place, ranks in places.items()) + "."
+        each = sorted((sorted(ranks), place) for place, ranks in places.items())
+        return "; ".join(f"ranks {ranks}: {place}" for ranks, place in each) + "."

@@ -42,4 +42,4 @@ def run_script(
 def _meeting_text() -> str:
     """What ``meeting.py`` says behind its imports."""
     text = inspect.getsource(meeting)
-    return textwrap.dedent(text[text.index("LINGER_S") :]).rstrip()
+    return textwrap.dedent(text[text.index("T = TypeVar") :]).rstrip()

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from partc.program import meeting
 from partc.program.meeting import NotMetError, Watch, meet, open_store, tell
 from partc.verification.processes import Processes
 from tests.example_program import example_program
@@ -88,6 +90,47 @@ def test_all_ranks_are_told_why_they_do_not_begin(
     found = world.run(refusal, port, comes, patience())
     assert time.monotonic() - started < patience(10)
     assert {text for text in found if text != "there is no such file."} == {words}
+
+
+def weights_on_0(rank: int) -> dict[str, str]:
+    return {"--weights": "a.safetensors"} if rank == 0 else {}
+
+
+def test_what_rank_0_alone_has_is_another_start(world: Processes, port: int) -> None:
+    found = world.run(refusal, port, weights_on_0, patience())
+    (said,) = set(found)
+    assert "has another --weights None (rank 0: a.safetensors)" in said
+
+
+class Stopped:
+    """A store whose process stands still: whoever asks waits."""
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        return lambda *of: threading.Event().wait()
+
+
+def test_a_store_that_stands_still_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(NotMetError, match="Rank 0, which keeps the list, does not answer"):
+        meet(Stopped(), {}, patience())  # type: ignore[arg-type]
+
+
+def test_a_watch_ends_where_the_store_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
+    monkeypatch.setattr(meeting, "open_store", lambda *of, **how: Stopped())
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    watch = Watch(1.0, 1.0)
+
+    def leave(why: str) -> None:
+        watch.over.set()
+
+    monkeypatch.setattr(watch, "leave", leave)
+    watch.run()
+    assert watch.over.is_set()
+    assert watch.found() == meeting.SILENT
 
 
 def not_on_1(rank: int) -> dict[str, str] | None:

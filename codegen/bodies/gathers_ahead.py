@@ -1,0 +1,71 @@
+"""Starts the gathers of weights that no loop gathers: early enough to hide, not all at once.
+
+A parameter exists from the start, so that its gather could start with the step; then all whole
+weights would lie in memory together. As in FSDP, a few are on their way while others are in use:
+further gathers start as long as those on their way have fewer bytes than the largest gather.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from torch import fx
+
+from partc.codegen.calls.storage import num_bytes
+from partc.codegen.repeats.blocks import Item, Loop
+from partc.graph import collectives, tensor_args, value
+from partc.graph.moves import gathers_param
+
+
+def gather_ahead(items: Sequence[Item]) -> list[Item]:
+    """The items of a step, with the starts of gathers that stand between loops moved up.
+
+    A start moves up to the wait of an earlier gather, or to the loop before; in pipelines no
+    further than its phase.
+    """
+    largest = max(map(_gathered, items), default=0)
+    found: list[Item] = []
+    for is_loop, stretch in groupby(items, key=lambda item: isinstance(item, Loop)):
+        if is_loop:
+            found += stretch
+        else:
+            calls = [item for item in stretch if isinstance(item, fx.Node)]
+            for _, phase in groupby(calls, key=lambda node: value(node).phase):
+                found += _ahead(list(phase), largest)
+    return found
+
+
+def _ahead(calls: Sequence[fx.Node], most: int) -> Iterator[fx.Node]:
+    """The calls between two loops, their gathers started while fewer bytes are on their way."""
+    waiting = deque(node for node in calls if gathers_param(node))
+    on_their_way: dict[fx.Node, int] = {}
+
+    def starts() -> Iterator[fx.Node]:
+        while waiting and sum(on_their_way.values()) < most:
+            start = waiting.popleft()
+            on_their_way[start] = _bytes(start)
+            yield start
+
+    yield from starts()
+    for node in calls:
+        if gathers_param(node):
+            continue
+        if node.target is collectives.wait:
+            on_their_way.pop(node.all_input_nodes[0], None)
+            yield from starts()
+        yield node
+
+
+def _gathered(item: Item) -> int:
+    """The bytes of whole weights that a call gathers, or one block of a loop."""
+    if isinstance(item, Loop):
+        return sum(map(_bytes, filter(gathers_param, item.groups[0].nodes)))
+    return _bytes(item) if gathers_param(item) else 0
+
+
+def _bytes(start: fx.Node) -> int:
+    """The bytes of the whole weights that a gather gives."""
+    shards = sum(map(num_bytes, tensor_args(start)))
+    return shards * int(str(start.kwargs["num"]))
