@@ -23,12 +23,12 @@ ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the sa
 
 def print_step(graph: Graph, plan: Plan, mesh: Mesh) -> dict[str, object]:
     """The source of a step of one stage."""
-    source = emit(
+    printed = emit(
         graph, header=header(graph, plan), mesh=mesh, prefetch=plan.prefetch,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
         inductor=plan.compile == "inductor",
     )  # fmt: skip
-    return {"sources": {ROLE: source}, "files": [ROLE]}
+    return {"sources": {ROLE: printed.text}, "origins": {ROLE: printed.origins}, "files": [ROLE]}
 
 
 def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
@@ -40,12 +40,16 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
         inductor=plan.compile == "inductor",
     )  # fmt: skip
     groups = {file_name(ranks): ranks for ranks in pipeline.groups()}
-    sources = {
+    printed = {
         name: pipeline.emit(ranks, header=stage_header(graphs, order, ranks, plan))
         for name, ranks in groups.items()
     }
     name_of = {rank: name for name, ranks in groups.items() for rank in ranks}
-    return {"sources": sources, "files": [name_of[rank] for rank in range(order.ranks)]}
+    return {
+        "sources": {name: each.text for name, each in printed.items()},
+        "origins": {name: each.origins for name, each in printed.items()},
+        "files": [name_of[rank] for rank in range(order.ranks)],
+    }
 
 
 def cost_step(

@@ -51,10 +51,15 @@ class _Method:
     signature: Line
     ledger: Ledger
     closing: list[Line]
+    layer: str  # the path of the block from whose calls it is printed
 
     def lines(self) -> list[Line]:
         """The signature and the body."""
-        return [self.signature, *with_sections(self.ledger.statements), *self.closing]
+        return [
+            self.signature,
+            *with_sections(self.ledger.statements, layer=self.layer),
+            *self.closing,
+        ]
 
 
 @dataclass(eq=False)
@@ -250,7 +255,7 @@ class BlockClass:
         free_blocks([method.ledger for method in methods])
         settled = self.scope.settled([method.lines() for method in methods])
         return [
-            {"signature": "\n".join(wrap(signature.code, 4)), "body": block(body, 2)}
+            {"signature": "\n".join(wrap(signature.code, 4)), "body": self.helpers.block(body, 2)}
             for signature, *body in settled
         ]
 
@@ -303,6 +308,7 @@ class BlockClass:
             _signature(name, ["self", *typed_arguments], self._result_type(side)),
             Ledger(statements, body, lists, given),
             [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
+            self.run.layers[0],
         )
 
     def _mark(self, node: fx.Node, wish: str = "") -> str:

@@ -14,7 +14,8 @@ from itertools import pairwise
 from torch import fx
 
 from partc.codegen.calls.storage import num_bytes
-from partc.codegen.text import Line, Text
+from partc.codegen.text import Line, Origin, Text
+from partc.graph import value
 from partc.graph.moves import gathers_param
 from partc.quoting import comment, identifier
 
@@ -37,11 +38,14 @@ class Statement:
     section: str | None = ""  # None: the section of the statement that follows
 
 
-def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] = str) -> list[Line]:
+def with_sections(
+    statements: Iterable[Statement], shown: Callable[[str], str] = str, layer: str = ""
+) -> list[Line]:
     """The lines of all statements, with a comment wherever the module changes: ``# blocks.0.mlp``.
 
     A statement that is the only one of its module and has the module's name needs no comment.
-    ``shown`` gives a module's path as comments show it.
+    ``shown`` gives a module's path as comments show it. Each line has its origin, in which a method
+    of all blocks has ``blocks.*`` in place of ``layer``, the path of the one it is printed from.
     """
     written = [s for s in statements if s.lines]
     sections = _sections(written)
@@ -53,8 +57,21 @@ def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] =
             current = section
             lines.append(Line(f"# {comment(shown(section))}"))
         i += bool(section)
-        lines += statement.lines
+        origin = _origin(statement, shown, layer)
+        lines += [x if _is_del(x) else replace(x, origin=origin) for x in statement.lines]
     return _with_few_dels(_sent_at_once(lines))
+
+
+def _origin(statement: Statement, shown: Callable[[str], str], layer: str) -> Origin | None:
+    """The module path and the source line of the first call of a statement that has them."""
+    made = (value(node) for node in statement.calls)
+    found = next(((v.module, v.source) for v in made if v.module or v.source), None)
+    if found is None:
+        return None
+    path, source = found
+    if layer and f"{path}.".startswith(f"{layer}."):
+        return f"{layer.rpartition('.')[0]}.*{path.removeprefix(layer)}", source
+    return shown(path), source
 
 
 def _sent_at_once(lines: Sequence[Line]) -> list[Line]:

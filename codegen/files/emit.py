@@ -49,7 +49,7 @@ from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
 from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.codegen.safety import check_source
-from partc.codegen.text import Line, Text, block
+from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
 from partc.passes.canonical.dedupe_layers import Unfolded
@@ -77,7 +77,7 @@ MEANINGS = {
 def emit(
     graph: Graph, *, header: str, mesh: Mesh | None = None, prefetch: int = 1,
     messages: bool = False, backend: str = "gloo", inductor: bool = False,
-) -> str:  # fmt: skip
+) -> Printed:  # fmt: skip
     """The text of a role's file: tables, helper functions, block classes and ``class <Model>Step``.
 
     ``mesh`` has the axes that the launcher makes, where the graph lacks those of one rank.
@@ -98,7 +98,7 @@ def emit(
     at = mesh or graph.mesh
     text = RoleText(graph, header, items, sides, helpers, mesh=at, prefetch=prefetch).text()
     check_source(text)
-    return text
+    return Printed(text, helpers.origins(text))
 
 
 def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
@@ -360,7 +360,7 @@ class RoleText:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)
         lines.append(Line(self._result(body)))
-        return block(scope.settled([lines])[0], 2)
+        return self.helpers.block(scope.settled([lines])[0], 2)
 
     def final_grads(self) -> dict[fx.Node, list[str]]:
         """For each gradient that no block adds to ``.grad`` itself its parameters, as texts."""

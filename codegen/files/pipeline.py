@@ -27,7 +27,7 @@ from partc.codegen.files.stages import Prepared, StageText, stage_text
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.layers import Layers, stage_key
 from partc.codegen.safety import check_source
-from partc.codegen.text import Line, block
+from partc.codegen.text import Line, Printed, block
 from partc.graph import Graph, value
 from partc.graph.tied import Tied
 from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh
@@ -72,8 +72,8 @@ class Pipeline:
     backend: str = "gloo"
     inductor: bool = False
 
-    def emit(self, ranks: Sequence[int], *, header: str) -> str:
-        """The text of the file that some pipeline ranks run; ``ranks`` is one of ``groups()``."""
+    def emit(self, ranks: Sequence[int], *, header: str) -> Printed:
+        """The file that some pipeline ranks run; ``ranks`` is one of ``groups()``."""
         helpers = Helpers(messages=self.messages, backend=self.backend)
         stages = self._stages(ranks, helpers)
         steps = {
@@ -85,7 +85,7 @@ class Pipeline:
         }  # fmt: skip
         text = _File(self, steps, header, helpers).text()
         check_source(text)
-        return text
+        return Printed(text, helpers.origins(text))
 
     def groups(self) -> list[tuple[int, ...]]:
         """The pipeline ranks in groups that run one file each, in order of their first rank."""

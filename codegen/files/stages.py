@@ -159,7 +159,9 @@ class StageText(RoleText):
             [[Line(", ".join(m.arguments)), *m.lines] for m in methods.values()]
         )
         functions = [
-            replace(method, arguments=arguments.code.split(", "), lines=lines).function()
+            replace(method, arguments=arguments.code.split(", "), lines=lines).function(
+                self.helpers
+            )
             for method, (arguments, *lines) in zip(methods.values(), settled, strict=True)
         ]
         functions += [self._finish().reduce()] if self.ends.leaving else []

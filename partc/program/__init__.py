@@ -37,6 +37,7 @@ from partc.program.role import Role, dtype_of
 from partc.program.run_script import run_script
 from partc.program.saved_cost import Cost, SavedCost
 from partc.program.tensorfile import TensorFile, write_tensors
+from partc.program.user_lines import UserLines
 from partc.program.wanted import Recipe, Wanted
 from partc.program.written import written_files
 from partc.quoting import docstring
@@ -85,6 +86,7 @@ class Program(NotAStage):
         numbers: the numbers of the model's Python, in the process that compiled it.
         draws: every random draw by its site: the whole value's shape, and how it is cut.
         expected: the numbers of the single-device step, with which the text is compared.
+        lines: for which of the model's calls each line of a source stands, as it was printed.
         fixed: the parts of the printed text that an edited one must have too.
         origin: the model that was compiled, in the process that compiled it, until ``module()``
             has taken its weights.
@@ -113,6 +115,7 @@ class Program(NotAStage):
     draws: Mapping[str, Draw] = field(default_factory=dict)
     expected: Expectation = field(default_factory=Expectation, compare=False)
     fixed: FixedText | None = field(default=None, compare=False, repr=False)
+    lines: Mapping[str, UserLines] = field(default_factory=dict, compare=False, repr=False)
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
     made_for: Wanted | None = field(default=None, compare=False)
     others: tuple[Program, ...] = ()
@@ -175,11 +178,10 @@ class Program(NotAStage):
                 return name
             first += num
         raise UsageError(
-            where=f"rank {rank}",
-            what="there is no such rank",
+            where=f"rank {rank}", what="there is no such rank",
             why=f"the mesh {self.mesh} has {self.mesh.num_ranks}",
             do=f"Give a rank from 0 to {self.mesh.num_ranks - 1}.",
-        )
+        )  # fmt: skip
 
     def source(self, rank: int = 0) -> str:
         """The Python text that a rank runs; UsageError if the mesh has no such rank."""
@@ -187,8 +189,10 @@ class Program(NotAStage):
 
     def role(self, rank: int = 0) -> Role:
         """The rank's source, executed as a Python module."""
-        place = self.mesh.coords(rank).get(PP, 0)
-        return Role.load(self.source(rank), self.role_of(rank), place)
+        place, name = self.mesh.coords(rank).get(PP, 0), self.role_of(rank)
+        text, printed = self.sources[name], self.fixed.sources if self.fixed else {}
+        lines = self.lines.get(name, UserLines()).moved(printed.get(name, text), text)
+        return Role.load(text, name, place, lines)
 
     @known_arguments
     def module(
@@ -292,6 +296,7 @@ class Program(NotAStage):
             decided=self.decided,
             expected=self.expected,
             fixed=self.fixed or FixedText(),
+            lines=self.lines,
             wanted=self.wanted,
             others=tuple(map(str, range(len(self.others)))),
             files=digests,
@@ -370,6 +375,7 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         decided=manifest.decided,
         expected=manifest.expected,
         fixed=manifest.fixed,
+        lines=manifest.lines,
         made_for=manifest.wanted,
         others=tuple(_other(folder / OTHERS / name, manifest) for name in manifest.others),
     )
