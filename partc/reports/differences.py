@@ -172,7 +172,7 @@ def _of_memory(old: Program, new: Program) -> Iterator[Difference]:
     """The memory at the peak, of a pipeline for each rank too."""
     each = [_peaks(program) for program in (old, new)]
     for who in dict.fromkeys([*each[0], *each[1]]):
-        yield from _grown("memory", f"peak of {who}", *(p.get(who) for p in each), "B")
+        yield from _grown("memory", f"peak of {who}", each[0].get(who), each[1].get(who), "B")
 
 
 def _peaks(program: Program) -> dict[str, float]:
@@ -188,7 +188,7 @@ def _of_time(old: Program, new: Program) -> Iterator[Difference]:
     """The predicted seconds of a step, of its phases, and of what is not hidden of each axis."""
     each = [_seconds(program) for program in (old, new)]
     for what in dict.fromkeys([*each[0], *each[1]]):
-        yield from _grown("time", what, *(found.get(what) for found in each), "s")
+        yield from _grown("time", what, each[0].get(what), each[1].get(what), "s")
 
 
 def _seconds(program: Program) -> dict[str, float]:
@@ -242,11 +242,11 @@ def _roles(program: Program) -> str:
 
 def _changed_lines(old: str, new: str) -> dict[str, tuple[int, int]]:
     """By function: how many of its lines are gone, and how many are new."""
-    texts = [old.splitlines(), new.splitlines()]
+    before, after = old.splitlines(), new.splitlines()
     parts = [_parts(text) for text in (old, new)]
     gone: Counter[str] = Counter()
     added: Counter[str] = Counter()
-    steps = difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes()
+    steps = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
     for tag, start, end, first, last in steps:
         if tag != "equal":
             gone.update(parts[0].get(line + 1, "head") for line in range(start, end))
