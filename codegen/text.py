@@ -32,6 +32,13 @@ class Text:
         return self.code
 
 
+@dataclass(frozen=True, eq=False)
+class Range:
+    """A range of torch.profiler: the lines that share this object. ``name``: an expression."""
+
+    name: str
+
+
 @dataclass(frozen=True)
 class Line:
     """One statement (or a whole-line comment, when there is no code) and the remark beside it."""
@@ -41,6 +48,8 @@ class Line:
     indent: int = 0  # in levels of four columns, relative to the function's body
     both: bool = False  # whether ``wrap`` may break among targets and among arguments at once
     origin: Origin | None = None  # the user's call for which the statement stands
+    range: Range | None = None  # of torch.profiler
+    around: str = ""  # one around that, as an expression: of a block whose calls stand in line
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from partc.codegen.files.emit import emit
 from partc.codegen.files.header import header, stage_header
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.cost.prediction import Work
+from partc.errors import PlanError
 from partc.graph import Graph
 from partc.passes.overlap.take_turns import in_turns
 from partc.passes.stages.schedule_stages import Stages
@@ -26,8 +27,9 @@ def print_step(graph: Graph, plan: Plan, mesh: Mesh) -> dict[str, object]:
     printed = emit(
         graph, header=header(graph, plan), mesh=mesh, prefetch=plan.prefetch,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
-        inductor=plan.compile == "inductor",
+        inductor=plan.compile == "inductor", ranges=plan.profiler_ranges,
     )  # fmt: skip
+    _check_ranges(plan, [printed.text])
     return {"sources": {ROLE: printed.text}, "origins": {ROLE: printed.origins}, "files": [ROLE]}
 
 
@@ -37,7 +39,7 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
     pipeline = Pipeline(
         graphs, staged.tied, order, mesh, staged.step.wiring, plan.bucket_mb,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
-        inductor=plan.compile == "inductor",
+        inductor=plan.compile == "inductor", ranges=plan.profiler_ranges,
     )  # fmt: skip
     groups = {file_name(ranks): ranks for ranks in pipeline.groups()}
     printed = {
@@ -45,11 +47,22 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
         for name, ranks in groups.items()
     }
     name_of = {rank: name for name, ranks in groups.items() for rank in ranks}
+    _check_ranges(plan, [each.text for each in printed.values()])
     return {
         "sources": {name: each.text for name, each in printed.items()},
         "origins": {name: each.origins for name, each in printed.items()},
         "files": [name_of[rank] for rank in range(order.ranks)],
     }
+
+
+def _check_ranges(plan: Plan, texts: Sequence[str]) -> None:
+    """PlanError if ranges for a profiler are asked of a program that has nothing to enclose."""
+    if plan.profiler_ranges and not any("record_function(" in text for text in texts):
+        raise PlanError(
+            where="plan, profiler_ranges", what="there is nothing to put into a range",
+            why="the program has no block, no transfer and no pipeline stage",
+            do="Leave profiler_ranges out; torch.profiler names each op by itself.",
+        )  # fmt: skip
 
 
 def cost_step(

@@ -17,6 +17,7 @@ from partc.codegen.bodies.block_arguments import (
     SAVED,
     argument_name,
     main_slot,
+    own_lines,
     passed,
     reads_microbatch,
 )
@@ -29,6 +30,7 @@ from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.moved_names import of_turn
 from partc.codegen.calls.names import wishes
+from partc.codegen.calls.ranges import WAIT_FOR_WEIGHTS
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.settle import MARK
 from partc.codegen.calls.statements import Statement, with_sections
@@ -38,7 +40,7 @@ from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
 from partc.codegen.repeats.slots import Interface
-from partc.codegen.text import Line, Text, block, wrap
+from partc.codegen.text import Line, Range, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, tensor_args, value
 from partc.graph.draws import draws_numbers
 from partc.graph.moves import moves
@@ -120,8 +122,13 @@ class BlockClass:
 
     @property
     def draws(self) -> bool:
-        """Whether the block draws random numbers; it then has to know its name in the model."""
+        """Whether the block draws random numbers."""
         return any(draws_numbers(node) for side in self.sides for node in side.group.nodes)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether an instance has to know its name in the model: it draws, or has ranges."""
+        return self.draws or self.helpers.ranges
 
     @property
     def adds_up(self) -> bool:
@@ -211,7 +218,7 @@ class BlockClass:
 
     def declarations(self) -> list[Line]:
         """The statements of ``__init__`` that make the block's parameters and buffers."""
-        lines = [Line("self.rng, self.name = rng, name")] if self.draws else []
+        lines = own_lines(draws=self.draws, named=self.is_named)
         lines += [Line("self.partials = partials")] if self.adds_up else []
         if self._gathers():
             lines.append(Line("self.whole = Gathered()", "weights that are being gathered"))
@@ -223,9 +230,11 @@ class BlockClass:
 
     def arguments(self) -> str:
         """The arguments of ``__init__`` behind ``self``, with their types."""
-        mesh = "mesh: DeviceMesh" if self.is_distributed else ""
-        parts = "partials: Partials" if self.adds_up else ""
-        return ", ".join(filter(None, (mesh, parts, "rng: Draws, name: str" * self.draws)))
+        given = {
+            "mesh: DeviceMesh": self.is_distributed, "partials: Partials": self.adds_up,
+            "rng: Draws": self.draws, "name: str": self.is_named,
+        }  # fmt: skip
+        return ", ".join(text for text, is_given in given.items() if is_given)
 
     def stored(self, kind: Kind) -> dict[fx.Node, str]:
         """The first block's parameters or buffers with their attributes in the class."""
@@ -292,7 +301,9 @@ class BlockClass:
             names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
             names = f"[{names}]" if len(whole) == 1 else names
             taken = "self.whole" if self.is_steady else self.taken("self.whole", side)
-            opening.append(Statement([Line(f"{names} = {taken}")]))
+            ranged = self.helpers.ranges and not self.is_steady
+            waits = Range(WAIT_FOR_WEIGHTS) if ranged else None
+            opening.append(Statement([Line(f"{names} = {taken}", range=waits)]))
         if reads_microbatch(side):
             arguments.append("i")
         if self.reduces(side):

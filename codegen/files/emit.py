@@ -30,6 +30,7 @@ from partc.codegen.bodies.tables import (
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.names import wishes
+from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
@@ -76,7 +77,7 @@ MEANINGS = {
 
 def emit(
     graph: Graph, *, header: str, mesh: Mesh | None = None, prefetch: int = 1,
-    messages: bool = False, backend: str = "gloo", inductor: bool = False,
+    messages: bool = False, backend: str = "gloo", inductor: bool = False, ranges: bool = False,
 ) -> Printed:  # fmt: skip
     """The text of a role's file: tables, helper functions, block classes and ``class <Model>Step``.
 
@@ -85,12 +86,13 @@ def emit(
     Between two loops over blocks the program starts to gather the weights of the first ``prefetch``
     blocks of the next loop. ``backend`` carries tensors between ranks: ``gloo`` or ``nccl``. With
     ``messages`` ranks send each other what gloo would gather, or sum and scatter. With ``inductor``
-    the calls between two transfers become functions for torch.compile. CheckError if the text does
-    anything but compute with torch.
+    the calls between two transfers become functions for torch.compile. With ``ranges`` blocks and
+    transfers stand in ranges of torch.profiler. CheckError if the text does anything but compute
+    with torch.
     """
     graph = tidied(graph, fused=inductor)
     items, sides = arranged(graph)
-    helpers = Helpers(messages=messages, backend=backend)
+    helpers = Helpers(messages=messages, backend=backend, ranges=ranges)
     [items] = outlined([(graph, items)], helpers)
     items = compiled(graph, items, helpers) if inductor else items
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
@@ -166,6 +168,7 @@ class RoleText:
             helpers=self.helpers.text(),
             blocks=blocks,
             draws=self.draws,
+            ranges=self.helpers.ranges,
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=self.graph.mesh.names,
             declarations=made,
@@ -302,9 +305,10 @@ class RoleText:
             )
         mesh = ["mesh"] if self.is_distributed else []
         for cls in self.classes.values():
-            name, numbers = self._numbered(cls.run) if cls.draws else ("", "")
+            name, numbers = self._numbered(cls.run) if cls.is_named else ("", "")
             parts = ["partials"] if cls.adds_up else []
-            given = ", ".join([*mesh, *parts, *(["self.rng", name] if name else [])])
+            rng = ["self.rng"] if cls.draws else []
+            given = ", ".join([*mesh, *parts, *rng, *([name] if name else [])])
             over = f"i in {numbers}" if name else f"_ in range({len(cls.run.layers)})"
             made = f"[{cls.name}({given}) for {over}]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
@@ -352,10 +356,11 @@ class RoleText:
         statements = free_early(
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
         )
-        lines = with_sections(statements)
+        named = self.site_literal if self.helpers.ranges else None
+        lines = with_sections(statements, name_of=named)
         if any(re.search(r"\breduced\b", line.code) for line in lines):
             lines = [Line(f"reduced = {self.helpers.use('Reduced')}()"), *lines]
-            lines.append(Line("reduced.finish()"))
+            lines += finished("reduced.finish()", ranges=self.helpers.ranges)
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)

@@ -23,6 +23,7 @@ from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.buffers_in_place import updates, written_late
 from partc.codegen.calls.expressions import ADDS, PARTIALS
 from partc.codegen.calls.names import wishes
+from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
@@ -227,7 +228,8 @@ class StageText(RoleText):
         statements = body.statements()
         lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
         lasting |= {n for n in self.seen if n not in body.place}
-        lines = with_sections(free_early(statements, body.text, lasting), self.shown)
+        named = self.site_literal if self.helpers.ranges else None
+        lines = with_sections(free_early(statements, body.text, lasting), self.shown, name_of=named)
         lines = self._with_reductions(lines)
         lines += self._updates(phase, body)
         lines = [*unpacked, *lines, *self._closing(phase, body, kept)]
@@ -375,7 +377,8 @@ class StageText(RoleText):
             return lines
         for helper in self.adds.helpers:
             self.helpers.use(helper)
-        return [Line(f"reduced = {self.adds.reduced}"), *lines, Line("reduced.finish()")]
+        finish = finished("reduced.finish()", ranges=self.helpers.ranges)
+        return [Line(f"reduced = {self.adds.reduced}"), *lines, *finish]
 
 
 def _base(code: str) -> str:

@@ -83,7 +83,8 @@ class Plan:
     ``"global"`` the whole batch on every rank.
 
     Others: ``compile="inductor"`` gives the computing between transfers to torch.compile, each
-    block once. ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
+    block once. ``profiler_ranges`` puts blocks and transfers into ranges of torch.profiler.
+    ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
     has names of values that no written pattern may fit, since their layouts differ from those of
     the values that the pattern stands for. ``of_another``: the plan is that of another program of
     the model, and entries for what this one does not have are left out. ``other_passes`` are passes
@@ -103,6 +104,7 @@ class Plan:
     random: Literal["pieces", "single-device"] = "pieces"
     recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
     compile: Literal["none", "inductor"] = "none"
+    profiler_ranges: bool = False
     bucket_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     bucket_copy_mb: Sizes | None = None
     grad_parts: Mapping[str, int] | None = None
@@ -245,6 +247,7 @@ class Plan:
         lines += word_lines("random", self.random) if self.random != "pieces" else []
         lines += word_lines("recompute", self.recompute)
         lines += word_lines("compile", self.compile) if self.compile != "none" else []
+        lines += ["profiler_ranges = true"] if self.profiler_ranges else []
         lines += [f"bucket_mb = {number_text(self.bucket_mb)}"]
         lines += word_lines("backend", self.backend) if self.backend else []
         if self.messages is not None:

@@ -7,6 +7,7 @@ import pdb
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_pdb_steps_through_a_program() -> None:
     debugger = pdb.Pdb(stdin=commands, stdout=out, nosigint=True, readrc=False)
     debugger.use_rawinput = False
     assert debugger.set_break(shown, number) is None
-    debugger.runcall(step.step, X)
+    debugger.runcall(cast(Any, step).step, X)
     assert "<- layers.*.up at " in out.getvalue()
     assert "(8, 18)" in out.getvalue()
 
