@@ -29,7 +29,7 @@ def print_step(graph: Graph, plan: Plan, mesh: Mesh) -> dict[str, object]:
         messages=bool(plan.messages), backend=plan.backend or GLOO,
         inductor=plan.compile == "inductor", ranges=plan.profiler_ranges,
     )  # fmt: skip
-    _check_ranges(plan, [printed.text])
+    _check_asked(plan, [printed.text])
     return {"sources": {ROLE: printed.text}, "origins": {ROLE: printed.origins}, "files": [ROLE]}
 
 
@@ -47,7 +47,7 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
         for name, ranks in groups.items()
     }
     name_of = {rank: name for name, ranks in groups.items() for rank in ranks}
-    _check_ranges(plan, [each.text for each in printed.values()])
+    _check_asked(plan, [each.text for each in printed.values()])
     return {
         "sources": {name: each.text for name, each in printed.items()},
         "origins": {name: each.origins for name, each in printed.items()},
@@ -55,8 +55,16 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
     }
 
 
-def _check_ranges(plan: Plan, texts: Sequence[str]) -> None:
-    """PlanError if ranges for a profiler are asked of a program that has nothing to enclose."""
+def _check_asked(plan: Plan, texts: Sequence[str]) -> None:
+    """PlanError if ranges for a profiler are asked of a program that has nothing to enclose, or
+    hooks of one whose calls torch.compile compiles.
+    """
+    if plan.hooks and plan.compile == "inductor":
+        raise PlanError(
+            where="plan, hooks", what='they do not go with compile = "inductor"',
+            why="what stands between transfers is one graph then, without calls of other functions",
+            do="Leave compile out, or hooks.",
+        )  # fmt: skip
     if plan.profiler_ranges and not any("record_function(" in text for text in texts):
         raise PlanError(
             where="plan, profiler_ranges", what="there is nothing to put into a range",

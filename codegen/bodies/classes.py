@@ -22,6 +22,7 @@ from partc.codegen.bodies.block_arguments import (
     reads_microbatch,
 )
 from partc.codegen.bodies.block_gathers import first_gathers, gather_lines
+from partc.codegen.bodies.block_method import BlockMethod
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.frees import Ledger, free_blocks
 from partc.codegen.bodies.tables import TABLES, declarations
@@ -33,7 +34,7 @@ from partc.codegen.calls.names import wishes
 from partc.codegen.calls.ranges import WAIT_FOR_WEIGHTS
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.settle import MARK
-from partc.codegen.calls.statements import Statement, with_sections
+from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
@@ -44,24 +45,6 @@ from partc.codegen.text import Line, Range, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, tensor_args, value
 from partc.graph.draws import draws_numbers
 from partc.graph.moves import moves
-
-
-@dataclass
-class _Method:
-    """A method of a class before it is printed; ``ledger`` adds ``del`` lines to its statements."""
-
-    signature: Line
-    ledger: Ledger
-    closing: list[Line]
-    layer: str  # the path of the block from whose calls it is printed
-
-    def lines(self) -> list[Line]:
-        """The signature and the body."""
-        return [
-            self.signature,
-            *with_sections(self.ledger.statements, layer=self.layer),
-            *self.closing,
-        ]
 
 
 @dataclass(eq=False)
@@ -268,7 +251,7 @@ class BlockClass:
             for signature, *body in settled
         ]
 
-    def _method(self, side: Interface) -> _Method:
+    def _method(self, side: Interface) -> BlockMethod:
         """One method: unpack saved values, take gathered weights, compute, return.
 
         Arguments are, in this order: values that run from block to block, shared and listed ones,
@@ -315,7 +298,7 @@ class BlockClass:
         given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
         typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
-        return _Method(
+        return BlockMethod(
             _signature(name, ["self", *typed_arguments], self._result_type(side)),
             Ledger(statements, body, lists, given),
             [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Literal
 
 from torch import fx
 
@@ -41,7 +42,7 @@ class Statement:
 
 def with_sections(
     statements: Iterable[Statement], shown: Callable[[str], str] = str, layer: str = "",
-    name_of: Callable[[str], str] | None = None,
+    name_of: Callable[[str], str] | Literal[False] = False,
 ) -> list[Line]:  # fmt: skip
     """The lines of all statements, with a comment wherever the module changes: ``# blocks.0.mlp``.
 

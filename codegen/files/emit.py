@@ -53,6 +53,7 @@ from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
+from partc.graph.hooked import calls_hooks
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
@@ -92,7 +93,7 @@ def emit(
     """
     graph = tidied(graph, fused=inductor)
     items, sides = arranged(graph)
-    helpers = Helpers(messages=messages, backend=backend, ranges=ranges)
+    helpers = Helpers(messages=messages, backend=backend, ranges=ranges, hooks=calls_hooks(graph))
     [items] = outlined([(graph, items)], helpers)
     items = compiled(graph, items, helpers) if inductor else items
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
@@ -168,7 +169,7 @@ class RoleText:
             helpers=self.helpers.text(),
             blocks=blocks,
             draws=self.draws,
-            ranges=self.helpers.ranges,
+            own=self.helpers,
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=self.graph.mesh.names,
             declarations=made,
@@ -356,8 +357,7 @@ class RoleText:
         statements = free_early(
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
         )
-        named = self.site_literal if self.helpers.ranges else None
-        lines = with_sections(statements, name_of=named)
+        lines = with_sections(statements, name_of=self.helpers.ranges and self.site_literal)
         if any(re.search(r"\breduced\b", line.code) for line in lines):
             lines = [Line(f"reduced = {self.helpers.use('Reduced')}()"), *lines]
             lines += finished("reduced.finish()", ranges=self.helpers.ranges)

@@ -30,6 +30,7 @@ from partc.codegen.repeats.layers import Layers, stage_key
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Printed, block
 from partc.graph import Graph, value
+from partc.graph.hooked import calls_hooks
 from partc.graph.tied import Tied
 from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh
 from partc.quoting import docstring, identifier, literal
@@ -77,7 +78,10 @@ class Pipeline:
 
     def emit(self, ranks: Sequence[int], *, header: str) -> Printed:
         """The file that some pipeline ranks run; ``ranks`` is one of ``groups()``."""
-        helpers = Helpers(messages=self.messages, backend=self.backend, ranges=self.ranges)
+        helpers = Helpers(
+            messages=self.messages, backend=self.backend, ranges=self.ranges,
+            hooks=any(map(calls_hooks, self.graphs)),
+        )  # fmt: skip
         stages = self._stages(ranks, helpers)
         steps = {
             rank: RankStep(
@@ -247,7 +251,7 @@ class _File:
             axes=[a for a in graph.mesh.names if a != MICROBATCH_AXIS],
             wiring=block(wiring, 2),
             draws=self.first.draws,
-            ranges=self.helpers.ranges,
+            own=self.helpers,
             turns=self.first.draws and MICROBATCH_AXIS in graph.mesh.names,
             kinds={action.kind for action in actions},
             split="W" in schedule.kinds,

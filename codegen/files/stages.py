@@ -228,8 +228,11 @@ class StageText(RoleText):
         statements = body.statements()
         lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
         lasting |= {n for n in self.seen if n not in body.place}
-        named = self.site_literal if self.helpers.ranges else None
-        lines = with_sections(free_early(statements, body.text, lasting), self.shown, name_of=named)
+        lines = with_sections(
+            free_early(statements, body.text, lasting),
+            self.shown,
+            name_of=self.helpers.ranges and self.site_literal,
+        )
         lines = self._with_reductions(lines)
         lines += self._updates(phase, body)
         lines = [*unpacked, *lines, *self._closing(phase, body, kept)]

@@ -57,13 +57,15 @@ class Helpers:
     ``backend`` is what carries tensors between ranks, ``gloo`` or ``nccl``. With ``messages``,
     which gloo alone has, weights are gathered, and gradients summed and scattered, by the functions
     of ``messages.py``: there ranks send each other what gloo's collectives would copy more often.
-    With ``ranges`` blocks and transfers stand in ranges of torch.profiler.
+    With ``ranges`` blocks and transfers stand in ranges of torch.profiler; with ``hooks`` values go
+    through functions of the user's.
     """
 
     def __init__(
-        self, *, messages: bool = False, backend: str = "gloo", ranges: bool = False
-    ) -> None:
-        self.ranges = ranges
+        self, *, messages: bool = False, backend: str = "gloo", ranges: bool = False,
+        hooks: bool = False,
+    ) -> None:  # fmt: skip
+        self.ranges, self.hooks = ranges, hooks
         self.in_pieces = backend == "gloo" and not messages  # scattered sums, to be added up
         self.modules = MESSAGES if messages else MODULES[backend or "gloo"]
         self.used: set[str] = set()
@@ -76,7 +78,8 @@ class Helpers:
 
         ``names()`` below has the names of all helper functions, which no value may have either.
         """
-        return [*(f.name for f in self.outlined), *["record_function"] * self.ranges]
+        others = {"record_function": self.ranges, "hooks": self.hooks}
+        return [*(f.name for f in self.outlined), *(name for name, used in others.items() if used)]
 
     def use(self, name: str) -> str:
         """Note that the program calls a helper function; returns its name."""

@@ -84,6 +84,7 @@ class Plan:
 
     Others: ``compile="inductor"`` gives the computing between transfers to torch.compile, each
     block once. ``profiler_ranges`` puts blocks and transfers into ranges of torch.profiler.
+    ``hooks`` names modules whose results, or gradients, go through functions of ``hooks.py``.
     ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
     has names of values that no written pattern may fit, since their layouts differ from those of
     the values that the pattern stands for. ``of_another``: the plan is that of another program of
@@ -124,6 +125,7 @@ class Plan:
     stages: tuple[str, ...] = ()
     reduce: Literal["step", "microbatch"] = "step"
     notes: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
     apart: frozenset[str] = field(default=frozenset(), compare=False)
     of_another: bool = field(default=False, compare=False)
     other_passes: tuple[str, ...] = ()
@@ -261,6 +263,7 @@ class Plan:
         counts = ("prefetch", "overlap_pieces", "virtual_stages", "memory_bytes")
         lines += [f"{name} = {getattr(self, name)}" for name in counts if getattr(self, name)]
         lines += decided_lines(self)
+        lines += list_lines("hooks", self.hooks)
         lines += list_lines("stages", self.stages) + list_lines("notes", self.notes)
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]

@@ -36,7 +36,7 @@ _NUMBERS = {
 }
 _FLAGS = ("messages", "profiler_ranges")
 _TEXTS = ("preset", "order")
-_LISTS = ("stages", "notes")
+_LISTS = ("stages", "notes", "hooks")
 _TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values")
 PLAIN = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "bucket_mb", "profiler_ranges"

@@ -20,6 +20,7 @@ from partc.errors import LoadError
 from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, join_pieces, take_piece
+from partc.program.hooks import set_hooks
 from partc.program.user_lines import UserLines, naming_calls, show_lines
 
 COMPILES = "@torch.compile"  # the line before a function that torch.compile compiles
@@ -122,13 +123,14 @@ class Role:
 
     @classmethod
     def load(
-        cls, source: str, file_name: str, pipeline_rank: int = 0, lines: UserLines | None = None
-    ) -> Role:
+        cls, source: str, file_name: str, pipeline_rank: int = 0, lines: UserLines | None = None,
+        hooks: str | None = None,
+    ) -> Role:  # fmt: skip
         """Execute a source as a module, whose lines tracebacks and debuggers can show.
 
         ``pipeline_rank``: whose tables to take where several pipeline ranks run the file.
-        ``lines``: which of the user's calls they stand for. LoadError if the source is no rank
-        program.
+        ``lines``: which of the user's calls they stand for. ``hooks``: the text of ``hooks.py``;
+        None: its functions change nothing. LoadError if the source is no rank program.
         """
         lines = lines or UserLines()
         shown = show_lines(file_name, source, lines)
@@ -137,6 +139,7 @@ class Role:
             exec(compile(source, shown, "exec"), module.__dict__)
             tables = {name: getattr(module, name) for name in TABLES}
             module.Step  # noqa: B018 - part of the contract
+            set_hooks(module, source, hooks)
             if hasattr(module, RANKS):
                 tables |= {name: tables[name][pipeline_rank] for name in ("SHARDS", "BUFFERS")}
         except (SyntaxError, ImportError, AttributeError, NameError, LookupError) as error:
