@@ -142,6 +142,25 @@ def test_a_recompile_leaves_the_file_alone(folder: Path) -> None:
     saved(folder, "dp=2", "fsdp")
 
 
+def test_further_programs_call_the_same_functions(folder: Path, tmp_path: Path) -> None:
+    (folder / NAME).write_text(OWN)
+    model = Tower()
+    program = partc.with_model(load(folder), model)
+    more = program.for_shapes((X[:4],), modes=("train", "forward"))
+    assert [each.hooks for each in more.others] == [OWN, OWN]
+    more.save(tmp_path / "build")  # a folder of its own has a file of its own
+    (tmp_path / "build" / NAME).write_text(OWN)
+    assert [each.hooks for each in load(tmp_path / "build").others] == [OWN, OWN]
+
+
+def test_a_program_of_the_cache_has_no_file(tmp_path: Path) -> None:
+    plan = partc.Plan(preset="ddp", hooks=("head",))
+    for _ in range(2):
+        program = partc.compile(Tower(), "dp=2", (X,), plan=plan, cache=tmp_path)
+        assert "hooks.head(" in program.source()
+        assert program.hooks is None
+
+
 def test_what_is_missing_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     program = saved(tmp_path / "build", "dp=2", "fsdp")
     with pytest.raises(RunError, match="there is no function head_grad"):
