@@ -18,6 +18,7 @@ from partc.amounts import amount, time_text
 from partc.cost.bytes import sent_share
 from partc.cost.step_events import LAST, START, StepEvents
 from partc.program import Program
+from partc.program.hooks import NAME as HOOKS
 
 LAYOUTS = ("params", "inputs", "values")  # tables of the plan that say how tensors lie
 NONE = "none"
@@ -67,8 +68,9 @@ def differences(old: Program, new: Program, folders: tuple[str, str]) -> Differe
     rows = [*_of_model(old, new), *_of_plan(old.plan, new.plan), *_of_machine(old, new)]
     rows += [*_of_transfers(old, new), *_of_memory(old, new), *_of_time(old, new)]
     rows += [*_of_roles(old, new)]
-    names = sorted(old.sources.keys() & new.sources.keys())
-    texts = ((name, old.sources[name], new.sources[name]) for name in names)
+    before, after = _files(old), _files(new)
+    names = sorted(before.keys() & after.keys())
+    texts = ((name, before[name], after[name]) for name in names)
     sources = {n: tuple(_unified(n, a, b, folders)) for n, a, b in texts if a != b}
     for number, (one, other) in enumerate(zip(old.others, new.others, strict=False)):
         place = f"programs/{number}"
@@ -221,14 +223,20 @@ def _number(number: float | None, unit: str) -> str:
 def _of_roles(old: Program, new: Program) -> Iterator[Difference]:
     """Which ranks run which file, and how many lines of each file's functions differ."""
     yield from _changed("roles", "files", _roles(old), _roles(new))
-    for name in sorted(old.sources.keys() & new.sources.keys()):
-        found = _changed_lines(old.sources[name], new.sources[name])
+    before, after = _files(old), _files(new)
+    for name in sorted(before.keys() & after.keys()):
+        found = _changed_lines(before[name], after[name])
         for part, (gone, added) in found.items():
             yield Difference("roles", f"{name}, {part}: {gone} lines gone, {added} new", "", "")
-    for name in sorted(old.sources.keys() ^ new.sources.keys()):
-        which = "gone" if name in old.sources else "new"
-        num = len({**old.sources, **new.sources}[name].splitlines())
+    for name in sorted(before.keys() ^ after.keys()):
+        which = "gone" if name in before else "new"
+        num = len({**before, **after}[name].splitlines())
         yield Difference("roles", f"{name} is {which}, {num} lines", "", "")
+
+
+def _files(program: Program) -> dict[str, str]:
+    """The texts that ranks run: those of the roles, and the user's own functions."""
+    return {**program.sources, **({HOOKS: program.hooks} if program.hooks else {})}
 
 
 def _roles(program: Program) -> str:
