@@ -105,6 +105,15 @@ def show_lines(file_name: str, text: str, lines: UserLines) -> str:
     return shown
 
 
+def file_of(shown: str) -> str:
+    """The file's name in the name that tracebacks show.
+
+    >>> file_of("<partc stage0.py 2>")
+    'stage0.py'
+    """
+    return shown.removeprefix("<partc ").removesuffix(">").partition(" ")[0]
+
+
 @contextmanager
 def naming_calls(role: Role, step: Any) -> Iterator[None]:
     """Add to an error of a role's text which call of the model the line stands for."""
