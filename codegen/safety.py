@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from partc.errors import CheckError
 from partc.wrong_calls import did_you_mean
 
-IMPORTS = {"hashlib", "torch", "torch.distributed", "torch.distributed.device_mesh", "torch.nn"}
+IMPORTS = {
+    "hashlib",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "torch.nn",
+    "torch.profiler",
+}
 NODES = (
     ast.Module, ast.Import, ast.ImportFrom, ast.alias, ast.Expr, ast.Constant, ast.Assign,
     ast.AugAssign, ast.AnnAssign, ast.Name, ast.Load, ast.Store, ast.Del, ast.Delete,
@@ -22,7 +29,7 @@ NODES = (
     ast.Tuple, ast.Set, ast.Subscript, ast.Slice, ast.Starred, ast.BinOp, ast.UnaryOp,
     ast.BoolOp, ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.JoinedStr,
     ast.FormattedValue, ast.DictComp, ast.ListComp, ast.GeneratorExp, ast.SetComp,
-    ast.comprehension, ast.Pass, ast.Assert,
+    ast.comprehension, ast.Pass, ast.Assert, ast.With, ast.withitem,
 )  # fmt: skip
 BUILTINS = {
     "range", "zip", "len", "reversed", "enumerate", "super", "tuple", "list", "dict", "int",
@@ -93,6 +100,8 @@ def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> Non
         raise _Unfit(line, f"{type(node).__name__.lower()} does not belong in a program")
     if isinstance(node, ast.Assert) and not _is_of_shapes(node):
         raise _Unfit(line, "an assert that calls functions does not belong in a program")
+    if isinstance(node, ast.With) and not all(map(_is_range, node.items)):
+        raise _Unfit(line, "a with that is no record_function does not belong in a program")
     if isinstance(node, ast.Import | ast.ImportFrom):
         modules = (
             [node.module or ""]
@@ -112,6 +121,13 @@ def _unset(name: str, known: set[str]) -> str:
     if _is_private(name) or name in known or hasattr(builtins, name):
         return ""
     return f", which no line sets. {did_you_mean(name, sorted(known - BUILTINS))}".rstrip()
+
+
+def _is_range(item: ast.withitem) -> bool:
+    """Whether a ``with`` opens a range of torch.profiler, without a name for it."""
+    called = item.context_expr
+    is_call = isinstance(called, ast.Call) and ast.unparse(called.func) == "record_function"
+    return is_call and item.optional_vars is None
 
 
 def _is_of_shapes(node: ast.Assert) -> bool:

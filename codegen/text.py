@@ -10,6 +10,7 @@ ATOM, POWER, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, NONE = range(20,
 WIDTH = 100  # columns of a line of code
 PAGE = 128  # columns of a line of code and the remark beside it
 COMMENT_COLUMN = 72  # where comments stand beside shorter lines
+Origin = tuple[str, str]  # a module's path in the user's model, and "net.py:14: the source line"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,13 @@ class Text:
         return self.code
 
 
+@dataclass(frozen=True, eq=False)
+class Range:
+    """A range of torch.profiler: the lines that share this object. ``name``: an expression."""
+
+    name: str
+
+
 @dataclass(frozen=True)
 class Line:
     """One statement (or a whole-line comment, when there is no code) and the remark beside it."""
@@ -39,6 +47,17 @@ class Line:
     remark: str = ""
     indent: int = 0  # in levels of four columns, relative to the function's body
     both: bool = False  # whether ``wrap`` may break among targets and among arguments at once
+    origin: Origin | None = None  # the user's call for which the statement stands
+    range: Range | None = None  # of torch.profiler
+    around: str = ""  # one around that, as an expression: of a block whose calls stand in line
+
+
+@dataclass(frozen=True)
+class Printed:
+    """The text of a file, and for which of the user's calls each line stands, by line number."""
+
+    text: str
+    origins: dict[int, Origin]
 
 
 def block(lines: Iterable[Line], indent: int) -> str:
@@ -55,6 +74,12 @@ def block(lines: Iterable[Line], indent: int) -> str:
             rows[-1] = f"{rows[-1]}# {remark}"
         text += rows
     return "\n".join(row.rstrip() for row in text)
+
+
+def origins(lines: Iterable[Line], indent: int) -> list[Origin | None]:
+    """The origin of each row of ``block(lines, indent)``: that of a statement at its first row."""
+    rows = ([line.origin, *[None] * (len(_rows(line, indent)) - 1)] for line in lines)
+    return [origin for each in rows for origin in each]
 
 
 def _rows(line: Line, indent: int) -> list[str]:

@@ -299,7 +299,7 @@ class Job:
         return program_of(way)
 
     def _traced(self, mesh: Mesh, plan: Plan, fold: bool = True) -> State:
-        state = self.step.state(self.table, fold=fold and not plan.names_blocks)
+        state = self.step.state(self.table, fold=fold and not plan.names_blocks, hooks=plan.hooks)
         state.made["strict"] = self.strict
         state.mesh, state.plan = mesh, plan
         self._note(state)
@@ -329,7 +329,7 @@ class Job:
         kept = run(state, "keep_stages").made["kept"]
         if kept is None:
             raise Unfolded(full.stages[0])
-        again = self.step.state(self.table, kept=kept)
+        again = self.step.state(self.table, kept=kept, hooks=plan.hooks)
         again.made = {**state.made, **again.made}
         self._note(again)
         staged = plan.changed(schedule=full.schedule, stages=full.stages)

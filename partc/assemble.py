@@ -17,6 +17,7 @@ from partc.plan.mesh import MICROBATCH_AXIS, PP
 from partc.plan.sharding import dtype_name
 from partc.program import Program
 from partc.program.basis import Basis
+from partc.program.user_lines import UserLines
 from partc.reports.pipeline_cost import trained_bytes_of
 from partc.schedules.csv_form import write_csv
 from partc.trace.frozen_numbers import FrozenNumbers
@@ -35,6 +36,7 @@ def program_of(state: State) -> Program:
         mesh=mesh,
         basis=_basis(state),
         sources=made["sources"],
+        lines={name: UserLines(each) for name, each in made["origins"].items()},
         roles=tuple((len(list(same)), name) for name, same in groupby(at)),
         cost=made["cost"],
         model=graph.model,

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep, time
 from typing import IO, Any
@@ -50,7 +51,7 @@ class CacheFolder:
             return None
         try:
             noted = json.loads((entry / SIGN).read_text(encoding="utf-8"))
-            found = load(entry / PROGRAM), dict(noted)
+            found = replace(load(entry / PROGRAM), hooks=None), dict(noted)  # nobody edits these
         except (LoadError, OSError, ValueError, TypeError) as error:
             if entry.exists():  # and not because another process has replaced it
                 note("the cache's entry %s cannot be read, and is made anew: %s", entry, error)

@@ -8,6 +8,7 @@ from partc.codegen.files.emit import emit
 from partc.codegen.files.header import header, stage_header
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.cost.prediction import Work
+from partc.errors import PlanError
 from partc.graph import Graph
 from partc.passes.overlap.take_turns import in_turns
 from partc.passes.stages.schedule_stages import Stages
@@ -23,12 +24,13 @@ ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the sa
 
 def print_step(graph: Graph, plan: Plan, mesh: Mesh) -> dict[str, object]:
     """The source of a step of one stage."""
-    source = emit(
+    printed = emit(
         graph, header=header(graph, plan), mesh=mesh, prefetch=plan.prefetch,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
-        inductor=plan.compile == "inductor",
+        inductor=plan.compile == "inductor", ranges=plan.profiler_ranges,
     )  # fmt: skip
-    return {"sources": {ROLE: source}, "files": [ROLE]}
+    _check_asked(plan, [printed.text])
+    return {"sources": {ROLE: printed.text}, "origins": {ROLE: printed.origins}, "files": [ROLE]}
 
 
 def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
@@ -37,15 +39,38 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
     pipeline = Pipeline(
         graphs, staged.tied, order, mesh, staged.step.wiring, plan.bucket_mb,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
-        inductor=plan.compile == "inductor",
+        inductor=plan.compile == "inductor", ranges=plan.profiler_ranges,
     )  # fmt: skip
     groups = {file_name(ranks): ranks for ranks in pipeline.groups()}
-    sources = {
+    printed = {
         name: pipeline.emit(ranks, header=stage_header(graphs, order, ranks, plan))
         for name, ranks in groups.items()
     }
     name_of = {rank: name for name, ranks in groups.items() for rank in ranks}
-    return {"sources": sources, "files": [name_of[rank] for rank in range(order.ranks)]}
+    _check_asked(plan, [each.text for each in printed.values()])
+    return {
+        "sources": {name: each.text for name, each in printed.items()},
+        "origins": {name: each.origins for name, each in printed.items()},
+        "files": [name_of[rank] for rank in range(order.ranks)],
+    }
+
+
+def _check_asked(plan: Plan, texts: Sequence[str]) -> None:
+    """PlanError if ranges for a profiler are asked of a program that has nothing to enclose, or
+    hooks of one whose calls torch.compile compiles.
+    """
+    if plan.hooks and plan.compile == "inductor":
+        raise PlanError(
+            where="plan, hooks", what='they do not go with compile = "inductor"',
+            why="what stands between transfers is one graph then, without calls of other functions",
+            do="Leave compile out, or hooks.",
+        )  # fmt: skip
+    if plan.profiler_ranges and not any("record_function(" in text for text in texts):
+        raise PlanError(
+            where="plan, profiler_ranges", what="there is nothing to put into a range",
+            why="the program has no block, no transfer and no pipeline stage",
+            do="Leave profiler_ranges out; torch.profiler names each op by itself.",
+        )  # fmt: skip
 
 
 def cost_step(

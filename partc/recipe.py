@@ -102,7 +102,7 @@ class Recipe:
         with self.as_wanted(wanted.mode, first):
             step = Traced(self.model, self._given(wanted, first), self.loss, wanted.kind)
             made = self.compile(step, first.mesh, plan)
-        return replace(made, made_for=wanted, recipe=self)
+        return replace(made, made_for=wanted, recipe=self, hooks=first.hooks)
 
     def also(
         self, given: tuple[Any, ...], loss: Callable[..., Any] | None, first: Program
@@ -118,7 +118,8 @@ class Recipe:
             step, plan = step_of(self.model, inputs, loss, first.mesh, plan, table())
             made = self.compile(step, first.mesh, plan)
         mine = replace(self, loss=loss)
-        return replace(made, made_for=replace(made.wanted, kind="step", mode=mode), recipe=mine)
+        asked = replace(made.wanted, kind="step", mode=mode)
+        return replace(made, made_for=asked, recipe=mine, hooks=first.hooks)
 
     def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> Given:
         """What the model's forward is given by a call."""

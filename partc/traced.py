@@ -15,13 +15,14 @@ from partc.graph.folds import TracedStages
 from partc.lowering import table, traced
 from partc.passes.runner import State, Table
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.hooked_modules import hooked_modules
 from partc.trace.no_model import check_model
 from partc.trace.param_hooks import gradient_hooks
 from partc.trace.record import Kind, Source, kind_of
 from partc.wrong_calls import known_fields
 
 Seen = tuple[Fingerprint, tuple[Any, ...], tuple[bool, ...]]
-Wanted = tuple[bool, TracedStages | None, bool, Table]
+Wanted = tuple[bool, TracedStages | None, bool, Table, tuple[str, ...]]
 
 
 @known_fields
@@ -96,14 +97,18 @@ class Traced:
         """
         return self.state(table(), fold=fold, kept=kept).graph
 
-    def state(self, rows: Table, *, fold: bool = False, kept: TracedStages | None = None) -> State:
+    def state(
+        self, rows: Table, *, fold: bool = False, kept: TracedStages | None = None,
+        hooks: tuple[str, ...] = (),
+    ) -> State:  # fmt: skip
         """The graph with what the passes of this table made beside it, for the caller to change."""
         check_model(self.model, "Traced")
         self._check_unchanged()
-        wanted = fold, kept, torch.is_grad_enabled(), rows
+        wanted = fold, kept, torch.is_grad_enabled(), rows, hooks
         if wanted not in self._states:
             source = Source.of(self.model, self.inputs, self.loss, self.kind)
-            self._states[wanted] = traced(source, rows, fold=fold, kept=kept)
+            with hooked_modules(self.model, hooks):
+                self._states[wanted] = traced(source, rows, fold=fold, kept=kept)
         return self._states[wanted].copied()
 
     def _check_unchanged(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.repeats.slots import Interface, Slot
+from partc.codegen.text import Line
 from partc.graph import Phase, fake_of, is_tensor
 from partc.plan.mesh import MICROBATCH_AXIS
 
@@ -34,6 +35,12 @@ def main_slot(side: Interface) -> Slot | None:
     """The slot of the biggest value that each block hands to the next: the residual stream."""
     carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
     return max(carried, key=lambda slot: fake_of(slot.nodes[0]).numel(), default=None)
+
+
+def own_lines(*, draws: bool, named: bool) -> list[Line]:
+    """The statements of ``__init__`` that keep a block's random numbers, and its name."""
+    words = [word for word, is_kept in (("rng", draws), ("name", named)) if is_kept]
+    return [Line(f"{', '.join(f'self.{w}' for w in words)} = {', '.join(words)}")] * bool(words)
 
 
 def argument_name(side: Interface, slot: Slot, wish: Wishes) -> str:

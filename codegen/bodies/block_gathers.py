@@ -8,6 +8,7 @@ from itertools import groupby
 from torch import fx
 
 from partc.codegen.calls.backends import c10d
+from partc.codegen.calls.ranges import in_ranges, of_transfer
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.slots import Interface
 from partc.codegen.text import Line
@@ -54,11 +55,13 @@ def _start(
     whole = "self.parameters()" if every else ""
     sent = c10d.shards(names if alone else ["weight"], starts[0], helpers, whole if alone else "")
     call = c10d.transfer(starts[0], sent, moves(starts[0]), helpers)
+    ranged = of_transfer(starts[0]) if helpers.ranges else None
     if alone:
-        return [Line(f"self.whole {put} {call}")]
+        return in_ranges([Line(f"self.whole {put} {call}", range=ranged)])
     empty = [Line("self.whole = Gathered()")] if put == "=" else []
     weights = whole or f"[{', '.join(names)}]"
-    return [*empty, Line(f"for weight in {weights}:"), Line(f"self.whole += {call}", indent=1)]
+    started = in_ranges([Line(f"self.whole += {call}", indent=1, range=ranged)])
+    return [*empty, Line(f"for weight in {weights}:"), *started]
 
 
 def _gathered_alike(starts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:

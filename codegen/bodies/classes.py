@@ -17,10 +17,12 @@ from partc.codegen.bodies.block_arguments import (
     SAVED,
     argument_name,
     main_slot,
+    own_lines,
     passed,
     reads_microbatch,
 )
 from partc.codegen.bodies.block_gathers import first_gathers, gather_lines
+from partc.codegen.bodies.block_method import BlockMethod
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.frees import Ledger, free_blocks
 from partc.codegen.bodies.tables import TABLES, declarations
@@ -29,32 +31,20 @@ from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.moved_names import of_turn
 from partc.codegen.calls.names import wishes
+from partc.codegen.calls.ranges import WAIT_FOR_WEIGHTS
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.settle import MARK
-from partc.codegen.calls.statements import Statement, with_sections
+from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
 from partc.codegen.repeats.slots import Interface
-from partc.codegen.text import Line, Text, block, wrap
+from partc.codegen.text import Line, Range, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, tensor_args, value
 from partc.graph.draws import draws_numbers
 from partc.graph.moves import moves
-
-
-@dataclass
-class _Method:
-    """A method of a class before it is printed; ``ledger`` adds ``del`` lines to its statements."""
-
-    signature: Line
-    ledger: Ledger
-    closing: list[Line]
-
-    def lines(self) -> list[Line]:
-        """The signature and the body."""
-        return [self.signature, *with_sections(self.ledger.statements), *self.closing]
 
 
 @dataclass(eq=False)
@@ -115,8 +105,13 @@ class BlockClass:
 
     @property
     def draws(self) -> bool:
-        """Whether the block draws random numbers; it then has to know its name in the model."""
+        """Whether the block draws random numbers."""
         return any(draws_numbers(node) for side in self.sides for node in side.group.nodes)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether an instance has to know its name in the model: it draws, or has ranges."""
+        return self.draws or self.helpers.ranges
 
     @property
     def adds_up(self) -> bool:
@@ -206,7 +201,7 @@ class BlockClass:
 
     def declarations(self) -> list[Line]:
         """The statements of ``__init__`` that make the block's parameters and buffers."""
-        lines = [Line("self.rng, self.name = rng, name")] if self.draws else []
+        lines = own_lines(draws=self.draws, named=self.is_named)
         lines += [Line("self.partials = partials")] if self.adds_up else []
         if self._gathers():
             lines.append(Line("self.whole = Gathered()", "weights that are being gathered"))
@@ -218,9 +213,11 @@ class BlockClass:
 
     def arguments(self) -> str:
         """The arguments of ``__init__`` behind ``self``, with their types."""
-        mesh = "mesh: DeviceMesh" if self.is_distributed else ""
-        parts = "partials: Partials" if self.adds_up else ""
-        return ", ".join(filter(None, (mesh, parts, "rng: Draws, name: str" * self.draws)))
+        given = {
+            "mesh: DeviceMesh": self.is_distributed, "partials: Partials": self.adds_up,
+            "rng: Draws": self.draws, "name: str": self.is_named,
+        }  # fmt: skip
+        return ", ".join(text for text, is_given in given.items() if is_given)
 
     def stored(self, kind: Kind) -> dict[fx.Node, str]:
         """The first block's parameters or buffers with their attributes in the class."""
@@ -250,11 +247,11 @@ class BlockClass:
         free_blocks([method.ledger for method in methods])
         settled = self.scope.settled([method.lines() for method in methods])
         return [
-            {"signature": "\n".join(wrap(signature.code, 4)), "body": block(body, 2)}
+            {"signature": "\n".join(wrap(signature.code, 4)), "body": self.helpers.block(body, 2)}
             for signature, *body in settled
         ]
 
-    def _method(self, side: Interface) -> _Method:
+    def _method(self, side: Interface) -> BlockMethod:
         """One method: unpack saved values, take gathered weights, compute, return.
 
         Arguments are, in this order: values that run from block to block, shared and listed ones,
@@ -287,7 +284,9 @@ class BlockClass:
             names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
             names = f"[{names}]" if len(whole) == 1 else names
             taken = "self.whole" if self.is_steady else self.taken("self.whole", side)
-            opening.append(Statement([Line(f"{names} = {taken}")]))
+            ranged = self.helpers.ranges and not self.is_steady
+            waits = Range(WAIT_FOR_WEIGHTS) if ranged else None
+            opening.append(Statement([Line(f"{names} = {taken}", range=waits)]))
         if reads_microbatch(side):
             arguments.append("i")
         if self.reduces(side):
@@ -299,10 +298,11 @@ class BlockClass:
         given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
         typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
-        return _Method(
+        return BlockMethod(
             _signature(name, ["self", *typed_arguments], self._result_type(side)),
             Ledger(statements, body, lists, given),
             [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
+            self.run.layers[0],
         )
 
     def _mark(self, node: fx.Node, wish: str = "") -> str:

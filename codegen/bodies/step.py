@@ -18,11 +18,12 @@ from partc.codegen.bodies.block_arguments import (
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.calls.path_names import inside
+from partc.codegen.calls.ranges import WAIT_FOR_GRADS, of_loop
 from partc.codegen.calls.settle import unmarked
 from partc.codegen.calls.statements import Statement
 from partc.codegen.repeats.blocks import LATER, Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, Slot
-from partc.codegen.text import Line, Text
+from partc.codegen.text import Line, Range, Text
 from partc.graph import Phase, collectives, typed
 from partc.graph.moves import carried, gathers_param
 from partc.quoting import comment
@@ -188,7 +189,8 @@ class StepBody(Body):
         if cls.reduces(side):
             ahead.append(Line(f"before, reduced = reduced, {cls.adds.reduced}", indent=1))
             behind = "reduced behind this block's backward"
-            after.append(Line("before.finish()", behind, indent=1))
+            waits = Range(WAIT_FOR_GRADS) if self.helpers.ranges else None
+            after.append(Line("before.finish()", behind, indent=1, range=waits))
         if self._gather(loop):
             ahead += self._gather_ahead(loop, early)
         body += [Line(f"{name}.append({name}_here)", indent=1) for name in kept.values()]
@@ -197,7 +199,8 @@ class StepBody(Body):
         after += closing
         left = f"{', '.join(targets)} = " if targets else ""
         lines += [Line(self._head(cls, loop, items, listed)), *ahead]
-        lines += [Line(left + call, self._remark(side), indent=1), *body, *after]
+        ranged = of_loop(loop.phase) if self.helpers.ranges else None
+        lines += [Line(left + call, self._remark(side), indent=1, range=ranged), *body, *after]
         put_by = [word for word in cls.left_by(side) if word in targets]
         lines += [Line(f"del {', '.join(put_by)}")] if put_by else []
         self._bind_results(loop, side, variables, kept)

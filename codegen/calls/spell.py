@@ -27,7 +27,8 @@ from partc.codegen.text import (
     Text,
 )  # fmt: skip
 from partc.graph import fake_of
-from partc.quoting import literal
+from partc.graph.hooked import HOOKED
+from partc.quoting import identifier, literal
 
 Speller = Callable[[Call], Text]
 SPELLERS: dict[str, Speller] = {}
@@ -42,6 +43,8 @@ def spell(node: fx.Node, operand: Callable[[fx.Node], Text], device: str) -> Tex
         whole, index = node.args
         assert isinstance(whole, fx.Node)
         return Text(f"{operand(whole).at(ATOM)}[{literal(index)}]")
+    if node.target is HOOKED:
+        return Text(f"hooks.{identifier(str(node.args[1]))}({operand(node.all_input_nodes[0])})")
     call = Call.of(node, operand, device)
     speller = SPELLERS.get(call.name) if call.node.target.namespace == "aten" else None  # type: ignore[union-attr]
     return (speller or _aten)(call)

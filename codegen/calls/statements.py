@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Literal
 
 from torch import fx
 
+from partc.codegen.calls.ranges import in_ranges, of_call
 from partc.codegen.calls.settle import unmarked
 from partc.codegen.calls.storage import num_bytes
-from partc.codegen.text import Line, Text
+from partc.codegen.text import Line, Origin, Text
+from partc.graph import value
 from partc.graph.moves import gathers_param
 from partc.quoting import comment, identifier
 
@@ -38,11 +41,16 @@ class Statement:
     section: str | None = ""  # None: the section of the statement that follows
 
 
-def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] = str) -> list[Line]:
+def with_sections(
+    statements: Iterable[Statement], shown: Callable[[str], str] = str, layer: str = "",
+    name_of: Callable[[str], str] | Literal[False] = False,
+) -> list[Line]:  # fmt: skip
     """The lines of all statements, with a comment wherever the module changes: ``# blocks.0.mlp``.
 
     A statement that is the only one of its module and has the module's name needs no comment.
-    ``shown`` gives a module's path as comments show it.
+    ``shown`` gives a module's path as comments show it. Each line has its origin, in which a method
+    of all blocks has ``blocks.*`` in place of ``layer``, the path of the one it is printed from.
+    ``name_of``, where blocks in line have ranges, gives the expression of a block's path.
     """
     written = [s for s in statements if s.lines]
     sections = _sections(written)
@@ -50,12 +58,27 @@ def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] =
     lines: list[Line] = []
     current, i = "", 0
     for statement, section in zip(written, sections, strict=True):
+        block = of_call(statement.calls, name_of) if name_of else ""
         if section not in ("", current) and not _says_so(statement, around, i):
             current = section
-            lines.append(Line(f"# {comment(shown(section))}"))
+            lines.append(Line(f"# {comment(shown(section))}", around=block))
         i += bool(section)
-        lines += statement.lines
-    return _with_few_dels(_sent_at_once(lines))
+        origin = _origin(statement, shown, layer)
+        here = (replace(line, around=block) for line in statement.lines)
+        lines += [x if _is_del(x) else replace(x, origin=origin) for x in here]
+    return in_ranges(_with_few_dels(_sent_at_once(lines)))
+
+
+def _origin(statement: Statement, shown: Callable[[str], str], layer: str) -> Origin | None:
+    """The module path and the source line of the first call of a statement that has them."""
+    made = (value(node) for node in statement.calls)
+    found = next(((v.module, v.source) for v in made if v.module or v.source), None)
+    if found is None:
+        return None
+    path, source = found
+    if layer and f"{path}.".startswith(f"{layer}."):
+        return f"{layer.rpartition('.')[0]}.*{path.removeprefix(layer)}", source
+    return shown(path), source
 
 
 def _sent_at_once(lines: Sequence[Line]) -> list[Line]:
@@ -68,7 +91,9 @@ def _sent_at_once(lines: Sequence[Line]) -> list[Line]:
     for line in lines:
         made, sent = kept[-2:] if len(kept) > 1 else (None, None)
         name = line.code.removeprefix("del ") if _is_del(line) else ""
-        if made and sent and made.code.startswith(f"{name} = {{") and f"({name}, " in sent.code:
+        # what is computed in the dict has no place in the range of the transfer
+        ours = made and made.code.startswith(f"{name} = {{") and sent and not sent.range
+        if made and sent and ours and f"({name}, " in sent.code:
             held = made.code.removeprefix(f"{name} = ")
             code = sent.code.replace(f"({name}, ", f"({held}, ", 1)
             kept[-2:] = [replace(sent, code=code, remark=sent.remark or made.remark)]
@@ -81,11 +106,16 @@ def _with_few_dels(lines: Sequence[Line]) -> list[Line]:
     """The lines without a last ``del``, which frees what the return frees; neighbours are one."""
     kept: list[Line] = []
     for line in lines:
-        if _is_del(line) and kept and _is_del(kept[-1]) and kept[-1].indent == line.indent:
-            kept[-1] = replace(deleted([*_names(kept[-1]), *_names(line)]), indent=line.indent)
+        if _is_del(line) and kept and _is_del(kept[-1]) and _place(kept[-1]) == _place(line):
+            both = deleted([*_names(kept[-1]), *_names(line)])
+            kept[-1] = replace(both, indent=line.indent, around=line.around)
         else:
             kept.append(line)
     return kept[:-1] if kept and _is_del(kept[-1]) else kept
+
+
+def _place(line: Line) -> tuple[int, str]:
+    return line.indent, line.around
 
 
 def _is_del(line: Line) -> bool:

@@ -6,13 +6,14 @@ comment beside the wait says which calls between the two hide the transfer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.expressions import Expressions
 from partc.codegen.calls.hidden import hidden_by
+from partc.codegen.calls.ranges import of_transfer
 from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.storage import overwritable
 from partc.codegen.repeats.equal import ends_step
@@ -35,6 +36,13 @@ class Transfers(Expressions):
 
     def transfer(self, node: fx.Node) -> Statement | None:
         """The statement of a collective or of a wait; None for other calls."""
+        statement = self._transfer(node)
+        if statement is not None and self.helpers.ranges:
+            ranged = of_transfer(node)
+            statement.lines = [replace(line, range=ranged) for line in statement.lines]
+        return statement
+
+    def _transfer(self, node: fx.Node) -> Statement | None:
         if gathers_param(node):
             return self._gather_weights(node)
         if node in self.joint.params:

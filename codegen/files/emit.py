@@ -32,6 +32,7 @@ from partc.codegen.bodies.tables import (
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.names import wishes
+from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
@@ -51,10 +52,11 @@ from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
 from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.codegen.safety import check_source
-from partc.codegen.text import Line, Text, block
+from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
 from partc.graph.graph_edits import copied
+from partc.graph.hooked import calls_hooks
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
@@ -79,8 +81,8 @@ MEANINGS = {
 
 def emit(
     graph: Graph, *, header: str, mesh: Mesh | None = None, prefetch: int = 1,
-    messages: bool = False, backend: str = "gloo", inductor: bool = False,
-) -> str:  # fmt: skip
+    messages: bool = False, backend: str = "gloo", inductor: bool = False, ranges: bool = False,
+) -> Printed:  # fmt: skip
     """The text of a role's file: tables, helper functions, block classes and ``class <Model>Step``.
 
     ``mesh`` has the axes that the launcher makes, where the graph lacks those of one rank.
@@ -88,13 +90,14 @@ def emit(
     Between two loops over blocks the program starts to gather the weights of the first ``prefetch``
     blocks of the next loop. ``backend`` carries tensors between ranks: ``gloo`` or ``nccl``. With
     ``messages`` ranks send each other what gloo would gather, or sum and scatter. With ``inductor``
-    the calls between two transfers become functions for torch.compile. CheckError if the text does
-    anything but compute with torch.
+    the calls between two transfers become functions for torch.compile. With ``ranges`` blocks and
+    transfers stand in ranges of torch.profiler. CheckError if the text does anything but compute
+    with torch.
     """
     graph = spelled(graph, fused=inductor)
     items, sides = arranged(graph)
     checked = copied(graph)
-    helpers = Helpers(messages=messages, backend=backend)
+    helpers = Helpers(messages=messages, backend=backend, ranges=ranges, hooks=calls_hooks(graph))
     [items] = outlined([(graph, items)], helpers)
     items = compiled(graph, items, helpers) if inductor else items
     items = gather_ahead(items)
@@ -104,7 +107,7 @@ def emit(
     at = mesh or graph.mesh
     text = RoleText(graph, header, items, sides, helpers, mesh=at, prefetch=prefetch).text()
     check_source(text)
-    return text
+    return Printed(text, helpers.origins(text))
 
 
 def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
@@ -172,6 +175,7 @@ class RoleText:
             helpers=self.helpers.text(),
             blocks=blocks,
             draws=self.draws,
+            own=self.helpers,
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=self.graph.mesh.names,
             declarations=made,
@@ -308,9 +312,10 @@ class RoleText:
             )
         mesh = ["mesh"] if self.is_distributed else []
         for cls in self.classes.values():
-            name, numbers = self._numbered(cls.run) if cls.draws else ("", "")
+            name, numbers = self._numbered(cls.run) if cls.is_named else ("", "")
             parts = ["partials"] if cls.adds_up else []
-            given = ", ".join([*mesh, *parts, *(["self.rng", name] if name else [])])
+            rng = ["self.rng"] if cls.draws else []
+            given = ", ".join([*mesh, *parts, *rng, *([name] if name else [])])
             over = f"i in {numbers}" if name else f"_ in range({len(cls.run.layers)})"
             made = f"[{cls.name}({given}) for {over}]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
@@ -358,15 +363,15 @@ class RoleText:
         statements = free_early(
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
         )
-        lines = with_sections(statements)
+        lines = with_sections(statements, name_of=self.helpers.ranges and self.site_literal)
         if any(re.search(r"\breduced\b", line.code) for line in lines):
             lines = [Line(f"reduced = {self.helpers.use('Reduced')}()"), *lines]
-            lines.append(Line("reduced.finish()"))
+            lines += finished("reduced.finish()", ranges=self.helpers.ranges)
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)
         lines.append(Line(self._result(body)))
-        return block(scope.settled([lines])[0], 2)
+        return self.helpers.block(scope.settled([lines])[0], 2)
 
     def final_grads(self) -> dict[fx.Node, list[str]]:
         """For each gradient that no block adds to ``.grad`` itself its parameters, as texts."""

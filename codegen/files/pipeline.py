@@ -14,6 +14,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from partc.codegen.bodies.outline import outlined
+from partc.codegen.calls.ranges import in_ranges, plain_ranges
 from partc.codegen.files.alike_stages import take_in
 from partc.codegen.files.by_rank import RANK, merged
 from partc.codegen.files.emit import TEMPLATES
@@ -27,8 +28,9 @@ from partc.codegen.files.stages import Prepared, StageText, stage_text
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.layers import Layers, stage_key
 from partc.codegen.safety import check_source
-from partc.codegen.text import Line, block
+from partc.codegen.text import Line, Printed, block
 from partc.graph import Graph, value
+from partc.graph.hooked import calls_hooks
 from partc.graph.tied import Tied
 from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh
 from partc.quoting import docstring, identifier, literal
@@ -59,7 +61,8 @@ class Pipeline:
     way. Up to ``bucket_mb`` megabytes of gradients share a bucket. ``backend`` carries tensors
     between ranks: ``gloo`` or ``nccl``. With ``messages`` ranks send each other what gloo would
     gather, or sum and scatter. With ``inductor`` the calls between two transfers become functions
-    for torch.compile.
+    for torch.compile. With ``ranges`` blocks, transfers and actions stand in ranges of
+    torch.profiler.
     """
 
     graphs: Sequence[Graph]
@@ -71,10 +74,14 @@ class Pipeline:
     messages: bool = False
     backend: str = "gloo"
     inductor: bool = False
+    ranges: bool = False
 
-    def emit(self, ranks: Sequence[int], *, header: str) -> str:
-        """The text of the file that some pipeline ranks run; ``ranks`` is one of ``groups()``."""
-        helpers = Helpers(messages=self.messages, backend=self.backend)
+    def emit(self, ranks: Sequence[int], *, header: str) -> Printed:
+        """The file that some pipeline ranks run; ``ranks`` is one of ``groups()``."""
+        helpers = Helpers(
+            messages=self.messages, backend=self.backend, ranges=self.ranges,
+            hooks=any(map(calls_hooks, self.graphs)),
+        )  # fmt: skip
         stages = self._stages(ranks, helpers)
         steps = {
             rank: RankStep(
@@ -85,7 +92,7 @@ class Pipeline:
         }  # fmt: skip
         text = _File(self, steps, header, helpers).text()
         check_source(text)
-        return text
+        return Printed(text, helpers.origins(text))
 
     def groups(self) -> list[tuple[int, ...]]:
         """The pipeline ranks in groups that run one file each, in order of their first rank."""
@@ -244,6 +251,7 @@ class _File:
             axes=[a for a in graph.mesh.names if a != MICROBATCH_AXIS],
             wiring=block(wiring, 2),
             draws=self.first.draws,
+            own=self.helpers,
             turns=self.first.draws and MICROBATCH_AXIS in graph.mesh.names,
             kinds={action.kind for action in actions},
             split="W" in schedule.kinds,
@@ -264,9 +272,9 @@ class _File:
 
     def _lines(self, lines: Lines) -> list[Line]:
         """The statements that ``lines`` gives for each rank, as one text for all ranks."""
-        text = merged({rank: list(lines(step)) for rank, step in self.steps.items()})
+        text = merged({rank: in_ranges(lines(step)) for rank, step in self.steps.items()})
         assert text is not None, f"ranks {[*self.steps]} do not share a text"
-        return text
+        return plain_ranges(text)
 
     def _groups(self) -> Iterator[Line]:
         """The statements that keep the process group of ``pp``, and the rank where it is read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from partc.codegen.calls.ranges import LOSS, numbered
 from partc.codegen.files.alike_stages import made
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.roll_schedule import parted, turn_lines, whole_backwards
@@ -148,7 +149,7 @@ class RankStep:
         for number, stage in self.stages.items():
             if stage.finishes:
                 more = ["results"] * bool(stage.graph.outputs.results)
-                yield from _finished(stage, ["loss"] * (number == holder) + more)
+                yield from _finished(stage, number, ["loss"] * (number == holder) + more)
         for number, one in enumerate(self.tied):
             yield from self._sum_tied(one, number)
         source = self.schedule.rank_of[holder]
@@ -159,16 +160,17 @@ class RankStep:
             yield Line(f"loss = torch.empty((), dtype={dtype}, device={self._device})")
         if self.schedule.ranks > 1:
             call = f"dist.broadcast(loss, group=self.{PP}, group_src={source})"
-            yield Line(call, "every rank learns the loss")
+            ranged = LOSS if self.links.helpers.ranges else None
+            yield Line(call, "every rank learns the loss", range=ranged)
         yield from self._broadcasts()
         yield Line("return loss, results" if extras else "return loss")
 
     def _results(self) -> Iterator[Line]:
         """The end of an inference: a broadcast gives every rank the results."""
         yield Line("results = {}")
-        for stage in self.stages.values():
+        for number, stage in self.stages.items():
             if stage.finishes:
-                yield from _finished(stage, ["results"] * bool(stage.graph.outputs.results))
+                yield from _finished(stage, number, ["results"] * bool(stage.graph.outputs.results))
         yield from self._broadcasts()
         yield Line("return results")
 
@@ -210,13 +212,14 @@ class RankStep:
             yield Line(f"{call}({path}, before_{number}, {ranks}, self.{PP})", "tied")
 
 
-def _finished(stage: StageText, gives: Sequence[str]) -> Iterator[Line]:
+def _finished(stage: StageText, number: int, gives: Sequence[str]) -> Iterator[Line]:
     """The statements that end a stage's step; ``gives``: "loss", "results", both or neither."""
     call = f"self.{stage.attribute}.finish()"
+    ranged = numbered("gradients of stage", number) if stage.helpers.ranges else None
     if gives == ["loss", "results"]:
-        yield Line(f"loss, found = {call}")
+        yield Line(f"loss, found = {call}", range=ranged)
         yield Line("results |= found")
     elif gives == ["results"]:
-        yield Line(f"results |= {call}")
+        yield Line(f"results |= {call}", range=ranged)
     else:
-        yield Line(f"loss = {call}" if gives else call)
+        yield Line(f"loss = {call}" if gives else call, range=ranged)

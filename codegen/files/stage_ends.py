@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.calls.ranges import finished
 from partc.codegen.files.spelling import result_type
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
@@ -254,7 +255,7 @@ class Finish:
             yield from params_lines([self.attributes[self.graph.params[n]] for n in some])
             yield from self._group(other, some[0], "params", (other, some) in early)
         yield from self._group(chain, names[0], "[*self.parameters()]", (chain, names) in early)
-        yield Line(f"{self._reduced}.finish()")
+        yield from finished(f"{self._reduced}.finish()", ranges=self.helpers.ranges)
 
     def _group(self, chain: Chain, name: str, params: str, early: bool) -> Iterator[Line]:
         """The lines that reduce what is left of the gradients of some parameters, or only store it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from partc.codegen.text import Line, block, wrap
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.text import Line, wrap
 from partc.graph import Phase
 
 METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
@@ -24,12 +25,12 @@ class Method:
     arguments: list[str]
     lines: list[Line]
 
-    def function(self) -> dict[str, str]:
+    def function(self, helpers: Helpers) -> dict[str, str]:
         """Signature, docstring and body for the template."""
         signature = f"def {METHODS[self.phase]}({', '.join(['self', *self.arguments])})"
         result = "tuple[Tensor, ...]" if self.phase in "FB" else "None"
         return {
             "signature": "\n".join(wrap(f"{signature} -> {result}:", 4)),
             "doc": DOCS[self.phase],
-            "body": block(self.lines or [Line("pass")], 2),
+            "body": helpers.block(self.lines or [Line("pass")], 2),
         }

@@ -25,6 +25,7 @@ from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.buffers_in_place import updates, written_late
 from partc.codegen.calls.expressions import ADDS, PARTIALS
 from partc.codegen.calls.names import wishes
+from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
@@ -165,7 +166,9 @@ class StageText(RoleText):
             [[Line(", ".join(m.arguments)), *m.lines] for m in methods.values()]
         )
         functions = [
-            replace(method, arguments=arguments.code.split(", "), lines=lines).function()
+            replace(method, arguments=arguments.code.split(", "), lines=lines).function(
+                self.helpers
+            )
             for method, (arguments, *lines) in zip(methods.values(), settled, strict=True)
         ]
         functions += [self._finish().reduce()] if self.ends.leaving else []
@@ -231,7 +234,11 @@ class StageText(RoleText):
         statements = body.statements()
         lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
         lasting |= {n for n in self.seen if n not in body.place}
-        lines = with_sections(free_early(statements, body.text, lasting), self.shown)
+        lines = with_sections(
+            free_early(statements, body.text, lasting),
+            self.shown,
+            name_of=self.helpers.ranges and self.site_literal,
+        )
         lines = self._with_reductions(lines)
         lines += self._updates(phase, body)
         lines = [*unpacked, *lines, *self._closing(phase, body, kept)]
@@ -379,7 +386,8 @@ class StageText(RoleText):
             return lines
         for helper in self.adds.helpers:
             self.helpers.use(helper)
-        return [Line(f"reduced = {self.adds.reduced}"), *lines, Line("reduced.finish()")]
+        finish = finished("reduced.finish()", ranges=self.helpers.ranges)
+        return [Line(f"reduced = {self.adds.reduced}"), *lines, *finish]
 
 
 def _base(code: str) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 from partc.codegen.helpers import arrived, attention, draws, links, messages, nccl, printed
-from partc.codegen.text import wrap
+from partc.codegen.text import Line, Origin, block, origins, wrap
 from partc.graph import ops
 
 # In which functions are printed: `arrived` needs what `links` has.
@@ -57,13 +57,20 @@ class Helpers:
     ``backend`` is what carries tensors between ranks, ``gloo`` or ``nccl``. With ``messages``,
     which gloo alone has, weights are gathered, and gradients summed and scattered, by the functions
     of ``messages.py``: there ranks send each other what gloo's collectives would copy more often.
+    With ``ranges`` blocks and transfers stand in ranges of torch.profiler; with ``hooks`` values go
+    through functions of the user's.
     """
 
-    def __init__(self, *, messages: bool = False, backend: str = "gloo") -> None:
+    def __init__(
+        self, *, messages: bool = False, backend: str = "gloo", ranges: bool = False,
+        hooks: bool = False,
+    ) -> None:  # fmt: skip
+        self.ranges, self.hooks = ranges, hooks
         self.in_pieces = backend == "gloo" and not messages  # scattered sums, to be added up
         self.modules = MESSAGES if messages else MODULES[backend or "gloo"]
         self.used: set[str] = set()
         self.outlined: list[Outlined] = []
+        self.bodies: dict[str, list[Origin | None]] = {}  # of functions: their rows' origins
 
     @property
     def names(self) -> list[str]:
@@ -71,7 +78,8 @@ class Helpers:
 
         ``names()`` below has the names of all helper functions, which no value may have either.
         """
-        return [function.name for function in self.outlined]
+        others = {"record_function": self.ranges, "hooks": self.hooks}
+        return [*(f.name for f in self.outlined), *(name for name, used in others.items() if used)]
 
     def use(self, name: str) -> str:
         """Note that the program calls a helper function; returns its name."""
@@ -82,6 +90,25 @@ class Helpers:
     def called(self, call: str) -> str:
         """Note what the text of a call needs, a helper or a method of an object; returns it."""
         return call if "." in call else self.use(call)
+
+    def block(self, lines: Iterable[Line], indent: int) -> str:
+        """The body of a function as ``text.block`` has it; notes which user's calls it makes."""
+        lines = [*lines]
+        body = block(lines, indent)
+        self.bodies.setdefault(body, origins(lines, indent))
+        return body
+
+    def origins(self, text: str) -> dict[int, Origin]:
+        """The user's call of each line of a finished text, by the number of the line."""
+        found: dict[int, Origin] = {}
+        for body, each in self.bodies.items():
+            at = text.find(f"\n{body}\n")
+            while at >= 0:
+                first = text.count("\n", 0, at) + 2
+                named = {first + i: origin for i, origin in enumerate(each) if origin is not None}
+                found = named | found
+                at = text.find(f"\n{body}\n", at + 1)
+        return dict(sorted(found.items()))
 
     def text(self) -> str:
         """The sources of all helpers that the program needs, in a fixed order, two lines apart."""

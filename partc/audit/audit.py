@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from partc.audit.changed_lines import Changes
@@ -25,6 +25,8 @@ from partc.graph.fake_calls import quiet_log
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program
 from partc.program.fixed_text import FixedText
+from partc.program.hooks import NAME as HOOKS
+from partc.program.hooks import called
 
 FLOATS = re.compile(r"\b(float16|bfloat16|float32|float64)\b")
 RECORDED = 16  # ranks of a mesh that are all recorded; of larger ones the first and last of a role
@@ -66,7 +68,12 @@ def audit(program: Program) -> Audit:
         check_source(text, name)
         check_names(text, name)
     with quiet_log():
-        return _audited(program)
+        found = _audited(replace(program, hooks=None))
+    own = called(program.sources.values())
+    if own:
+        theirs = f"what your functions in {HOOKS} compute: {', '.join(own)}"
+        found = replace(found, unchecked=(*found.unchecked, theirs))
+    return found
 
 
 def _audited(program: Program) -> Audit:

@@ -142,5 +142,4 @@ def unwaited(transfer: Transfer) -> CheckError:
 
 
 def _file(role: Role) -> str:
-    file = str(role.module.Step.__init__.__code__.co_filename)
-    return file.removeprefix("<partc ").removesuffix(">")
+    return role.file

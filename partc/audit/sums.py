@@ -148,9 +148,8 @@ class _Run:
                     raise self._wrong(what, axis, each, R)
 
     def _wrong(self, what: str, axis: str, mine: Known, wanted: Known) -> CheckError:
-        file = str(self.role.module.Step.__init__.__code__.co_filename)
         return CheckError(
-            where=f"{file.removeprefix('<partc ').removesuffix('>')}, {what}",
+            where=f"{self.role.file}, {what}",
             what=f"at the end of the step it is {mine} on {axis}",
             why=f"it has to be {wanted}",
             do="Sum it over the axis, once, and keep this rank's piece.",

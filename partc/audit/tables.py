@@ -16,9 +16,8 @@ def check_tables(program: Program) -> None:
     """CheckError if MESH, INPUTS, SHARDS, BUFFERS or ALIASES contradict program.json."""
     for role in roles_of(program):
         for what, why in _differences(role, program):
-            file = str(role.module.Step.__init__.__code__.co_filename)
             raise CheckError(
-                where=file.removeprefix("<partc ").removesuffix(">"),
+                where=role.file,
                 what=what,
                 why=why,
                 do="Undo the edit of the table, or compile for what you want.",

@@ -253,25 +253,23 @@ def check_command(args: argparse.Namespace) -> int:
 
 
 def diff_command(args: argparse.Namespace) -> int:
-    """Show how plans and sources of two saved programs differ; exit code 1 if they do."""
-    import difflib
+    """Say how two saved programs differ, in words, and in the lines of their files; exit code 1 if
+    they do.
+    """
+    from partc.program import edited_files, load_edited
+    from partc.program.saved_cost import saved_numbers
+    from partc.reports.differences import differences
 
-    from partc.program import load
-
-    old, new = load(args.old), load(args.new)
-    before = {"plan.toml": old.plan, **old.sources}
-    after = {"plan.toml": new.plan, **new.sources}
-    found = {
-        name: list(
-            difflib.unified_diff(
-                before.get(name, "").splitlines(), after.get(name, "").splitlines(),
-                f"{args.old}/{name}", f"{args.new}/{name}", lineterm="",
-            )
-        )
-        for name in sorted({*before, *after})
-    }  # fmt: skip
-    _tell(args, "\n".join(line for lines in found.values() for line in lines), found)
-    return 1 if any(found.values()) else 0
+    folders = (args.old, args.new)
+    programs = [load_edited(folder) for folder in folders]
+    with saved_numbers(" or ".join(folders)):
+        found = differences(programs[0], programs[1], folders)
+    edits = {folder: list(edited_files(folder)) for folder in folders}
+    lines = [
+        f"{folder}: edited since it was saved: {', '.join(n)}" for folder, n in edits.items() if n
+    ]
+    _tell(args, "\n".join([*lines, str(found)]), {**found.as_json(), "edited": edits})
+    return 1 if found else 0
 
 
 def _explain_program(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from partc.cost.workspaces import workspace_of
 from partc.dryrun.streams import Streams
 from partc.errors import CheckError
 from partc.graph.fake_calls import FakeCalls, tensors_in
+from partc.program.user_lines import file_of
 from partc.rules.strides import misread
 
 Lines = Counter[int]  # bytes by source line
@@ -132,7 +133,7 @@ class LiveMemory(TorchDispatchMode):
 
     def place(self) -> str:
         """The file and line of the program that is being executed, for messages."""
-        file = self.file.removeprefix("<partc ").removesuffix(">")
+        file = file_of(self.file)
         return f"{file}:{self._line()}"
 
     def _line(self) -> int:

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from partc.dryrun.alone import LoneDist, LoneMesh, Transfer, in_place_of_dist
 from partc.program.role import Role
+from partc.program.user_lines import file_of
 
 # whether torch counts the groups of some ranks too, in the names of later ones
 COUNTS_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
@@ -158,5 +159,5 @@ def _place() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and not frame.f_code.co_filename.startswith("<partc "):
         frame = frame.f_back
-    file = frame.f_code.co_filename.removeprefix("<partc ").removesuffix(">")
+    file = file_of(frame.f_code.co_filename)
     return f"{file}:{frame.f_lineno}"

@@ -84,7 +84,9 @@ class Plan:
     ``"global"`` the whole batch on every rank.
 
     Others: ``compile="inductor"`` gives the computing between transfers to torch.compile, each
-    block once. ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
+    block once. ``profiler_ranges`` puts blocks and transfers into ranges of torch.profiler.
+    ``hooks`` names modules whose results, or gradients, go through functions of ``hooks.py``.
+    ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
     has names of values that no written pattern may fit, since their layouts differ from those of
     the values that the pattern stands for. ``of_another``: the plan is that of another program of
     the model, and entries for what this one does not have are left out. ``other_passes`` are passes
@@ -104,6 +106,7 @@ class Plan:
     random: Literal["pieces", "single-device"] = "pieces"
     recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
     compile: Literal["none", "inductor"] = "none"
+    profiler_ranges: bool = False
     bucket_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     bucket_copy_mb: Sizes | None = None
     grad_parts: Mapping[str, int] | None = None
@@ -123,6 +126,7 @@ class Plan:
     stages: tuple[str, ...] = ()
     reduce: Literal["step", "microbatch"] = "step"
     notes: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
     apart: frozenset[str] = field(default=frozenset(), compare=False)
     of_another: bool = field(default=False, compare=False)
     other_passes: tuple[str, ...] = ()
@@ -248,6 +252,7 @@ class Plan:
         lines += word_lines("random", self.random) if self.random != "pieces" else []
         lines += word_lines("recompute", self.recompute)
         lines += word_lines("compile", self.compile) if self.compile != "none" else []
+        lines += ["profiler_ranges = true"] if self.profiler_ranges else []
         lines += [f"bucket_mb = {number_text(self.bucket_mb)}"]
         lines += word_lines("backend", self.backend) if self.backend else []
         if self.messages is not None:
@@ -261,6 +266,7 @@ class Plan:
         counts = ("prefetch", "overlap_pieces", "virtual_stages", "memory_bytes")
         lines += [f"{name} = {getattr(self, name)}" for name in counts if getattr(self, name)]
         lines += decided_lines(self)
+        lines += list_lines("hooks", self.hooks)
         lines += list_lines("stages", self.stages) + list_lines("notes", self.notes)
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]

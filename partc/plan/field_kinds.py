@@ -34,13 +34,16 @@ _NUMBERS = {
     "virtual_stages": (0, 10_000),
     "memory_bytes": (0, _MOST_BYTES),
 }
+_FLAGS = ("messages", "profiler_ranges")
 _TEXTS = ("preset", "order")
-_LISTS = ("stages", "notes")
+_LISTS = ("stages", "notes", "hooks")
 _TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values")
-PLAIN = {*_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "bucket_mb"}
+PLAIN = {
+    *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "bucket_mb", "profiler_ranges"
+}  # fmt: skip
 FIELDS = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, *_TABLES, *DECIDED,
-    "schedule", "recompute", "bucket_mb", "messages",
+    "schedule", "recompute", "bucket_mb", *_FLAGS,
 }  # fmt: skip
 
 
@@ -174,9 +177,9 @@ def _decided(name: str, given: Any, where: str) -> None:
         raise plan_error(where, f"{name} = {quoted(given)} means nothing", flaw, do)
 
 
-def _messages(name: str, given: Any, where: str) -> None:
+def _flag(name: str, given: Any, where: str) -> None:
     if not isinstance(given, bool):
-        what = f"messages = {quoted(given)} means nothing"
+        what = f"{name} = {quoted(given)} means nothing"
         raise plan_error(where, what, "it is true or false", "Write true or false, or nothing.")
 
 
@@ -194,5 +197,6 @@ def _schedule(name: str, given: Any, where: str) -> None:
 
 _OWN: dict[str, Callable[[str, Any, str], None]] = {
     "gather": _gather, "scatter": _scatter, "recompute": _recompute, "bucket_mb": _bucket_mb,
-    "messages": _messages, "schedule": _schedule, **dict.fromkeys(DECIDED, _decided),
+    "schedule": _schedule, **dict.fromkeys(DECIDED, _decided),
+    **dict.fromkeys(_FLAGS, _flag),
 }  # fmt: skip

@@ -54,7 +54,7 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     table["values"] = {
         k: _read_value(v, f"{where}, values.{k}") for k, v in table.get("values", {}).items()
     }
-    lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
+    lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes", "hooks")}
     if isinstance(table.get("recompute"), list):
         lists["recompute"] = tuple(table["recompute"])
     return {**table, "mesh": mesh, **lists, **read_decided(table), **_read_passes(text)}

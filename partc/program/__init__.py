@@ -29,6 +29,7 @@ from partc.program.choices import MOST_PROGRAMS, Pad, Partial, choices_of
 from partc.program.expected import Expectation
 from partc.program.farewell import tell_at_exit
 from partc.program.fixed_text import FixedText
+from partc.program.hooks import read_hooks, write_hooks
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
 from partc.program.not_a_stage import NotAStage
 from partc.program.origin import Origin
@@ -37,6 +38,7 @@ from partc.program.role import Role, dtype_of
 from partc.program.run_script import run_script
 from partc.program.saved_cost import Cost, SavedCost
 from partc.program.tensorfile import TensorFile, write_tensors
+from partc.program.user_lines import UserLines
 from partc.program.wanted import Recipe, Wanted
 from partc.program.written import written_files
 from partc.quoting import docstring
@@ -85,11 +87,13 @@ class Program(NotAStage):
         numbers: the numbers of the model's Python, in the process that compiled it.
         draws: every random draw by its site: the whole value's shape, and how it is cut.
         expected: the numbers of the single-device step, with which the text is compared.
+        lines: for which of the model's calls each line of a source stands, as it was printed.
         fixed: the parts of the printed text that an edited one must have too.
         origin: the model that was compiled, in the process that compiled it, until ``module()``
             has taken its weights.
         made_for: whether it is a step, a loss or a forward, and in which mode; None: by its text.
         others: programs of other shapes and modes, over the same weights.
+        hooks: the text of ``hooks.py``, which its sources call; None: their calls change nothing.
         recipe: what compiles more of them, in the process that compiled this one.
     """
 
@@ -113,9 +117,11 @@ class Program(NotAStage):
     draws: Mapping[str, Draw] = field(default_factory=dict)
     expected: Expectation = field(default_factory=Expectation, compare=False)
     fixed: FixedText | None = field(default=None, compare=False, repr=False)
+    lines: Mapping[str, UserLines] = field(default_factory=dict, compare=False, repr=False)
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)
     made_for: Wanted | None = field(default=None, compare=False)
     others: tuple[Program, ...] = ()
+    hooks: str | None = None
     recipe: Recipe | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -175,11 +181,10 @@ class Program(NotAStage):
                 return name
             first += num
         raise UsageError(
-            where=f"rank {rank}",
-            what="there is no such rank",
+            where=f"rank {rank}", what="there is no such rank",
             why=f"the mesh {self.mesh} has {self.mesh.num_ranks}",
             do=f"Give a rank from 0 to {self.mesh.num_ranks - 1}.",
-        )
+        )  # fmt: skip
 
     def source(self, rank: int = 0) -> str:
         """The Python text that a rank runs; UsageError if the mesh has no such rank."""
@@ -187,8 +192,10 @@ class Program(NotAStage):
 
     def role(self, rank: int = 0) -> Role:
         """The rank's source, executed as a Python module."""
-        place = self.mesh.coords(rank).get(PP, 0)
-        return Role.load(self.source(rank), self.role_of(rank), place)
+        place, name = self.mesh.coords(rank).get(PP, 0), self.role_of(rank)
+        text, printed = self.sources[name], self.fixed.sources if self.fixed else {}
+        lines = self.lines.get(name, UserLines()).moved(printed.get(name, text), text)
+        return Role.load(text, name, place, lines, self.hooks)
 
     @known_arguments
     def module(
@@ -234,7 +241,7 @@ class Program(NotAStage):
 
     def digests(self) -> dict[str, str]:
         """The sha256 of sources, plan and mesh, which must be equal on all ranks of a run."""
-        sources = hashlib.sha256()
+        sources = hashlib.sha256((self.hooks or "").encode())
         for name, text in sorted(self.sources.items()):
             sources.update(f"{name}\n{len(text)}\n{text}".encode())
         runs = "".join(f"{num} {name}\n" for num, name in self.roles)
@@ -272,6 +279,7 @@ class Program(NotAStage):
             digests = {name: sha256((folder / name).read_bytes()) for name in names}
             for number, other in enumerate(self.others):
                 other.save(folder / OTHERS / str(number))
+            write_hooks(folder, Path(path), self.sources.values())
             text = self._manifest(digests).as_json()
             (folder / manifests.NAME).write_text(text, encoding="utf-8", newline="\n")
 
@@ -292,6 +300,7 @@ class Program(NotAStage):
             decided=self.decided,
             expected=self.expected,
             fixed=self.fixed or FixedText(),
+            lines=self.lines,
             wanted=self.wanted,
             others=tuple(map(str, range(len(self.others)))),
             files=digests,
@@ -349,30 +358,21 @@ def edited_files(path: str | Path) -> tuple[str, ...]:
 
 
 def _program(folder: Path, manifest: Manifest) -> Program:
-    roles = {name for _, name in manifest.roles}
+    roles = sorted({name for _, name in manifest.roles})
+    sources = {name: manifests.file_of(folder / name) for name in roles}
     return Program(
-        plan=manifests.file_of(folder / PLAN),
-        mesh=manifest.mesh,
-        sources={name: manifests.file_of(folder / name) for name in sorted(roles)},
-        roles=manifest.roles,
-        cost=SavedCost(manifest.cost["text"], manifest.cost["data"]),
-        model=manifest.model,
-        fingerprint=manifest.fingerprint,
-        constants=dict(TensorFile(folder / CONSTANTS)),
-        inputs=manifest.inputs,
-        dealt=manifest.dealt,
-        arguments=manifest.arguments,
-        returns=manifest.returns,
-        results=manifest.results,
+        plan=manifests.file_of(folder / PLAN), mesh=manifest.mesh, sources=sources,
+        roles=manifest.roles, cost=SavedCost(manifest.cost["text"], manifest.cost["data"]),
+        model=manifest.model, fingerprint=manifest.fingerprint,
+        constants=dict(TensorFile(folder / CONSTANTS)), inputs=manifest.inputs,
+        dealt=manifest.dealt, arguments=manifest.arguments, returns=manifest.returns,
+        results=manifest.results, basis=manifest.basis, draws=manifest.draws,
         schedule=manifests.file_of(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
-        basis=manifest.basis,
-        draws=manifest.draws,
-        decided=manifest.decided,
-        expected=manifest.expected,
-        fixed=manifest.fixed,
-        made_for=manifest.wanted,
+        decided=manifest.decided, expected=manifest.expected, fixed=manifest.fixed,
+        lines=manifest.lines, made_for=manifest.wanted,
         others=tuple(_other(folder / OTHERS / name, manifest) for name in manifest.others),
-    )
+        hooks=read_hooks(folder, sources.values()),
+    )  # fmt: skip
 
 
 def _other(folder: Path, first: Manifest) -> Program:

@@ -23,6 +23,7 @@ from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
+from partc.program.user_lines import UserLines
 from partc.program.wanted import Wanted
 from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
@@ -30,7 +31,7 @@ from partc.trace.trees import Tree
 
 NAME = "program.json"
 OTHERS = "programs"  # the folder with programs of other shapes and modes
-SCHEMA = 5
+SCHEMA = 6
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
 MAX_BYTES = 64_000_000
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
@@ -57,6 +58,7 @@ class Manifest:
     basis: Basis
     expected: Expectation
     fixed: FixedText
+    lines: Mapping[str, UserLines]  # of each role's file
     wanted: Wanted
     others: tuple[str, ...]  # the folders of programs of other shapes and modes, in OTHERS
     files: Mapping[str, str]  # name -> sha256
@@ -92,6 +94,7 @@ class Manifest:
             },
             "expected": self.expected.as_json(),
             "fixed": self.fixed.as_json(),
+            "lines": {name: each.as_json() for name, each in sorted(self.lines.items())},
             "wanted": self.wanted.as_text(),
             "others": list(self.others),
             "files": dict(sorted(self.files.items())),
@@ -163,6 +166,7 @@ class Manifest:
             decided=tuple(_text(name) for name in fields.get("decided", ())),
             expected=Expectation.of_json(fields["expected"]),
             fixed=FixedText.of_json(fields["fixed"]),
+            lines={_text(n): UserLines.of_json(each) for n, each in fields["lines"].items()},
             wanted=Wanted.parse(_text(fields["wanted"])),
             others=tuple(_number(name) for name in fields["others"]),
             files=files,
@@ -171,7 +175,8 @@ class Manifest:
 
 _FIELDS = {
     "schema", "torch", "model", "mesh", "roles", "inputs", "arguments", "returns", "results",
-    "fingerprint", "cost", "basis", "draws", "expected", "fixed", "wanted", "others", "files",
+    "fingerprint", "cost", "basis", "draws", "expected", "fixed", "lines", "wanted", "others",
+    "files",
 }  # fmt: skip
 
 

@@ -6,10 +6,9 @@ nn.Module ``Step``. Loading executes the source, so a caller has to check the fi
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
 from typing import Any, Protocol
@@ -21,6 +20,8 @@ from partc.errors import LoadError
 from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, join_pieces, take_piece
+from partc.program.hooks import set_hooks
+from partc.program.user_lines import UserLines, naming_calls, show_lines
 
 COMPILES = "@torch.compile"  # the line before a function that torch.compile compiles
 TABLES = ("MESH", "SHARDS", "BUFFERS", "ALIASES", "INPUTS")
@@ -117,21 +118,28 @@ class Role:
     batch: tuple[Shard, ...]  # the inputs in the global batch, and how a rank's piece is cut
     compiles: bool = False  # whether torch.compile compiles its functions
     is_half: bool = False  # whether it computes in float16
+    file: str = ""
+    lines: UserLines = field(default_factory=UserLines)
 
     @classmethod
-    def load(cls, source: str, file_name: str, pipeline_rank: int = 0) -> Role:
+    def load(
+        cls, source: str, file_name: str, pipeline_rank: int = 0, lines: UserLines | None = None,
+        hooks: str | None = None,
+    ) -> Role:  # fmt: skip
         """Execute a source as a module, whose lines tracebacks and debuggers can show.
 
-        ``pipeline_rank``: whose tables to take where several pipeline ranks run the file. LoadError
-        if the source is no rank program.
+        ``pipeline_rank``: whose tables to take where several pipeline ranks run the file.
+        ``lines``: which of the user's calls they stand for. ``hooks``: the text of ``hooks.py``;
+        None: its functions change nothing. LoadError if the source is no rank program.
         """
-        shown = f"<partc {file_name}>"
-        linecache.cache[shown] = (len(source), None, source.splitlines(keepends=True), shown)
+        lines = lines or UserLines()
+        shown = show_lines(file_name, source, lines)
         module = ModuleType(file_name.removesuffix(".py"))
         try:
             exec(compile(source, shown, "exec"), module.__dict__)
             tables = {name: getattr(module, name) for name in TABLES}
             module.Step  # noqa: B018 - part of the contract
+            set_hooks(module, source, hooks)
             if hasattr(module, RANKS):
                 tables |= {name: tables[name][pipeline_rank] for name in ("SHARDS", "BUFFERS")}
         except (SyntaxError, ImportError, AttributeError, NameError, LookupError) as error:
@@ -145,6 +153,8 @@ class Role:
             batch=_batch(tables["INPUTS"]),
             compiles=f"\n{COMPILES}\n" in source,
             is_half=re.search(r"\bfloat16\b", source) is not None,
+            file=file_name,
+            lines=lines,
         )
 
     @property
@@ -179,9 +189,10 @@ class Role:
         """Run a Step on the global batch: the loss, None of a forward program, and what is
         returned beside it by name.
         """
+        with naming_calls(self, step):
+            result = (step if self.is_inference else step.step)(*inputs)
         if self.is_inference:
-            return None, step(*inputs)
-        result = step.step(*inputs)
+            return None, result
         return result if isinstance(result, tuple) else (result, {})
 
     def tensors(self, step: nn.Module) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from partc.program import Program
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.farewell import has_joined, tell_at_exit
 from partc.program.handshake import check_agreement, check_world, device_mesh, world_size
+from partc.program.hooks import check_hooks
 from partc.program.meeting import NotMetError, is_alone, keeps_store, meet, open_store
 from partc.program.runtime import Stage
 from partc.wrong_calls import quoted
@@ -37,6 +38,7 @@ def start_stage(
     RunError if the world has another size, the mesh other axes, or a rank another program.
     """
     tell_at_exit()
+    check_hooks(program.sources.values(), program.hooks)
     check_world(program.mesh, world_size())
     here = _device_of(device)
     if not dist.is_initialized():

@@ -15,7 +15,7 @@ from partc.graph import Graph, fake_of, set_fake, set_value, value
 from partc.graph.draws import draws_numbers
 from partc.graph.graph_edits import replace_by
 
-OWN = ("aten", "prims", "prim")
+OWN = ("aten", "prims", "prim", "partc")
 
 
 def decompose_custom_ops(graph: Graph) -> None:

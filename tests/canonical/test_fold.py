@@ -43,7 +43,7 @@ def compiled(name: str, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:
     check(local)
     cost = cost_report(local)
     counted = cost.state, cost.saved_bytes, cost.flops, cost.moved_bytes, cost.traffic
-    return (str(full), emit(local, header=header(local, full)), counted), local
+    return (str(full), emit(local, header=header(local, full)).text, counted), local
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partc.codegen.files.emit import emit
+from partc.codegen.files.emit import emit as print_role
 from partc.graph import Graph
 from partc.lowering import partition, trace
 from partc.plan import Plan
@@ -19,6 +19,11 @@ from partc.program.role import Role
 from partc.verification.threads import ThreadMesh, run_ranks
 
 Loss = Callable[..., Any]
+
+
+def emit(graph: Graph, **options: Any) -> str:
+    """The text of a role's file."""
+    return print_role(graph, **options).text
 
 
 def traced(model: nn.Module, inputs: tuple[Tensor, ...], loss: Loss | None = None) -> Graph:

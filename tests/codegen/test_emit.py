@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partc.codegen.files.emit import emit
 from partc.codegen.safety import check_source
 from partc.errors import CheckError
 from partc.program.role import Role
-from tests.codegen.emitted import check_ranks, check_single, loaded, planned, traced
+from tests.codegen.emitted import check_ranks, check_single, emit, loaded, planned, traced
 from tests.codegen.mlps import Toy, toy
 from tests.zoo import MODELS
 

@@ -65,7 +65,7 @@ def test_a_damaged_folder_is_refused_by_file(folder: Path, name: str, damage: st
 
 
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "another schema": (lambda m: m.update(schema=1), "schema 1, this partc reads 5"),
+    "another schema": (lambda m: m.update(schema=1), "schema 1, this partc reads 6"),
     "a file outside": (lambda m: m["files"].update({"../x.py": ""}), r"'../x.py' is not the name"),
     "an absolute file": (lambda m: m["files"].update({"/etc/x.py": ""}), "is not the name"),
     "a role without a file": (lambda m: m.update(roles=[[4, "b.py"]]), "a role has no file"),

@@ -84,6 +84,9 @@ rule("aten.fill aten.floor_divide aten.nan_to_num aten.isposinf aten.isneginf", 
 rule("aten.bucketize.Tensor", "...,!b->...")
 rule("aten.masked_fill.Tensor aten.isclose aten.polar aten.complex", pointwise)
 
+# the user's hooks: what they do with a piece is the user's
+rule("partc.hooked", pointwise)
+
 # random elementwise ops: pieces draw their own numbers, copies equal ones
 rule("partc.ops.dropout_mask aten.rand_like aten.randn_like aten.randint_like", pointwise, unread=0)
 rule("aten.bernoulli.p aten.uniform aten.normal_functional aten.log_normal", pointwise, unread=0)
