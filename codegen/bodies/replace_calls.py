@@ -65,7 +65,7 @@ def rewritten(
 def _with_groups(run: Run, groups: dict[Group, Group]) -> Run:
     """A run with the blocks' new calls in place of the old."""
     again = (tuple(groups[g] for g in run.of(phase)) for phase in PHASES)
-    return Run(run.layers, *again)
+    return Run(run.layers, *again, elsewhere=run.elsewhere)
 
 
 def _replaced(

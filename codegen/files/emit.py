@@ -41,6 +41,7 @@ from partc.codegen.files.spelling import (
     numbered,
     read,
     result_type,
+    row_name,
     spread_rows,
 )
 from partc.codegen.helpers.needed import Helpers
@@ -257,21 +258,20 @@ class RoleText:
 
     def block_rows(self, cls: BlockClass) -> dict[str, list[Line]]:
         """The entries of a block's own tables of parameters and of buffers."""
-        prefix = f"{cls.run.layers[0]}."
-        return {name: self._rows(cls.stored(kind), prefix) for kind, name in TABLES.items()}
+        return {name: self._rows(cls.stored(kind), cls) for kind, name in TABLES.items()}
 
-    def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
-        """The table entries of parameters or buffers; ``prefix``, the path of a block, is cut off
-        their names, which then name no layer.
+    def _rows(self, stored: Mapping[fx.Node, str], cls: BlockClass | None = None) -> list[Line]:
+        """The table entries of parameters or buffers, with the names that those of a block's class
+        have in every block.
 
         An entry has the tensor's type as a comment, where no declaration shows that.
         """
         listed = is_listed(self.graph, list(stored))
-        layers = None if prefix else self.layers
+        layers = None if cls else self.layers
         lines = []
         for node, attribute in stored.items():
             r = row(self.graph, node, attribute)
-            name = r.name.removeprefix(prefix)
+            name = row_name(cls, r.name) if cls else r.name
             text = literal(name) if layers is None else layers.literal(name)
             remark = comment(typed(node)) if listed else ""
             lines.append(Line(f"{literal(attribute)}: ({text}, {r.known})", remark))

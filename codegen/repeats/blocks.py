@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.codegen.repeats.equal import Equal, Group, Owner, ends_step
+from partc.codegen.repeats.own_names import is_elsewhere, name_in, own_name
 from partc.graph import Graph, Phase, collectives, is_backward, is_forward, value
 from partc.graph.folds import DEPTHS, layer_path
 from partc.graph.moves import gathers_param
@@ -31,12 +32,15 @@ class Run:
     ``forward`` and ``backward`` have the calls of each block, in the order of the list. ``weights``
     has the weight gradients where a split backward computes them apart. ``layers`` has the paths of
     all blocks, those too that the graph leaves out (``graph.folds``), for which there are no calls.
+    ``elsewhere`` has the parameters and buffers of other lists that blocks of this one alone read,
+    each block those with its own number: ``norms.3.weight`` for ``blocks.3``.
     """
 
     layers: tuple[str, ...]
     forward: tuple[Group, ...]
     backward: tuple[Group, ...]
     weights: tuple[Group, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
 
     def of(self, phase: Phase) -> tuple[Group, ...]:
         return {"F": self.forward, "B": self.backward, "W": self.weights}[phase]
@@ -228,7 +232,28 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
                 tuple(g for g in column if g is not None) for column in zip(*run, strict=True)
             )
             names = _with_folded(graph, [g.layer for g in forward])
-            yield Run(names, forward, backward, weights)
+            yield Run(names, forward, backward, weights, _elsewhere(graph, forward, owners))
+
+
+def _elsewhere(
+    graph: Graph, groups: Sequence[Group], owners: dict[fx.Node, Owner]
+) -> frozenset[str]:
+    """The parameters and buffers of other lists that each block of a run has for itself alone."""
+    layers = [group.layer for group in groups]
+    found: set[str] = set()
+    stored = {**graph.params, **graph.buffers}
+    for name in stored:
+        own = own_name(layers[0], name)
+        names = [name_in(layer, own) for layer in layers] if is_elsewhere(own) else []
+        if all(_is_read_by(stored.get(n), b, owners) for n, b in zip(names, layers, strict=False)):
+            found.update(names)
+    return frozenset(found)
+
+
+def _is_read_by(node: fx.Node | None, layer: str, owners: dict[fx.Node, Owner]) -> bool:
+    """Whether a parameter or buffer is there, and calls of one block are all that reads it."""
+    readers = [u for u in node.users if u.op == "call_function"] if node is not None else []
+    return bool(readers) and all(owners.get(u, ("", "F"))[0] == layer for u in readers)
 
 
 def _with_folded(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:

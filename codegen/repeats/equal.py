@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from partc.codegen.repeats.own_names import own_name
 from partc.graph import Graph, Phase, collectives, fake_of, value
 from partc.graph.draws import site_in
 
@@ -98,7 +99,7 @@ class Equal:
             _shapes(fake_of(node)),
             str(value(node).sharding),
             site_in(node, group.layer),
-            tuple(w.replace(f" {group.layer}.", " ") for w in self.written.get(node, [])),
+            tuple((k, own_name(group.layer, n) or n, w) for k, n, w in self.written.get(node, [])),
         )
 
     def _outside(self, node: fx.Node, layer: str) -> tuple[Any, ...]:
@@ -151,17 +152,17 @@ def made_in_step(graph: Graph, grad: fx.Node) -> fx.Node:
     return grad
 
 
-def _written(graph: Graph) -> dict[fx.Node, list[str]]:
+def _written(graph: Graph) -> dict[fx.Node, list[tuple[str, str, str]]]:
     """For each node the parameters whose final gradient, and the buffers whose new value, it makes.
 
     Equal blocks make the gradients of the same parameters, named from the block on.
     """
-    found: dict[fx.Node, list[str]] = defaultdict(list)
+    found: dict[fx.Node, list[tuple[str, str, str]]] = defaultdict(list)
     outputs = graph.outputs
     for kind, results in (("grad", outputs.grads), ("buffer", outputs.buffers)):
         for name, node in results.items():
-            which = f" {node.args[1]}" if node.target is operator.getitem else ""
-            found[made_in_step(graph, node)].append(f"{kind} {name}{which}")
+            which = str(node.args[1]) if node.target is operator.getitem else ""
+            found[made_in_step(graph, node)].append((kind, name, which))
     return found
 
 
