@@ -19,6 +19,7 @@ from partc.graph import Graph, Phase, collectives, is_backward, is_forward, valu
 from partc.graph.folds import DEPTHS, layer_path
 from partc.graph.moves import gathers_param
 from partc.in_order import in_order
+from partc.passes.shard.propagate import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
 
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
@@ -116,6 +117,8 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
         layer = layer_path(known.module, depth)
         if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
             continue
+        if _starts_sum(node):
+            continue
         if layer:
             # Weights gathered once per step (phase S) are read by the block's forward method.
             owners[node] = (layer, "F" if known.phase == "S" else known.phase)
@@ -130,6 +133,17 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
             owners.pop(node, None)
             owners |= {node: owners[producer]} if producer in owners else {}
     return owners
+
+
+def _starts_sum(node: fx.Node) -> bool:
+    """Whether a call keeps a part of the zeros that a sum over all blocks begins with.
+
+    The zeros are made outside of the blocks, and the block that runs first reads them.
+    """
+    start = node
+    while start.target in collectives.LOCAL:
+        start = start.all_input_nodes[0]
+    return start is not node and not value(start).module and is_zero(start)
 
 
 def _of_turn(node: fx.Node) -> bool:
