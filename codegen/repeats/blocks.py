@@ -15,6 +15,7 @@ from torch import fx
 
 from partc.codegen.repeats.equal import Equal, Group, Owner, ends_step
 from partc.codegen.repeats.own_names import is_elsewhere, name_in, own_name
+from partc.codegen.repeats.trim import Block, trimmed
 from partc.graph import Graph, Phase, collectives, is_backward, is_forward, value
 from partc.graph.folds import DEPTHS, layer_path
 from partc.graph.moves import gathers_param
@@ -66,18 +67,17 @@ def arrange(graph: Graph, given_up: Collection[tuple[str, ...]] = ()) -> list[It
     stand among the others, one by one. The caller names more runs to give up, by their ``layers``,
     in ``given_up``.
     """
-    loops = [loop for loop in _loops(graph) if loop.run.layers not in given_up]
+    given = set(given_up)
     while True:
-        items, stuck = _sorted(graph, loops)
+        items, stuck = _sorted(graph, _loops(graph, given))
         if not stuck:
             return items
-        run = stuck[0].run
-        loops = [loop for loop in loops if loop.run is not run]
+        given.add(stuck[0].run.layers)
 
 
 # which block a call belongs to --------------------------------------------------------------------
-def _loops(graph: Graph) -> list[Loop]:
-    """The loops of all runs.
+def _loops(graph: Graph, given_up: Collection[tuple[str, ...]]) -> list[Loop]:
+    """The loops of all runs but those that are given up.
 
     Blocks are looked for at the outermost list index first (``h.0`` of ``h.0.experts.2``): calls
     that stand in a loop there are in no inner one.
@@ -86,7 +86,10 @@ def _loops(graph: Graph) -> list[Loop]:
     taken: set[fx.Node] = set()
     for depth in DEPTHS:
         owners = _owners(graph, depth, taken)
-        for run in _runs(graph, owners):
+        for run in _runs(graph, owners, given_up):
+            if run.layers in given_up:
+                taken |= {n for phase in PHASES for g in run.of(phase) for n in g.nodes}
+                continue
             down = bool(run.backward) and _descends(graph, run.backward)
             phases: list[tuple[Phase, tuple[Group, ...]]] = [("F", run.forward)]
             phases += [(p, run.of(p)[::-1] if down else run.of(p)) for p in LATER if run.of(p)]
@@ -219,8 +222,14 @@ def _hoist(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
 
 
 # equal blocks -------------------------------------------------------------------------------------
-def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
-    """Runs of at least two neighbouring blocks of one list whose phases are all equal."""
+def _runs(
+    graph: Graph, owners: dict[fx.Node, Owner], given_up: Collection[tuple[str, ...]]
+) -> Iterator[Run]:
+    """Runs of at least two neighbouring blocks of one list whose phases are all equal.
+
+    The first and the last block may have calls beyond those of the others at their ends, which are
+    then left out of the run. A run in ``given_up`` is made again without such blocks.
+    """
     members: dict[Owner, list[fx.Node]] = defaultdict(list)
     for node, owner in owners.items():
         members[owner].append(node)
@@ -230,23 +239,54 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
         {layer for layer, phase in groups if phase == "F"},
         key=lambda p: order[groups[p, "F"].nodes[0]],
     )
+    blocks = [{phase: groups.get((layer, phase)) for phase in PHASES} for layer in layers]
     equal = Equal(graph, owners)
-    while layers:
-        first, *layers = layers
-        run = [[groups.get((first, phase)) for phase in PHASES]]
-        while layers and _same_list(first, layers[0]):
-            wanted = [groups.get((layers[0], phase)) for phase in PHASES]
-            found = [equal.aligned(a, b) for a, b in zip(run[0], wanted, strict=True)]
-            if [f is None for f in found] != [a is None for a in run[0]]:
+    while blocks:
+        for trims in (True, False):
+            found = _from_first(blocks, equal, trims)
+            run = _run(graph, owners, found)
+            if len(found) == 1 or run.layers not in given_up:
                 break
-            run.append(found)
-            layers = layers[1:]
-        if len(run) > 1:
-            forward, backward, weights = (
-                tuple(g for g in column if g is not None) for column in zip(*run, strict=True)
-            )
-            names = _with_folded(graph, [g.layer for g in forward])
-            yield Run(names, forward, backward, weights, _elsewhere(graph, forward, owners))
+        blocks = blocks[len(found) :]
+        if len(found) > 1:
+            yield run
+
+
+def _from_first(blocks: Sequence[Block], equal: Equal, trims: bool) -> list[Block]:
+    """The blocks from the first one on that equal each other.
+
+    ``trims``: calls at the ends of the first and of the last one may be left out.
+    """
+    first, *others = blocks
+    run = [first]
+    for block in others:
+        if not _same_list(_layer(first), _layer(block)):
+            break
+        found = equal.all_aligned(run[0], block)
+        if found is None and trims and len(run) == 1:
+            short = trimmed(first, block)
+            found = short and equal.all_aligned(short, block)
+            run = [short] if found and short else run
+        if found is None and trims:
+            short = trimmed(block, run[0])
+            found = short and equal.all_aligned(run[0], short)
+            return [*run, found] if found else run
+        if found is None:
+            break
+        run.append(found)
+    return run
+
+
+def _layer(block: Block) -> str:
+    return next(group.layer for group in block.values() if group is not None)
+
+
+def _run(graph: Graph, owners: dict[fx.Node, Owner], blocks: Sequence[Block]) -> Run:
+    forward, backward, weights = (
+        tuple(g for block in blocks if (g := block[phase]) is not None) for phase in PHASES
+    )
+    names = _with_folded(graph, [_layer(block) for block in blocks])
+    return Run(names, forward, backward, weights, _elsewhere(graph, forward, owners))
 
 
 def _elsewhere(

@@ -57,6 +57,14 @@ class Equal:
         ordered = Group(other.layer, tuple(node for node in taken if node is not None))
         return ordered if self._signature(first) == self._signature(ordered) else None
 
+    def all_aligned(
+        self, first: Mapping[Phase, Group | None], other: Mapping[Phase, Group | None]
+    ) -> dict[Phase, Group | None] | None:
+        """All phases of ``other`` in the order of ``first``; None if the two blocks differ."""
+        found = {phase: self.aligned(group, other[phase]) for phase, group in first.items()}
+        same = all((found[p] is None) == (g is None) for p, g in first.items())
+        return found if same else None
+
     def _numbered(self, group: Group) -> dict[fx.Node, int]:
         """For each call a number, which equal calls on equal operands of all blocks share.
 
@@ -173,6 +181,11 @@ def mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
     if isinstance(args, list | tuple):
         return tuple(mapped(a, known_as) for a in args)
     return repr(args)
+
+
+def says(node: fx.Node) -> object:
+    """The op and the results of a call, which are the same in equal blocks."""
+    return str(node.target), _shapes(fake_of(node))
 
 
 def _shapes(fake: Any) -> Any:
