@@ -37,6 +37,7 @@ from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
+from partc.codegen.repeats.numbers import Varied
 from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name
 from partc.codegen.repeats.slots import Interface
 from partc.codegen.text import Line, Text, block, wrap
@@ -84,7 +85,7 @@ class BlockClass:
     texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
 
     def __post_init__(self) -> None:
-        scope = attributes(self.graph.mesh)
+        scope = attributes(self.graph.mesh, *(row.name for row in self.run.numbers))
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
         written = self._names_written()
         for name, node in {**self.graph.params, **self.graph.buffers}.items():
@@ -216,6 +217,7 @@ class BlockClass:
     def declarations(self) -> list[Line]:
         """The statements of ``__init__`` that make the block's parameters and buffers."""
         lines = [Line("self.rng, self.name = rng, name")] if self.draws else []
+        lines += [Line(f"self.{row.name} = {row.name}") for row in self.run.numbers]
         lines += [Line("self.partials = partials")] if self.adds_up else []
         if self._gathers():
             lines.append(Line("self.whole = Gathered()", "weights that are being gathered"))
@@ -229,7 +231,9 @@ class BlockClass:
         """The arguments of ``__init__`` behind ``self``, with their types."""
         mesh = "mesh: DeviceMesh" if self.is_distributed else ""
         parts = "partials: Partials" if self.adds_up else ""
-        return ", ".join(filter(None, (mesh, parts, "rng: Draws, name: str" * self.draws)))
+        numbers = [f"{row.name}: {_type(row)}" for row in self.run.numbers]
+        draws = "rng: Draws, name: str" * self.draws
+        return ", ".join(filter(None, (mesh, parts, draws, *numbers)))
 
     def stored(self, kind: Kind) -> dict[fx.Node, str]:
         """The first block's parameters or buffers with their attributes in the class."""
@@ -399,6 +403,10 @@ class BlockClass:
         items = ["Tensor"] * len([*side.carried, *side.listed])
         items += [SAVED] * len(self.left_by(side))
         return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"
+
+
+def _type(row: Varied) -> str:
+    return "int" if all(type(value) is int for value in row.values) else "float"
 
 
 def _signature(name: str, arguments: Sequence[str], result: str) -> Line:

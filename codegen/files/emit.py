@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -48,6 +48,7 @@ from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Item, Loop, Run, arrange
 from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
+from partc.codegen.repeats.numbers import Varied, read_from_attributes
 from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Text, block
@@ -123,7 +124,23 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
             for loop, side in sides.items():
                 if side.of("listed") and f"{fold.path}.{fold.first}" in loop.run.layers:
                     raise Unfolded(f"{fold.path} takes a value for each block")
+        for run in dict.fromkeys(loop.run for loop in sides):
+            if run.numbers:
+                phases = (run.forward, run.backward, run.weights)
+                read_from_attributes(run.layers, phases, run.numbers)
         return items, sides
+
+
+def _with_numbers(rows: Sequence[Varied], numbers: str) -> str:
+    """What a comprehension goes through to make blocks with numbers of their own.
+
+    ``numbers``: the expression of the blocks' own numbers, if their names are needed.
+    """
+    names = [*(["i"] if numbers else []), *(row.name for row in rows)]
+    lists = [*([numbers] if numbers else []), *(literal(row.values) for row in rows)]
+    if len(lists) == 1:
+        return f"{names[0]} in {lists[0]}"
+    return f"{', '.join(names)} in zip({', '.join(lists)}, strict=True)"
 
 
 @dataclass
@@ -304,8 +321,11 @@ class RoleText:
         for cls in self.classes.values():
             name, numbers = self._numbered(cls.run) if cls.draws else ("", "")
             parts = ["partials"] if cls.adds_up else []
-            given = ", ".join([*mesh, *parts, *(["self.rng", name] if name else [])])
+            own = [row.name for row in cls.run.numbers]
+            given = ", ".join([*mesh, *parts, *(["self.rng", name] if name else []), *own])
             over = f"i in {numbers}" if name else f"_ in range({len(cls.run.layers)})"
+            if own:
+                over = _with_numbers(cls.run.numbers, numbers if name else "")
             made = f"[{cls.name}({given}) for {over}]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
         return lines

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.codegen.repeats.equal import Equal, Group, Owner, ends_step
+from partc.codegen.repeats.numbers import Varied, varied
 from partc.codegen.repeats.own_names import is_elsewhere, name_in, own_name
 from partc.codegen.repeats.trim import Block, trimmed
 from partc.graph import Graph, Phase, collectives, is_backward, is_forward, value
@@ -35,7 +36,8 @@ class Run:
     has the weight gradients where a split backward computes them apart. ``layers`` has the paths of
     all blocks, those too that the graph leaves out (``graph.folds``), for which there are no calls.
     ``elsewhere`` has the parameters and buffers of other lists that blocks of this one alone read,
-    each block those with its own number: ``norms.3.weight`` for ``blocks.3``.
+    each block those with its own number: ``norms.3.weight`` for ``blocks.3``. ``numbers`` has the
+    numbers in which the blocks differ.
     """
 
     layers: tuple[str, ...]
@@ -43,6 +45,7 @@ class Run:
     backward: tuple[Group, ...]
     weights: tuple[Group, ...] = ()
     elsewhere: frozenset[str] = frozenset()
+    numbers: tuple[Varied, ...] = ()
 
     def of(self, phase: Phase) -> tuple[Group, ...]:
         return {"F": self.forward, "B": self.backward, "W": self.weights}[phase]
@@ -286,7 +289,9 @@ def _run(graph: Graph, owners: dict[fx.Node, Owner], blocks: Sequence[Block]) ->
         tuple(g for block in blocks if (g := block[phase]) is not None) for phase in PHASES
     )
     names = _with_folded(graph, [_layer(block) for block in blocks])
-    return Run(names, forward, backward, weights, _elsewhere(graph, forward, owners))
+    elsewhere = _elsewhere(graph, forward, owners)
+    numbers = varied(names, (forward, backward, weights))
+    return Run(names, forward, backward, weights, elsewhere, numbers)
 
 
 def _elsewhere(

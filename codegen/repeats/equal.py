@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from partc.codegen.repeats.may_vary import may_vary
 from partc.codegen.repeats.own_names import own_name
 from partc.graph import Graph, Phase, collectives, fake_of, value
 from partc.graph.draws import site_in
@@ -102,8 +103,8 @@ class Equal:
     ) -> tuple[Any, ...]:
         return (
             str(node.target),
-            mapped(node.args, known_as),
-            mapped(sorted(node.kwargs.items()), known_as),
+            mapped(node.args, known_as, node),
+            mapped(sorted(node.kwargs.items()), known_as, node),
             _shapes(fake_of(node)),
             str(value(node).sharding),
             site_in(node, group.layer),
@@ -174,13 +175,16 @@ def _written(graph: Graph) -> dict[fx.Node, list[tuple[str, str, str]]]:
     return found
 
 
-def mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
-    """A call's arguments as a hashable value, every node replaced by ``known_as(node)``."""
+def mapped(args: Any, known_as: Callable[[fx.Node], Any], of: fx.Node | None = None) -> Any:
+    """A call's arguments as a hashable value, every node replaced by ``known_as(node)``.
+
+    ``of``: the call, of which those numbers say nothing that may differ from block to block.
+    """
     if isinstance(args, fx.Node):
         return known_as(args)
     if isinstance(args, list | tuple):
-        return tuple(mapped(a, known_as) for a in args)
-    return repr(args)
+        return tuple(mapped(a, known_as, of) for a in args)
+    return type(args).__name__ if of is not None and may_vary(of, args) else repr(args)
 
 
 def says(node: fx.Node) -> object:
