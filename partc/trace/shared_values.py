@@ -14,7 +14,7 @@ from torch import fx
 from partc.graph import update, value
 from partc.graph.folds import layer_path
 
-READERS = 2  # other blocks that read a value for all
+READERS = 1  # other blocks that read a value for all
 
 
 def free_shared(forward: Sequence[fx.Node]) -> None:

@@ -21,7 +21,7 @@ from partc.graph.folds import list_member
 from partc.graph.graph_edits import call_before
 
 aten = torch.ops.aten
-FEWEST = 3  # blocks of a loop
+FEWEST = 2  # blocks of a loop
 
 
 def start_sums(graph: Graph) -> None:
