@@ -266,16 +266,13 @@ def _from_first(blocks: Sequence[Block], equal: Equal, trims: bool) -> list[Bloc
         if not _same_list(_layer(first), _layer(block)):
             break
         found = equal.all_aligned(run[0], block)
-        if found is None and trims and len(run) == 1:
-            short = trimmed(first, block)
-            found = short and equal.all_aligned(short, block)
-            run = [short] if found and short else run
-        if found is None and trims:
-            short = trimmed(block, run[0])
-            found = short and equal.all_aligned(run[0], short)
-            return [*run, found] if found else run
+        short = trimmed(first, block) if found is None and trims and len(run) == 1 else None
+        if short is not None and (found := equal.all_aligned(short, block)) is not None:
+            run = [short]
         if found is None:
-            break
+            short = trimmed(block, run[0]) if trims else None
+            found = equal.all_aligned(run[0], short) if short is not None else None
+            return [*run, found] if found is not None else run
         run.append(found)
     return run
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import fx
+from torch import fx, nn
 
-from partc.codegen.calls.scope import Scope
 from partc.codegen.repeats.equal import Group
 from partc.codegen.repeats.may_vary import may_vary, names_of_arguments
 from partc.graph import op_word
@@ -37,7 +35,6 @@ def varied(layers: Sequence[str], phases: Iterable[Sequence[Group]]) -> tuple[Va
     ``layers`` has blocks too for which there are no calls: they are like the block before.
     """
     found: dict[tuple[str, tuple[Number, ...]], str] = {}
-    scope = Scope([*dir(torch.nn.Module)])
     for groups in phases:
         for column in zip(*(group.nodes for group in groups), strict=True):
             for row in zip(*(numbers(node) for node in column), strict=True):
@@ -47,7 +44,9 @@ def varied(layers: Sequence[str], phases: Iterable[Sequence[Group]]) -> tuple[Va
                     values = _spread(layers, by_layer)
                     word = _word(column[0], row[0][0][0])
                     if (word, values) not in found:
-                        found[word, values] = scope.fresh(word)
+                        same = sum(w == word for w, _ in found)
+                        taken = same > 0 or hasattr(nn.Module, word)
+                        found[word, values] = f"{word}_{same + 1}" if taken else word
     return tuple(Varied(name, values, word) for (word, values), name in found.items())
 
 

@@ -27,7 +27,7 @@ def own_name(layer: str, name: str) -> str:
     member = layer_path(name, sum(part.isdigit() for part in layer.split(".")))
     path, _, number = member.rpartition(".")
     parent, _, mine = layer.rpartition(".")
-    if not path or number != mine or path == parent and member != name:
+    if not path or number != mine or (path == parent and member != name):
         return ""
     return f"{path}.{NUMBER}{name.removeprefix(member)}"
 

@@ -46,12 +46,10 @@ def trimmed(block: Block, like: Block) -> Block | None:
 def _ends(group: Group, extra: Counter[object], inside: set[fx.Node]) -> set[fx.Node]:
     """The calls of ``extra`` at the ends of a group; they are taken out of ``inside``."""
     gone: set[fx.Node] = set()
-    for nodes, near in (
-        (group.nodes, lambda n: n.all_input_nodes),
-        (group.nodes[::-1], lambda n: n.users),
-    ):
-        for node in nodes:
-            if extra[says(node)] and node not in gone and inside.isdisjoint(near(node)):
+    for backwards in (False, True):
+        for node in group.nodes[::-1] if backwards else group.nodes:
+            near = node.users if backwards else node.all_input_nodes
+            if extra[says(node)] and node not in gone and inside.isdisjoint(near):
                 extra[says(node)] -= 1
                 gone.add(node)
                 inside.discard(node)

@@ -168,6 +168,7 @@ def _path_in(block: str, node: fx.Node) -> str:
         return block
     depth = sum(part.isdigit() for part in block.split("."))
     member = layer_path(module, depth)
-    inner = member.rpartition(".")[0] + module.removeprefix(member)
-    shared = [a for a, b in takewhile(lambda p: p[0] == p[1], zip(path.split("."), inner.split(".")))]
-    return ".".join([block, *inner.split(".")[len(shared) :]])
+    inner = (member.rpartition(".")[0] + module.removeprefix(member)).split(".")
+    pairs = zip(path.split("."), inner, strict=False)
+    shared = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return ".".join([block, *inner[len(shared) :]])

@@ -38,8 +38,8 @@ from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.kept_fakes import check_none_kept
 from partc.trace.known_values import SMALL_BYTES
 from partc.trace.returns import Returns
-from partc.trace.shared_values import free_shared
 from partc.trace.scan_blocks import skipping, spare_blocks
+from partc.trace.shared_values import free_shared
 from partc.trace.why_failed import explained
 from partc.wrong_calls import did_you_mean, quoted
 
