@@ -14,40 +14,42 @@ from torch import fx
 from partc.graph import update, value
 from partc.graph.folds import layer_path
 
-READERS = 1  # other blocks that read a value for all
+READERS = 2  # other blocks that read a value which depends on the inputs: one is just the next
 
 
 def free_shared(forward: Sequence[fx.Node]) -> None:
     """Set the module path of each call that one block makes for others to one outside of blocks.
 
     ``forward``: all calls of the forward, in order. Such a call follows from parameters and from
-    what the inputs alone decide, and its own block reads no more of it than the others do.
+    what the inputs alone decide, and its own block reads nothing that it is made of.
     ``encoder.block.0.bias`` becomes ``encoder.block.bias``.
     """
-    plain = _without_weights(forward)
+    plain, known = (
+        _following(forward, ("buffer", "input")),
+        _following(forward, ("param", "buffer")),
+    )
     inside = {node: layer_path(value(node).module, 1) for node in forward}
     for node in forward:
         block = inside[node]
         others = {inside.get(user, "") for user in node.users} - {block, ""}
-        if block and len({o for o in others if _same_list(o, block)}) >= READERS:
+        readers = len({other for other in others if _same_list(other, block)})
+        if block and readers >= (1 if node in known else READERS):
             made = _made_for(node, block, inside, plain)
             for each in made:
                 update(each, module=_outside(value(each).module))
                 inside[each] = ""
 
 
-def _without_weights(forward: Sequence[fx.Node]) -> set[fx.Node]:
-    """The calls that follow from inputs alone."""
+def _following(forward: Sequence[fx.Node], kinds: Collection[str]) -> set[fx.Node]:
+    """The calls that follow from placeholders of these kinds alone."""
     found: set[fx.Node] = set()
     for node in forward:
-        read = node.all_input_nodes
-        if all(n in found or (n.op == "placeholder" and _kind(n) != "param") for n in read):
+        if all(
+            n in found or (n.op == "placeholder" and value(n).kind in kinds)
+            for n in node.all_input_nodes
+        ):
             found.add(node)
     return found
-
-
-def _kind(node: fx.Node) -> str:
-    return value(node).kind
 
 
 def _made_for(
