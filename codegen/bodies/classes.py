@@ -37,7 +37,6 @@ from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
-from partc.codegen.repeats.numbers import Varied
 from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name
 from partc.codegen.repeats.slots import Interface
 from partc.codegen.text import Line, Text, block, wrap
@@ -231,7 +230,7 @@ class BlockClass:
         """The arguments of ``__init__`` behind ``self``, with their types."""
         mesh = "mesh: DeviceMesh" if self.is_distributed else ""
         parts = "partials: Partials" if self.adds_up else ""
-        numbers = [f"{row.name}: {_type(row)}" for row in self.run.numbers]
+        numbers = [f"{row.name}: {row.type_name}" for row in self.run.numbers]
         draws = "rng: Draws, name: str" * self.draws
         return ", ".join(filter(None, (mesh, parts, draws, *numbers)))
 
@@ -403,10 +402,6 @@ class BlockClass:
         items = ["Tensor"] * len([*side.carried, *side.listed])
         items += [SAVED] * len(self.left_by(side))
         return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"
-
-
-def _type(row: Varied) -> str:
-    return "int" if all(type(value) is int for value in row.values) else "float"
 
 
 def _signature(name: str, arguments: Sequence[str], result: str) -> Line:

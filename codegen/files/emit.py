@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -43,12 +43,13 @@ from partc.codegen.files.spelling import (
     result_type,
     row_name,
     spread_rows,
+    with_numbers,
 )
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Item, Loop, Run, arrange
 from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
-from partc.codegen.repeats.numbers import Varied, read_from_attributes
+from partc.codegen.repeats.numbers import read_from_attributes
 from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Text, block
@@ -129,18 +130,6 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
                 phases = (run.forward, run.backward, run.weights)
                 read_from_attributes(run.layers, phases, run.numbers)
         return items, sides
-
-
-def _with_numbers(rows: Sequence[Varied], numbers: str) -> str:
-    """What a comprehension goes through to make blocks with numbers of their own.
-
-    ``numbers``: the expression of the blocks' own numbers, if their names are needed.
-    """
-    names = [*(["i"] if numbers else []), *(row.name for row in rows)]
-    lists = [*([numbers] if numbers else []), *(literal(row.values) for row in rows)]
-    if len(lists) == 1:
-        return f"{names[0]} in {lists[0]}"
-    return f"{', '.join(names)} in zip({', '.join(lists)}, strict=True)"
 
 
 @dataclass
@@ -325,7 +314,7 @@ class RoleText:
             given = ", ".join([*mesh, *parts, *(["self.rng", name] if name else []), *own])
             over = f"i in {numbers}" if name else f"_ in range({len(cls.run.layers)})"
             if own:
-                over = _with_numbers(cls.run.numbers, numbers if name else "")
+                over = with_numbers(cls.run.numbers, numbers if name else "")
             made = f"[{cls.name}({given}) for {over}]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
         return lines

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from torch import fx
 
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.repeats.layers import FIRST
+from partc.codegen.repeats.numbers import Varied
 from partc.codegen.repeats.own_names import NUMBER, is_elsewhere
 from partc.graph import value
 from partc.quoting import docstring, literal
@@ -75,6 +77,18 @@ def spread_rows(cls: BlockClass, name: str, relative: bool) -> str:
         f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'
         f"       {rows}"
     )
+
+
+def with_numbers(rows: Sequence[Varied], numbers: str) -> str:
+    """What a comprehension goes through to make blocks with numbers of their own.
+
+    ``numbers``: the expression of the blocks' own numbers, if their names are needed.
+    """
+    names = [*(["i"] if numbers else []), *(row.name for row in rows)]
+    lists = [*([numbers] if numbers else []), *(literal(row.values) for row in rows)]
+    if len(lists) == 1:
+        return f"{names[0]} in {lists[0]}"
+    return f"{', '.join(names)} in zip({', '.join(lists)}, strict=True)"
 
 
 def header_line(line: str) -> str:

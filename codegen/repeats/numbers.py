@@ -28,6 +28,10 @@ class Varied:
     values: tuple[Number, ...]
     word: str  # what the number is to its call: ``dilation``
 
+    @property
+    def type_name(self) -> str:
+        return "int" if all(type(value) is int for value in self.values) else "float"
+
 
 def varied(layers: Sequence[str], phases: Iterable[Sequence[Group]]) -> tuple[Varied, ...]:
     """The numbers in which the blocks of a run differ; equal rows of numbers are one.
