@@ -66,7 +66,14 @@ def vit(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def t5(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "vocab_size": 256}
+    sizes = {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_heads": 4,
+        "vocab_size": 256,
+        "decoder_start_token_id": 0,
+    }
     made = T5ForConditionalGeneration(T5Config(**sizes, num_layers=layers, use_cache=False))
     return made, {**IDS, "labels": IDS["input_ids"]}
 

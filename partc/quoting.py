@@ -4,6 +4,8 @@ A model or a plan may hold any text; the functions here give literals, identifie
 docstrings that cannot end early and become code.
 """
 
+from __future__ import annotations
+
 import keyword
 import math
 import re
@@ -12,6 +14,31 @@ from collections.abc import Callable
 import torch
 
 from partc.errors import UsageError
+
+
+class Named(float):
+    """A number that is written as the name of what holds it: ``self.scale``.
+
+    It equals no number, so that nothing is written for this one value alone.
+    """
+
+    def __new__(cls, value: float, name: str) -> Named:
+        made = super().__new__(cls, value)
+        made.name = name
+        return made
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    __hash__ = object.__hash__
 
 
 def literal(value: object) -> str:
@@ -106,6 +133,7 @@ _SPELL: dict[type, Callable[..., str]] = {
     bool: repr,
     int: repr,
     float: _float,
+    Named: repr,
     complex: _complex,
     str: _text,
     tuple: _tuple,

@@ -40,6 +40,7 @@ from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
+from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name
 from partc.codegen.repeats.slots import Interface
 from partc.codegen.text import Line, Range, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, tensor_args, value
@@ -73,13 +74,13 @@ class BlockClass:
     texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
 
     def __post_init__(self) -> None:
-        scope = attributes(self.graph.mesh)
+        scope = attributes(self.graph.mesh, *(row.name for row in self.run.numbers))
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
         written = self._names_written()
         for name, node in {**self.graph.params, **self.graph.buffers}.items():
-            suffix = name.removeprefix(f"{self.run.layers[0]}.")
-            if suffix != name and (node in used or name in written):
-                self.suffixes[suffix] = scope.fresh(suffix)
+            suffix = self.own(name)
+            if suffix and (node in used or name in written):
+                self.suffixes[suffix] = scope.fresh(suffix.replace(f".{NUMBER}", ""))
 
     @cached_property
     def wishes(self) -> Wishes:
@@ -91,6 +92,14 @@ class BlockClass:
         """The names in all methods: one means the same value in each."""
         counts = any(map(reads_microbatch, self.sides))
         return Scope([*ARGUMENT_TYPES, *self.helpers.names, *(["i"] if counts else [])])
+
+    def own(self, name: str, layer: str = "") -> str:
+        """The name of a block's parameter or buffer as seen from the block; "" of no block's.
+
+        ``layer``: the block, the first one if none is named.
+        """
+        layer = layer or self.run.layers[0]
+        return own_name(layer, name) if has(layer, name, self.run.elsewhere) else ""
 
     def _names_written(self) -> set[str]:
         """Names of parameters whose gradients, and of buffers whose new values, the block makes.
@@ -145,7 +154,7 @@ class BlockClass:
     def attributes(self) -> dict[str, str]:
         """For each parameter and buffer of all blocks its path in the step: ``layers.0.w``."""
         return {
-            f"{layer}.{suffix}": f"{self.attribute}.{i}.{attribute}"
+            name_in(layer, suffix): f"{self.attribute}.{i}.{attribute}"
             for i, layer in enumerate(self.run.layers)
             for suffix, attribute in self.suffixes.items()
         }
@@ -193,15 +202,16 @@ class BlockClass:
     def _params(self) -> list[str]:
         """Every parameter of the class as text, in the order of the declarations."""
         layer, params = self.run.layers[0], self.graph.params
-        return [f"self.{a}" for s, a in self.suffixes.items() if f"{layer}.{s}" in params]
+        return [f"self.{a}" for s, a in self.suffixes.items() if name_in(layer, s) in params]
 
     def _attribute(self, own: fx.Node) -> str:
         """The text by which methods read a parameter or buffer of the block: ``self.w_weight``."""
-        return f"self.{self.suffixes[value(own).name.removeprefix(f'{self.run.layers[0]}.')]}"
+        return f"self.{self.suffixes[self.own(value(own).name)]}"
 
     def declarations(self) -> list[Line]:
         """The statements of ``__init__`` that make the block's parameters and buffers."""
         lines = own_lines(draws=self.draws, named=self.is_named)
+        lines += [Line(f"self.{row.name} = {row.name}") for row in self.run.numbers]
         lines += [Line("self.partials = partials")] if self.adds_up else []
         if self._gathers():
             lines.append(Line("self.whole = Gathered()", "weights that are being gathered"))
@@ -217,12 +227,13 @@ class BlockClass:
             "mesh: DeviceMesh": self.is_distributed, "partials: Partials": self.adds_up,
             "rng: Draws": self.draws, "name: str": self.is_named,
         }  # fmt: skip
-        return ", ".join(text for text, is_given in given.items() if is_given)
+        numbers = [f"{row.name}: {row.type_name}" for row in self.run.numbers]
+        return ", ".join([*(text for text, is_given in given.items() if is_given), *numbers])
 
     def stored(self, kind: Kind) -> dict[fx.Node, str]:
         """The first block's parameters or buffers with their attributes in the class."""
         placed = self.graph.placeholders(kind)
-        names = {f"{self.run.layers[0]}.{suffix}": a for suffix, a in self.suffixes.items()}
+        names = {name_in(self.run.layers[0], suffix): a for suffix, a in self.suffixes.items()}
         return {placed[name]: attribute for name, attribute in names.items() if name in placed}
 
     def table(self, constant: str) -> str:
@@ -354,7 +365,7 @@ class BlockClass:
         stored: dict[fx.Node, list[str]] = {}
         for name, node in self.graph.grads.items():
             made_by = made_in_step(self.graph, node)
-            suffix = name.removeprefix(f"{group.layer}.")
+            suffix = self.own(name, group.layer)
             if made_by in inside and suffix in self.suffixes:
                 stored.setdefault(node, []).append(f"self.{self.suffixes[suffix]}")
         return stored
@@ -363,9 +374,9 @@ class BlockClass:
         """New values of the block's own buffers by the buffer's attribute."""
         inside = set(group.nodes)
         return {
-            self.suffixes[name.removeprefix(f"{group.layer}.")]: node
+            self.suffixes[self.own(name, group.layer)]: node
             for name, node in self.graph.outputs.buffers.items()
-            if node in inside and name.removeprefix(f"{group.layer}.") in self.suffixes
+            if node in inside and self.own(name, group.layer) in self.suffixes
         }
 
     def _updates(self, side: Interface, body: Body) -> list[Line]:

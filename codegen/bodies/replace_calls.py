@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -66,8 +67,8 @@ def rewritten(
 
 def _with_groups(run: Run, groups: dict[Group, Group]) -> Run:
     """A run with the blocks' new calls in place of the old."""
-    again = (tuple(groups[g] for g in run.of(phase)) for phase in PHASES)
-    return Run(run.layers, *again)
+    forward, backward, weights = (tuple(groups[g] for g in run.of(phase)) for phase in PHASES)
+    return replace(run, forward=forward, backward=backward, weights=weights)
 
 
 def _replaced(

@@ -15,6 +15,7 @@ from torch import fx
 
 from partc.codegen.calls.storage import is_view, owner
 from partc.codegen.repeats.blocks import Item, Loop
+from partc.codegen.repeats.numbers import reads_numbers
 from partc.graph import (
     Graph,
     collectives,
@@ -117,9 +118,11 @@ def units_of(place: Place) -> list[Unit]:
 
 
 def is_movable(node: fx.Node) -> bool:
-    """Whether a call depends on its operands alone: no random draw, no rank, no transfer."""
+    """Whether a call depends on its operands alone: no random draw, no rank, no transfer, and no
+    number that differs from block to block.
+    """
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return not (random or moves(node) or draws_numbers(node))
+    return not (random or moves(node) or draws_numbers(node) or reads_numbers(node))
 
 
 def moves(node: fx.Node) -> bool:

@@ -44,12 +44,15 @@ from partc.codegen.files.spelling import (
     numbered,
     read,
     result_type,
+    row_name,
     spread_rows,
+    with_numbers,
 )
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Item, Loop, Run, arrange
 from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
+from partc.codegen.repeats.numbers import read_from_attributes
 from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Printed, Text, block
@@ -131,6 +134,10 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
             for loop, side in sides.items():
                 if side.of("listed") and f"{fold.path}.{fold.first}" in loop.run.layers:
                     raise Unfolded(f"{fold.path} takes a value for each block")
+        for run in dict.fromkeys(loop.run for loop in sides):
+            if run.numbers:
+                phases = (run.forward, run.backward, run.weights)
+                read_from_attributes(run.layers, phases, run.numbers)
         return items, sides
 
 
@@ -267,21 +274,20 @@ class RoleText:
 
     def block_rows(self, cls: BlockClass) -> dict[str, list[Line]]:
         """The entries of a block's own tables of parameters and of buffers."""
-        prefix = f"{cls.run.layers[0]}."
-        return {name: self._rows(cls.stored(kind), prefix) for kind, name in TABLES.items()}
+        return {name: self._rows(cls.stored(kind), cls) for kind, name in TABLES.items()}
 
-    def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
-        """The table entries of parameters or buffers; ``prefix``, the path of a block, is cut off
-        their names, which then name no layer.
+    def _rows(self, stored: Mapping[fx.Node, str], cls: BlockClass | None = None) -> list[Line]:
+        """The table entries of parameters or buffers, with the names that those of a block's class
+        have in every block.
 
         An entry has the tensor's type as a comment, where no declaration shows that.
         """
         listed = is_listed(self.graph, list(stored))
-        layers = None if prefix else self.layers
+        layers = None if cls else self.layers
         lines = []
         for node, attribute in stored.items():
             r = row(self.graph, node, attribute)
-            name = r.name.removeprefix(prefix)
+            name = row_name(cls, r.name) if cls else r.name
             text = literal(name) if layers is None else layers.literal(name)
             remark = comment(typed(node)) if listed else ""
             lines.append(Line(f"{literal(attribute)}: ({text}, {r.known})", remark))
@@ -315,8 +321,11 @@ class RoleText:
             name, numbers = self._numbered(cls.run) if cls.is_named else ("", "")
             parts = ["partials"] if cls.adds_up else []
             rng = ["self.rng"] if cls.draws else []
-            given = ", ".join([*mesh, *parts, *rng, *([name] if name else [])])
+            own = [row.name for row in cls.run.numbers]
+            given = ", ".join([*mesh, *parts, *rng, *([name] if name else []), *own])
             over = f"i in {numbers}" if name else f"_ in range({len(cls.run.layers)})"
+            if own:
+                over = with_numbers(cls.run.numbers, numbers if name else "")
             made = f"[{cls.name}({given}) for {over}]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
         return lines

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from torch import fx
 
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.repeats.layers import FIRST
+from partc.codegen.repeats.numbers import Varied
+from partc.codegen.repeats.own_names import NUMBER, is_elsewhere
 from partc.graph import value
 from partc.quoting import docstring, literal
 
@@ -43,6 +46,18 @@ def numbered(parent: str, number: str) -> str:
     return f"{text[:-1]}.{{{number}}}{text[-1]}"
 
 
+def row_name(cls: BlockClass, name: str) -> str:
+    """The name of a block's parameter in the table of one block: without the block's path.
+
+    Where some stand in other lists, all names are whole and have ``{}`` for the block's number.
+    """
+    if not cls.run.elsewhere:
+        return cls.own(name)
+    own = cls.own(name).replace("{", "{{").replace("}", "}}")
+    parent = cls.run.layers[0].rpartition(".")[0].replace("{", "{{").replace("}", "}}")
+    return own.replace(NUMBER, "{}", 1) if is_elsewhere(own) else f"{parent}.{{}}.{own}"
+
+
 def spread_rows(cls: BlockClass, name: str, relative: bool) -> str:
     """The entries of all blocks as a comprehension over the table of one block.
 
@@ -53,11 +68,27 @@ def spread_rows(cls: BlockClass, name: str, relative: bool) -> str:
     steady = numbers == list(range(first, first + num))
     where = f"i + {first}" if steady and first else "i" if steady else f"{numbers}[i]"
     where += f" + {FIRST}" if relative else ""
+    rows = f"for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
+    if cls.run.elsewhere:
+        path = f'f"{cls.attribute}.{{i}}.{{attribute}}"'
+        return f"**{{{path}: (name.format({where}), *rest)\n       {rows}"
     parent = literal(cls.run.layers[0].removesuffix(str(first)))
     return (
         f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'
-        f"       for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
+        f"       {rows}"
     )
+
+
+def with_numbers(rows: Sequence[Varied], numbers: str) -> str:
+    """What a comprehension goes through to make blocks with numbers of their own.
+
+    ``numbers``: the expression of the blocks' own numbers, if their names are needed.
+    """
+    names = [*(["i"] if numbers else []), *(row.name for row in rows)]
+    lists = [*([numbers] if numbers else []), *(literal(row.values) for row in rows)]
+    if len(lists) == 1:
+        return f"{names[0]} in {lists[0]}"
+    return f"{', '.join(names)} in zip({', '.join(lists)}, strict=True)"
 
 
 def header_line(line: str) -> str:

@@ -18,6 +18,7 @@ from partc.codegen.calls.ranges import finished
 from partc.codegen.files.spelling import result_type
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
+from partc.codegen.repeats.own_names import name_in
 from partc.codegen.text import Line, block
 from partc.errors import CheckError, PlanError
 from partc.graph import Graph, collectives, fake_of, first_operand, value
@@ -142,9 +143,9 @@ def _leaving_behind(cls: BlockClass, early: Set[str], params: Collection[str]) -
 
     Empty if the blocks of the class differ in this: one text serves all of them.
     """
-    mine = [s for s in cls.suffixes if f"{cls.run.layers[0]}.{s}" in params]
-    here = [layer for layer in cls.run.layers if mine and f"{layer}.{mine[0]}" in params]
-    leaves = [[s for s in mine if f"{layer}.{s}" in early] for layer in here]
+    mine = [s for s in cls.suffixes if name_in(cls.run.layers[0], s) in params]
+    here = [layer for layer in cls.run.layers if mine and name_in(layer, mine[0]) in params]
+    leaves = [[s for s in mine if name_in(layer, s) in early] for layer in here]
     if not leaves or any(each != leaves[0] for each in leaves):
         return []
     if leaves[0] == mine:

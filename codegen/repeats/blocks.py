@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.codegen.repeats.equal import Equal, Group, Owner, ends_step
+from partc.codegen.repeats.numbers import Varied, varied
+from partc.codegen.repeats.own_names import is_elsewhere, name_in, own_name
+from partc.codegen.repeats.trim import Block, trimmed
 from partc.graph import Graph, Phase, collectives, is_backward, is_forward, value
 from partc.graph.folds import DEPTHS, layer_path
 from partc.graph.moves import gathers_param
 from partc.in_order import in_order
+from partc.passes.shard.propagate import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
 
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
@@ -31,12 +35,17 @@ class Run:
     ``forward`` and ``backward`` have the calls of each block, in the order of the list. ``weights``
     has the weight gradients where a split backward computes them apart. ``layers`` has the paths of
     all blocks, those too that the graph leaves out (``graph.folds``), for which there are no calls.
+    ``elsewhere`` has the parameters and buffers of other lists that blocks of this one alone read,
+    each block those with its own number: ``norms.3.weight`` for ``blocks.3``. ``numbers`` has the
+    numbers in which the blocks differ.
     """
 
     layers: tuple[str, ...]
     forward: tuple[Group, ...]
     backward: tuple[Group, ...]
     weights: tuple[Group, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
+    numbers: tuple[Varied, ...] = ()
 
     def of(self, phase: Phase) -> tuple[Group, ...]:
         return {"F": self.forward, "B": self.backward, "W": self.weights}[phase]
@@ -61,18 +70,17 @@ def arrange(graph: Graph, given_up: Collection[tuple[str, ...]] = ()) -> list[It
     stand among the others, one by one. The caller names more runs to give up, by their ``layers``,
     in ``given_up``.
     """
-    loops = [loop for loop in _loops(graph) if loop.run.layers not in given_up]
+    given = set(given_up)
     while True:
-        items, stuck = _sorted(graph, loops)
+        items, stuck = _sorted(graph, _loops(graph, given))
         if not stuck:
             return items
-        run = stuck[0].run
-        loops = [loop for loop in loops if loop.run is not run]
+        given.add(stuck[0].run.layers)
 
 
 # which block a call belongs to --------------------------------------------------------------------
-def _loops(graph: Graph) -> list[Loop]:
-    """The loops of all runs.
+def _loops(graph: Graph, given_up: Collection[tuple[str, ...]]) -> list[Loop]:
+    """The loops of all runs but those that are given up.
 
     Blocks are looked for at the outermost list index first (``h.0`` of ``h.0.experts.2``): calls
     that stand in a loop there are in no inner one.
@@ -81,7 +89,10 @@ def _loops(graph: Graph) -> list[Loop]:
     taken: set[fx.Node] = set()
     for depth in DEPTHS:
         owners = _owners(graph, depth, taken)
-        for run in _runs(graph, owners):
+        for run in _runs(graph, owners, given_up):
+            if run.layers in given_up:
+                taken |= {n for phase in PHASES for g in run.of(phase) for n in g.nodes}
+                continue
             down = bool(run.backward) and _descends(graph, run.backward)
             phases: list[tuple[Phase, tuple[Group, ...]]] = [("F", run.forward)]
             phases += [(p, run.of(p)[::-1] if down else run.of(p)) for p in LATER if run.of(p)]
@@ -112,6 +123,8 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
         layer = layer_path(known.module, depth)
         if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
             continue
+        if _starts_sum(node):
+            continue
         if layer:
             # Weights gathered once per step (phase S) are read by the block's forward method.
             owners[node] = (layer, "F" if known.phase == "S" else known.phase)
@@ -126,6 +139,17 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
             owners.pop(node, None)
             owners |= {node: owners[producer]} if producer in owners else {}
     return owners
+
+
+def _starts_sum(node: fx.Node) -> bool:
+    """Whether a call keeps a part of the zeros that a sum over all blocks begins with.
+
+    The zeros are made outside of the blocks, and the block that runs first reads them.
+    """
+    start = node
+    while start.target in collectives.LOCAL:
+        start = start.all_input_nodes[0]
+    return start is not node and not value(start).module and is_zero(start)
 
 
 def _of_turn(node: fx.Node) -> bool:
@@ -201,8 +225,14 @@ def _hoist(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
 
 
 # equal blocks -------------------------------------------------------------------------------------
-def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
-    """Runs of at least two neighbouring blocks of one list whose phases are all equal."""
+def _runs(
+    graph: Graph, owners: dict[fx.Node, Owner], given_up: Collection[tuple[str, ...]]
+) -> Iterator[Run]:
+    """Runs of at least two neighbouring blocks of one list whose phases are all equal.
+
+    The first and the last block may have calls beyond those of the others at their ends, which are
+    then left out of the run. A run in ``given_up`` is made again without such blocks.
+    """
     members: dict[Owner, list[fx.Node]] = defaultdict(list)
     for node, owner in owners.items():
         members[owner].append(node)
@@ -212,23 +242,74 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
         {layer for layer, phase in groups if phase == "F"},
         key=lambda p: order[groups[p, "F"].nodes[0]],
     )
+    blocks = [{phase: groups.get((layer, phase)) for phase in PHASES} for layer in layers]
     equal = Equal(graph, owners)
-    while layers:
-        first, *layers = layers
-        run = [[groups.get((first, phase)) for phase in PHASES]]
-        while layers and _same_list(first, layers[0]):
-            wanted = [groups.get((layers[0], phase)) for phase in PHASES]
-            found = [equal.aligned(a, b) for a, b in zip(run[0], wanted, strict=True)]
-            if [f is None for f in found] != [a is None for a in run[0]]:
+    while blocks:
+        for trims in (True, False):
+            found = _from_first(blocks, equal, trims)
+            run = _run(graph, owners, found)
+            if len(found) == 1 or run.layers not in given_up:
                 break
-            run.append(found)
-            layers = layers[1:]
-        if len(run) > 1:
-            forward, backward, weights = (
-                tuple(g for g in column if g is not None) for column in zip(*run, strict=True)
-            )
-            names = _with_folded(graph, [g.layer for g in forward])
-            yield Run(names, forward, backward, weights)
+        blocks = blocks[len(found) :]
+        if len(found) > 1:
+            yield run
+
+
+def _from_first(blocks: Sequence[Block], equal: Equal, trims: bool) -> list[Block]:
+    """The blocks from the first one on that equal each other.
+
+    ``trims``: calls at the ends of the first and of the last one may be left out.
+    """
+    first, *others = blocks
+    run = [first]
+    for block in others:
+        if not _same_list(_layer(first), _layer(block)):
+            break
+        found = equal.all_aligned(run[0], block)
+        short = trimmed(first, block) if found is None and trims and len(run) == 1 else None
+        if short is not None and (found := equal.all_aligned(short, block)) is not None:
+            run = [short]
+        if found is None:
+            short = trimmed(block, run[0]) if trims else None
+            found = equal.all_aligned(run[0], short) if short is not None else None
+            return [*run, found] if found is not None else run
+        run.append(found)
+    return run
+
+
+def _layer(block: Block) -> str:
+    return next(group.layer for group in block.values() if group is not None)
+
+
+def _run(graph: Graph, owners: dict[fx.Node, Owner], blocks: Sequence[Block]) -> Run:
+    forward, backward, weights = (
+        tuple(g for block in blocks if (g := block[phase]) is not None) for phase in PHASES
+    )
+    names = _with_folded(graph, [_layer(block) for block in blocks])
+    elsewhere = _elsewhere(graph, forward, owners)
+    numbers = varied(names, (forward, backward, weights))
+    return Run(names, forward, backward, weights, elsewhere, numbers)
+
+
+def _elsewhere(
+    graph: Graph, groups: Sequence[Group], owners: dict[fx.Node, Owner]
+) -> frozenset[str]:
+    """The parameters and buffers of other lists that each block of a run has for itself alone."""
+    layers = [group.layer for group in groups]
+    found: set[str] = set()
+    stored = {**graph.params, **graph.buffers}
+    for name in stored:
+        own = own_name(layers[0], name)
+        names = [name_in(layer, own) for layer in layers] if is_elsewhere(own) else []
+        if all(_is_read_by(stored.get(n), b, owners) for n, b in zip(names, layers, strict=False)):
+            found.update(names)
+    return frozenset(found)
+
+
+def _is_read_by(node: fx.Node | None, layer: str, owners: dict[fx.Node, Owner]) -> bool:
+    """Whether a parameter or buffer is there, and calls of one block are all that reads it."""
+    readers = [u for u in node.users if u.op == "call_function"] if node is not None else []
+    return bool(readers) and all(owners.get(u, ("", "F"))[0] == layer for u in readers)
 
 
 def _with_folded(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:

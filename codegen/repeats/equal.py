@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from partc.codegen.repeats.may_vary import may_vary
+from partc.codegen.repeats.own_names import own_name
 from partc.graph import Graph, Phase, collectives, fake_of, value
 from partc.graph.draws import site_in
 
@@ -56,6 +58,14 @@ class Equal:
         ordered = Group(other.layer, tuple(node for node in taken if node is not None))
         return ordered if self._signature(first) == self._signature(ordered) else None
 
+    def all_aligned(
+        self, first: Mapping[Phase, Group | None], other: Mapping[Phase, Group | None]
+    ) -> dict[Phase, Group | None] | None:
+        """All phases of ``other`` in the order of ``first``; None if the two blocks differ."""
+        found = {phase: self.aligned(group, other[phase]) for phase, group in first.items()}
+        same = all((found[p] is None) == (g is None) for p, g in first.items())
+        return found if same else None
+
     def _numbered(self, group: Group) -> dict[fx.Node, int]:
         """For each call a number, which equal calls on equal operands of all blocks share.
 
@@ -93,12 +103,12 @@ class Equal:
     ) -> tuple[Any, ...]:
         return (
             str(node.target),
-            mapped(node.args, known_as),
-            mapped(sorted(node.kwargs.items()), known_as),
+            mapped(node.args, known_as, node),
+            mapped(sorted(node.kwargs.items()), known_as, node),
             _shapes(fake_of(node)),
             str(value(node).sharding),
             site_in(node, group.layer),
-            tuple(w.replace(f" {group.layer}.", " ") for w in self.written.get(node, [])),
+            tuple((k, own_name(group.layer, n) or n, w) for k, n, w in self.written.get(node, [])),
         )
 
     def _outside(self, node: fx.Node, layer: str) -> tuple[Any, ...]:
@@ -151,27 +161,35 @@ def made_in_step(graph: Graph, grad: fx.Node) -> fx.Node:
     return grad
 
 
-def _written(graph: Graph) -> dict[fx.Node, list[str]]:
+def _written(graph: Graph) -> dict[fx.Node, list[tuple[str, str, str]]]:
     """For each node the parameters whose final gradient, and the buffers whose new value, it makes.
 
     Equal blocks make the gradients of the same parameters, named from the block on.
     """
-    found: dict[fx.Node, list[str]] = defaultdict(list)
+    found: dict[fx.Node, list[tuple[str, str, str]]] = defaultdict(list)
     outputs = graph.outputs
     for kind, results in (("grad", outputs.grads), ("buffer", outputs.buffers)):
         for name, node in results.items():
-            which = f" {node.args[1]}" if node.target is operator.getitem else ""
-            found[made_in_step(graph, node)].append(f"{kind} {name}{which}")
+            which = str(node.args[1]) if node.target is operator.getitem else ""
+            found[made_in_step(graph, node)].append((kind, name, which))
     return found
 
 
-def mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
-    """A call's arguments as a hashable value, every node replaced by ``known_as(node)``."""
+def mapped(args: Any, known_as: Callable[[fx.Node], Any], of: fx.Node | None = None) -> Any:
+    """A call's arguments as a hashable value, every node replaced by ``known_as(node)``.
+
+    ``of``: the call, of which those numbers say nothing that may differ from block to block.
+    """
     if isinstance(args, fx.Node):
         return known_as(args)
     if isinstance(args, list | tuple):
-        return tuple(mapped(a, known_as) for a in args)
-    return repr(args)
+        return tuple(mapped(a, known_as, of) for a in args)
+    return type(args).__name__ if of is not None and may_vary(of, args) else repr(args)
+
+
+def says(node: fx.Node) -> object:
+    """The op and the results of a call, which are the same in equal blocks."""
+    return str(node.target), _shapes(fake_of(node))
 
 
 def _shapes(fake: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import fx
 
 from partc.codegen.repeats.blocks import PHASES, Loop, Run
 from partc.codegen.repeats.equal import Group, ends_step
+from partc.codegen.repeats.own_names import has, own_name
 from partc.graph import Graph, Phase, value
 from partc.passes.canonical.functionalize import viewed
 
@@ -114,7 +115,7 @@ def _slots(loop: Loop, earlier: Sequence[Interface]) -> list[Slot]:
 
 def _slot(loop: Loop, nodes: tuple[fx.Node, ...], earlier: Sequence[Interface]) -> Slot:
     suffixes = {
-        value(n).name.removeprefix(g.layer) if _is_own(n, g) else None
+        own_name(g.layer, value(n).name) if _is_own(n, g, loop.run) else None
         for n, g in zip(nodes, loop.groups, strict=True)
     }
     if len(suffixes) == 1 and None not in suffixes:
@@ -144,8 +145,8 @@ def _slot(loop: Loop, nodes: tuple[fx.Node, ...], earlier: Sequence[Interface]) 
     return Slot("listed", nodes)
 
 
-def _is_own(node: fx.Node, group: Group) -> bool:
-    return node.op == "placeholder" and value(node).name.startswith(f"{group.layer}.")
+def _is_own(node: fx.Node, group: Group, run: Run) -> bool:
+    return node.op == "placeholder" and has(group.layer, value(node).name, run.elsewhere)
 
 
 def _saved_from(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface) -> fx.Node | None:
@@ -202,18 +203,18 @@ def _read_outside(
     at = loop.groups.index(group)
     following = set(loop.groups[at + 1].nodes) if at + 1 < len(loop.groups) else set()
     readers = set(node.users) - set(group.nodes) - served.get(node, set()) - following
-    if graph.fx.output_node() in readers and _is_own_result(graph, node, group):
+    if graph.fx.output_node() in readers and _is_own_result(graph, node, group, loop.run):
         readers.discard(graph.fx.output_node())
     return any(reader.op == "output" or not ends_step(graph, reader) for reader in readers)
 
 
-def _is_own_result(graph: Graph, node: fx.Node, group: Group) -> bool:
+def _is_own_result(graph: Graph, node: fx.Node, group: Group, run: Run) -> bool:
     """Whether the step gives a value back only as gradients, or new buffers, of this very block."""
     outputs = graph.outputs
     names = [name for name, n in (*outputs.grads.items(), *outputs.buffers.items()) if n is node]
     if node in (outputs.loss, *outputs.results.values(), *outputs.sent.values()):
         return False
-    return all(name.startswith(f"{group.layer}.") for name in names) and all(
+    return all(has(group.layer, name, run.elsewhere) for name in names) and all(
         writable_in(graph, group, name) for name, n in outputs.buffers.items() if n is node
     )
 

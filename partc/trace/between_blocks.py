@@ -2,8 +2,9 @@
 
 ``for block in self.blocks: x = x + block(x)`` records the ``add`` between two blocks, in neither of
 them. Calls between two blocks that are the same in every turn of the loop become the end of the
-block before them; the remaining ones become the beginning of the block behind. The blocks are then
-complete and equal, so that a program has one function for all of them.
+block before them; the remaining ones become the beginning of the block behind. So do calls of a
+module that all turns share, and of members of other lists: ``zip(self.norms, self.blocks)``. The
+blocks are then complete and equal, so that a program has one function for all of them.
 """
 
 from __future__ import annotations
@@ -24,28 +25,40 @@ Calls = Sequence[fx.Node]
 
 @dataclass(frozen=True)
 class _Block:
-    """A member of a list of modules, and the range of positions in which its calls stand."""
+    """A member of a list, the range of positions in which its calls stand, and their number."""
 
     path: str
     first: int
     behind: int
+    num: int
 
 
 def adopt_between(forward: Calls) -> None:
     """Set the module path of every call between two blocks to one of the two blocks.
 
-    ``forward``: all calls of the forward, in order.
+    ``forward``: all calls of the forward, in order. Of several lists that one loop goes through,
+    the one with the most calls takes the members of the others: ``norms.3`` becomes
+    ``blocks.3.norms``.
     """
     for depth in DEPTHS:
-        for path, blocks in _lists(forward, depth).items():
-            inside = [
-                [n for n in forward[b.first : b.behind] if not _is_in(n, path)] for b in blocks
-            ]
-            between = [forward[a.behind : b.first] for a, b in pairwise(blocks)]
-            loose = (n for calls in (*inside, *between) for n in calls)
-            if len(blocks) > 1 and all(_is_loose(n, path) for n in loose):
-                _fill(blocks, inside)
-                _divide(forward, path, blocks, between)
+        done: set[str] = set()
+        while True:
+            lists = _lists(forward, depth)
+            left = {path: blocks for path, blocks in lists.items() if path not in done}
+            path = max(left, key=lambda p: sum(b.num for b in left[p]), default="")
+            if not path:
+                break
+            done.add(path)
+            _adopt(forward, path, lists[path])
+
+
+def _adopt(forward: Calls, path: str, blocks: Sequence[_Block]) -> None:
+    """Give the calls of the loop over one list to its members."""
+    if len(blocks) > 1:
+        inside = [[n for n in forward[b.first : b.behind] if not _is_in(n, path)] for b in blocks]
+        between = [forward[a.behind : b.first] for a, b in pairwise(blocks)]
+        _fill(blocks, inside)
+        _divide(forward, blocks, between)
 
 
 def name_adopted(graph: Graph) -> None:
@@ -72,14 +85,31 @@ def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:
     """The blocks of each list of modules; no list whose members' calls are interleaved."""
     places: dict[str, dict[int, list[int]]] = {}
     for place, node in enumerate(forward):
-        path, _, index = layer_path(value(node).module, depth).rpartition(".")
+        path, _, index = layer_path(_stands_in(node), depth).rpartition(".")
         if path:
             places.setdefault(path, {}).setdefault(int(index), []).append(place)
     lists = {
-        path: [_Block(f"{path}.{i}", min(of[i]), max(of[i]) + 1) for i in sorted(of)]
+        path: [_Block(f"{path}.{i}", min(of[i]), max(of[i]) + 1, len(of[i])) for i in sorted(of)]
         for path, of in places.items()
     }
     return {path: blocks for path, blocks in lists.items() if _in_order(blocks)}
+
+
+def _stands_in(node: fx.Node) -> str:
+    """The path of the module that makes a call, or of the entry of a ParameterList that it reads.
+
+    The latter where the module itself has the list: it goes through it as through blocks.
+    """
+    module = value(node).module
+    for read in node.all_input_nodes:
+        name = value(read).name if read.op == "placeholder" else ""
+        if name.rpartition(".")[2].isdigit() and _is_above(module, name):
+            return name
+    return module
+
+
+def _is_above(module: str, path: str) -> bool:
+    return not module or path.startswith(f"{module}.")
 
 
 def _in_order(blocks: Sequence[_Block]) -> bool:
@@ -92,13 +122,14 @@ def _fill(blocks: Sequence[_Block], inside: Sequence[Calls]) -> None:
         _give(blocks, inside)
 
 
-def _divide(forward: Calls, path: str, blocks: Sequence[_Block], between: Sequence[Calls]) -> None:
+def _divide(forward: Calls, blocks: Sequence[_Block], between: Sequence[Calls]) -> None:
     """Divide the calls between two blocks into the first one's end and the second one's beginning.
 
     The end is what all turns of the loop have in common behind a block, the last block included.
     The beginning is the rest. The first block gets one too, if the same calls stand before it.
     """
-    behind = [*takewhile(lambda n: _is_loose(n, path), forward[blocks[-1].behind :])]
+    longest = max(map(len, between))
+    behind = forward[blocks[-1].behind : blocks[-1].behind + longest]
     said = [[_says(n) for n in calls] for calls in (*between, behind)]
     same = takewhile(lambda turns: len(set(turns)) == 1, zip(*said, strict=False))
     num = len([*same])
@@ -114,17 +145,6 @@ def _is_in(node: fx.Node, path: str) -> bool:
     return value(node).module.startswith(f"{path}.")
 
 
-def _is_loose(node: fx.Node, path: str) -> bool:
-    """Whether a call may be given to a block.
-
-    That is so for calls of a module that contains the list, and for calls of any other module that
-    read no parameter or buffer, as all blocks may share those.
-    """
-    module = value(node).module
-    above = not module or path.startswith(f"{module}.")
-    return above or not any(n.op == "placeholder" for n in node.all_input_nodes)
-
-
 def _says(node: fx.Node) -> tuple[object, ...]:
     """The op, literals, module (list indices as ``#``) and line: equal in every turn of a loop."""
     module = re.sub(r"\d+", "#", value(node).module)
@@ -134,4 +154,21 @@ def _says(node: fx.Node) -> tuple[object, ...]:
 def _give(blocks: Sequence[_Block], calls: Sequence[Calls]) -> None:
     for block, own in zip(blocks, calls, strict=True):
         for node in own:
-            update(node, module=block.path)
+            update(node, module=_path_in(block.path, node))
+
+
+def _path_in(block: str, node: fx.Node) -> str:
+    """The module path of a call that is given to a block: ``blocks.3.norms`` of ``norms.3``.
+
+    A call of a module around the list, and one without parameters, has the block's own path.
+    """
+    module, path = value(node).module, block.rpartition(".")[0]
+    reads = any(value(n).kind == "param" for n in node.all_input_nodes)
+    if _is_above(module, path) or not reads:
+        return block
+    depth = sum(part.isdigit() for part in block.split("."))
+    member = layer_path(module, depth)
+    inner = (member.rpartition(".")[0] + module.removeprefix(member)).split(".")
+    pairs = zip(path.split("."), inner, strict=False)
+    shared = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return ".".join([block, *inner[len(shared) :]])

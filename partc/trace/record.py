@@ -39,6 +39,7 @@ from partc.trace.kept_fakes import check_none_kept
 from partc.trace.known_values import SMALL_BYTES
 from partc.trace.returns import Returns
 from partc.trace.scan_blocks import skipping, spare_blocks
+from partc.trace.shared_values import free_shared
 from partc.trace.why_failed import explained
 from partc.wrong_calls import did_you_mean, quoted
 
@@ -308,7 +309,9 @@ def _describe(graph: Graph) -> None:
         set_fake(node, fake)
         set_site(node, noted.get("site", ""))
     # before the backward, whose calls take over the module paths of forward calls
-    adopt_between([n for n in graph.calls() if not _is_noted_backward(n)])
+    in_forward = [n for n in graph.calls() if not _is_noted_backward(n)]
+    free_shared(in_forward)
+    adopt_between(in_forward)
     name_adopted(graph)
     forward: dict[int, fx.Node] = {}
     for node in graph.calls():

@@ -24,6 +24,7 @@ from partc.passes.canonical.open_means import open_means
 from partc.passes.canonical.open_strides import open_strides
 from partc.passes.canonical.pad_slices import pad_slices
 from partc.passes.canonical.squeeze_sums import squeeze_sums
+from partc.passes.canonical.start_sums import start_sums
 from partc.passes.canonical.unsort_rows import unsort_rows
 from partc.passes.runner import Pass
 
@@ -85,6 +86,11 @@ CANONICAL = (
     Pass(drop_noops, JOINT, "and views that change nothing"),
     Pass(free_fills, JOINT, "a tensor of a constant needs no tensor that lends it a dtype"),
     Pass(merge_given, JOINT, "masks and positions of equal blocks are computed once"),
+    Pass(
+        start_sums,
+        JOINT,
+        "the first block to add to a gradient that all blocks add to is then like the others",
+    ),
     Pass(
         copy_for_buffers,
         JOINT,

@@ -89,7 +89,8 @@ def stack_block_of(graph: Graph) -> Callable[[fx.Node], str]:
     """The function from a call to its block: the innermost list member around the call that has a
     sibling with equal parameters.
 
-    Thus entry ``layers.3.mlp.0`` of an ``nn.Sequential`` belongs to the block ``layers.3``.
+    Thus entry ``layers.3.mlp.0`` of an ``nn.Sequential`` belongs to the block ``layers.3``. A
+    member that has more than such siblings, a table that it looks up for all, is a block too.
     """
     members: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for name, node in graph.params.items():
@@ -97,6 +98,10 @@ def stack_block_of(graph: Graph) -> Callable[[fx.Node], str]:
             members[path].append((name.removeprefix(path), value(node).shape))
     alike = Counter((path.rpartition(".")[0], *of) for path, of in members.items())
     stack = {p for p, of in members.items() if alike[(p.rpartition(".")[0], *of)] > 1}
+    equal: dict[str, set[frozenset[Any]]] = defaultdict(set)
+    for path in stack:
+        equal[path.rpartition(".")[0]].add(frozenset(members[path]))
+    stack |= {p for p, of in members.items() if any(e < {*of} for e in equal[p.rpartition(".")[0]])}
     return lambda node: next(
         (path for path in _entries(value(node).module) if path in stack), innermost_block(node)
     )
@@ -118,7 +123,10 @@ def _gathers(
     for node in graph.calls():
         if gathers_param(node):
             block = block_in(node)
-            of_its_own = value(first_operand(node)).name.startswith(f"{block}.")
+            readers = [u for u in first_operand(node).users if u.op == "call_function"]
+            of_its_own = value(first_operand(node)).name.startswith(f"{block}.") or (
+                block != "" and all(block_in(reader) == block for reader in readers)
+            )
             place: Place = block if of_its_own else stretches[node] if not block else node.name
             found[place, value(node).phase, node.kwargs["axis"], fake_of(node).dtype].append(node)
     return [sorted(nodes, key=lambda n: order[first_operand(n)]) for nodes in found.values()]

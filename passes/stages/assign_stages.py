@@ -30,6 +30,7 @@ from partc.graph import (
 from partc.graph.ancestors import ancestors
 from partc.graph.graph_edits import Writer
 from partc.graph.input_only import input_only
+from partc.passes.shard.propagate import is_zero
 
 aten = torch.ops.aten
 COPY = "#"  # between a tied parameter's name and the stage of a copy
@@ -224,7 +225,12 @@ def _share_gradient(graph: Graph, name: str, stages: Sequence[int]) -> None:
 
 
 def _parts(graph: Graph, node: fx.Node) -> dict[int, fx.Node]:
-    """The summands of a gradient by stage; several summands of one stage are added up."""
+    """The summands of a gradient by stage; several summands of one stage are added up.
+
+    Zeros that a sum begins with are no summand: they are added to where they are.
+    """
+    if stage_of(node) == ANYWHERE and is_zero(node):
+        return {}
     if node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs:
         first, second = (_parts(graph, operand) for operand in node.all_input_nodes)
         if {*first, *second} == {stage_of(node)}:

@@ -21,6 +21,7 @@ from partc.passes.canonical.open_means import open_means
 from partc.passes.canonical.open_strides import open_strides
 from partc.passes.canonical.pad_slices import pad_slices
 from partc.passes.canonical.squeeze_sums import squeeze_sums
+from partc.passes.canonical.start_sums import start_sums
 
 CASES: dict[str, tuple[Callable[[Graph], None], str]] = {
     "drop_noops": (
@@ -383,6 +384,27 @@ forward (loss)
 outputs
   result a = a
   result b = b
+""",
+    ),
+    "start_sums": (
+        start_sums,
+        """\
+graph M
+param bias : f64[4,6]
+input x : f64[4,6]
+backward h.2
+  d_2 = mul.Tensor(x, bias) : f64[4,6]
+  bias_2 = exp(d_2) : f64[4,6]
+backward h.1
+  d_1 = mul.Tensor(d_2, bias) : f64[4,6]
+  bias_1 = exp(d_1) : f64[4,6]
+  sum_1 = add.Tensor(bias_2, bias_1) : f64[4,6]
+backward h.0
+  d_0 = mul.Tensor(d_1, bias) : f64[4,6]
+  bias_0 = exp(d_0) : f64[4,6]
+  sum_0 = add.Tensor(sum_1, bias_0) : f64[4,6]
+outputs
+  grad bias = sum_0
 """,
     ),
 }

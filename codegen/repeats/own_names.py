@@ -1,0 +1,54 @@
+"""Which parameters and buffers belong to a block, and what they are called as seen from the block.
+
+A block has what its module has: ``up.weight`` of ``blocks.3.up.weight``. Where a model keeps the
+weights of one turn of its loop in several lists (``zip(self.norms, self.blocks)``), a block also
+has the members of the other lists with its own number: ``norms.#.weight`` of ``norms.3.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from partc.graph.folds import layer_path
+
+NUMBER = "#"  # stands for the block's number in a name of another list
+
+
+def own_name(layer: str, name: str) -> str:
+    """The name of a parameter as seen from a block that may have it; "" of what it cannot have.
+
+    >>> own_name("blocks.3", "blocks.3.up.weight"), own_name("blocks.3", "norms.3.weight")
+    ('up.weight', 'norms.#.weight')
+    >>> own_name("blocks.3", "norms.4.weight")
+    ''
+    """
+    if name.startswith(f"{layer}."):
+        return name.removeprefix(f"{layer}.")
+    member = layer_path(name, sum(part.isdigit() for part in layer.split(".")))
+    path, _, number = member.rpartition(".")
+    parent, _, mine = layer.rpartition(".")
+    if not path or number != mine or (path == parent and member != name):
+        return ""
+    return f"{path}.{NUMBER}{name.removeprefix(member)}"
+
+
+def name_in(layer: str, own: str) -> str:
+    """The name in the model of what a block has; the other way around than ``own_name``.
+
+    >>> name_in("blocks.3", "up.weight"), name_in("blocks.3", "norms.#.weight")
+    ('blocks.3.up.weight', 'norms.3.weight')
+    """
+    if is_elsewhere(own):
+        number = layer.rpartition(".")[2]
+        return ".".join(number if part == NUMBER else part for part in own.split("."))
+    return f"{layer}.{own}"
+
+
+def is_elsewhere(own: str) -> bool:
+    """Whether a block's parameter stands in another list than the block."""
+    return NUMBER in own.split(".")
+
+
+def has(layer: str, name: str, others: Collection[str]) -> bool:
+    """Whether a block has a parameter; ``others``: names from other lists that blocks have."""
+    return name.startswith(f"{layer}.") or (name in others and own_name(layer, name) != "")
