@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line
@@ -48,3 +50,8 @@ def argument_name(side: Interface, slot: Slot, wish: Wishes) -> str:
     if slot.kind != "carried" or slot is main_slot(side):
         return wish.get(side.own(slot), "value")
     return wish.get(side.group.nodes[slot.position], "value")
+
+
+def signature(name: str, arguments: Sequence[str], result: str) -> Line:
+    """The ``def`` line of a block's method."""
+    return Line(f"def {name}({', '.join(arguments)}) -> {result}:")

@@ -20,6 +20,7 @@ from partc.codegen.bodies.block_arguments import (
     own_lines,
     passed,
     reads_microbatch,
+    signature,
 )
 from partc.codegen.bodies.block_gathers import first_gathers, gather_lines
 from partc.codegen.bodies.block_method import BlockMethod
@@ -310,7 +311,7 @@ class BlockClass:
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
         typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
         return BlockMethod(
-            _signature(name, ["self", *typed_arguments], self._result_type(side)),
+            signature(name, ["self", *typed_arguments], self._result_type(side)),
             Ledger(statements, body, lists, given),
             [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
             self.run.layers[0],
@@ -346,14 +347,10 @@ class BlockClass:
         kept |= {n for nodes in side.saved.values() for n in nodes}
         kept |= set(self._written(group).values())
         tensors = [a for a in arguments if a not in ARGUMENT_TYPES]
-        device = (
-            f"{tensors[0]}.device"
-            if tensors
-            else f"self.{next(iter(self.suffixes.values()))}.device"
-        )
+        lends = tensors[0] if tensors else f"self.{next(iter(self.suffixes.values()))}"
         return Body(
             self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group),
-            device, prefix=group.layer, adds=self.adds, own=self._params(),
+            f"{lends}.device", prefix=group.layer, adds=self.adds, own=self._params(),
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
@@ -401,8 +398,3 @@ class BlockClass:
         items = ["Tensor"] * len([*side.carried, *side.listed])
         items += [SAVED] * len(self.left_by(side))
         return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"
-
-
-def _signature(name: str, arguments: Sequence[str], result: str) -> Line:
-    """The ``def`` line."""
-    return Line(f"def {name}({', '.join(arguments)}) -> {result}:")

@@ -49,18 +49,17 @@ from partc.codegen.files.spelling import (
     with_numbers,
 )
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.repeats.blocks import Item, Loop, Run, arrange
+from partc.codegen.repeats.arranged import arranged
+from partc.codegen.repeats.blocks import Item, Loop, Run
 from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
-from partc.codegen.repeats.numbers import read_from_attributes
-from partc.codegen.repeats.slots import Interface, Unfit, interfaces
+from partc.codegen.repeats.slots import Interface, interfaces
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
 from partc.graph.graph_edits import copied
 from partc.graph.hooked import calls_hooks
-from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
 
@@ -111,34 +110,6 @@ def emit(
     text = RoleText(graph, header, items, sides, helpers, mesh=at, prefetch=prefetch).text()
     check_source(text)
     return Printed(text, helpers.origins(text))
-
-
-def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
-    """The items of a step (calls and loops), and what each loop reads and returns.
-
-    A run of blocks that no single method can serve is printed call by call. Raises Unfolded if the
-    graph leaves out blocks of such a run (``graph.folds``): then all blocks have to be traced.
-    """
-    given_up: set[Run] = set()
-    while True:
-        items = arrange(graph, {run.layers for run in given_up})
-        try:
-            sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-        except Unfit as unfit:
-            given_up.add(unfit.run)
-            continue
-        printed = {layer for side in sides for layer in side.run.layers}
-        for fold in graph.folds:
-            if f"{fold.path}.{fold.first}" not in printed:
-                raise Unfolded(f"{fold.path} stands in line")
-            for loop, side in sides.items():
-                if side.of("listed") and f"{fold.path}.{fold.first}" in loop.run.layers:
-                    raise Unfolded(f"{fold.path} takes a value for each block")
-        for run in dict.fromkeys(loop.run for loop in sides):
-            if run.numbers:
-                phases = (run.forward, run.backward, run.weights)
-                read_from_attributes(run.layers, phases, run.numbers)
-        return items, sides
 
 
 @dataclass

@@ -30,12 +30,13 @@ from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
 from partc.codegen.files.alike_stages import declared, given
-from partc.codegen.files.emit import RoleText, arranged
+from partc.codegen.files.emit import RoleText
 from partc.codegen.files.spelling import read
 from partc.codegen.files.stage_ends import Ends, Finish, early_sums, take_ends
 from partc.codegen.files.stage_flow import StageFlow, has_phase
 from partc.codegen.files.stage_methods import METHODS, Method
 from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.arranged import arranged
 from partc.codegen.repeats.blocks import Item, Loop, Run
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
@@ -66,18 +67,10 @@ class Prepared:
 
 
 def stage_text(
-    stage: Prepared,
-    label: str,
-    title: str,
-    helpers: Helpers,
-    bucket_mb: float,
-    *,
-    lent: frozenset[str] = frozenset(),
-    shared: frozenset[str] = frozenset(),
-    layers: Layers | None = None,
-    first: str = "",
-    inductor: bool = False,
-) -> StageText:
+    stage: Prepared, label: str, title: str, helpers: Helpers, bucket_mb: float, *,
+    lent: frozenset[str] = frozenset(), shared: frozenset[str] = frozenset(),
+    layers: Layers | None = None, first: str = "", inductor: bool = False,
+) -> StageText:  # fmt: skip
     """A stage made ready for printing as ``class Stage<label>``.
 
     With ``layers`` the layers are counted from the stage's first one, whose number is the

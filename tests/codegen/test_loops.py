@@ -80,7 +80,8 @@ class Scaled(nn.Module):
         self.mix, self.scale, self.drop = Mixer(), scale, nn.Dropout(rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.drop(self.mix(x))
+        y: Tensor = x + self.scale * self.drop(self.mix(x))
+        return y
 
 
 class Numbers(Net):

@@ -9,8 +9,8 @@ import pytest
 from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.printed_order import MEMBERS, check_printed
 from partc.codegen.calls.tidy import spelled
-from partc.codegen.files.emit import arranged
 from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.arranged import arranged
 from partc.codegen.repeats.blocks import Item
 from partc.errors import CheckError
 from partc.graph import Graph
