@@ -21,6 +21,14 @@ RESULTS = {  # names of the results of ops whose schema does not name them
     "nll_loss_forward": ("", "count"),
     "nll_loss2d_forward": ("", "count"),
     "max_pool2d_with_indices": ("", "indices"),
+    "max_pool3d_with_indices": ("", "indices"),
+    "adaptive_max_pool2d": ("", "indices"),
+    "adaptive_max_pool3d": ("", "indices"),
+    "fractional_max_pool2d": ("", "indices"),
+    "embedding_bag": ("", "offset2bag", "bag_size", "max_indices"),
+    "embedding_bag_forward_only": ("", "offset2bag", "bag_size", "max_indices"),
+    "ctc_loss": ("", "log_alpha"),
+    "unique2": ("", "inverse_indices", "counts"),
     "var_mean": ("var", "mean"),
 }
 
