@@ -36,7 +36,7 @@ class Equal:
     def __init__(self, graph: Graph, owners: Mapping[fx.Node, Owner]) -> None:
         self.owners = owners
         self.written = _written(graph)
-        self.elsewhere = graph.trained_elsewhere
+        self.trained, self.elsewhere = graph.trained, graph.trained_elsewhere
         self.numbers: dict[Any, int] = {}  # equal values of different blocks have one number
 
     def aligned(self, first: Group | None, other: Group | None) -> Group | None:
@@ -121,13 +121,15 @@ class Equal:
         """An operand from outside a block: local shape, dtype and sharding.
 
         The block's own parameters and buffers also have their names from the block on
-        (``.mlp.weight``), and whether another stage trains them.
+        (``.mlp.weight``), and whether another stage trains them. Frozen and trained parameters
+        differ: blocks of one class are declared alike.
         """
         known = value(node)
+        trained = known.kind == "param" and known.name in self.trained
         own = node.op == "placeholder" and known.name.startswith(f"{layer}.")
         name = known.name.removeprefix(layer) if own else ""
         elsewhere = own and known.name in self.elsewhere
-        return (name, elsewhere, _shapes(fake_of(node)), str(known.sharding))
+        return (name, trained, elsewhere, _shapes(fake_of(node)), str(known.sharding))
 
 
 def ends_step(graph: Graph, node: fx.Node) -> bool:

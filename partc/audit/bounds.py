@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from partc.audit.changed_lines import Place
 from partc.graph.draws import takes_numbers
 from partc.program.expected import numbers
+from partc.program.user_lines import file_of
 
 # An op, one of its arguments and the number there; of a comparison no argument, but all its numbers
 Bound = tuple[str, str, tuple[float, ...]]
@@ -146,7 +147,7 @@ class Bounds(TorchDispatchMode):
             frame = frame.f_back
         if frame is None:
             return "", 0
-        return frame.f_code.co_filename.removeprefix(TEXT).removesuffix(">"), frame.f_lineno
+        return file_of(frame.f_code.co_filename), frame.f_lineno
 
 
 def _turned(bound: Bound, shape: tuple[int, ...]) -> Tensor:

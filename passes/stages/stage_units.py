@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from math import prod
 
 from torch import fx
@@ -106,10 +107,11 @@ class _Chain:
         self._backward(graph)
 
     def _forward(self, graph: Graph) -> None:
-        """Begin a unit at the first forward call of its module; a call without a module of its own
-        belongs to the unit before it.
+        """Begin a unit at the first forward call of its module; a call without a module of its own,
+        or that one block makes for all of its list, belongs to the unit before it.
         """
         free, blocks = input_only(graph), blocks_of(graph)
+        lists = {block.rpartition(".")[0] for block in blocks}
         entered: set[str] = set()
         for node in graph.calls():
             known = value(node)
@@ -117,6 +119,8 @@ class _Chain:
                 continue
             inside = list(prefixes(known.module))
             path = next((p for p in inside if p in blocks), known.module)
+            if any(a in lists and not b.removeprefix(a)[1:].isdigit() for a, b in pairwise(inside)):
+                path = ""
             if not self.units or (path and path not in entered):
                 self.units.append(_Calls(path))
             entered.update(inside)

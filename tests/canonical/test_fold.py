@@ -264,7 +264,7 @@ def test_microbatches_fold_too(monkeypatch: pytest.MonkeyPatch) -> None:
     folded = made()
     traced: list[tuple[RepeatedBlocks, ...]] = []
 
-    def whole(step: partc.Traced, rows: Table, *, fold: bool) -> State:
+    def whole(step: partc.Traced, rows: Table, *, fold: bool, hooks: Any = ()) -> State:
         state = state_of(step, rows)
         traced.append(state.graph.folds)
         return state

@@ -49,9 +49,10 @@ def read_program(folder: Path, other: Path, losses: str | None, *, forged: bool 
         forged: the digests are right again, so that only ``check`` can tell.
     """
     accepted = told(lambda: _loads(folder))
-    commands = [["explain", str(folder)], ["simulate", str(folder)],
-                ["diff", str(folder), str(other)]]  # fmt: skip
+    commands = [["explain", str(folder)], ["simulate", str(folder)]]
     verdicts = [told(partial(command, each)) for each in commands]
+    # what was edited is not refused by `diff`, which runs nothing and says that it was
+    compared = told(lambda: command(["diff", str(folder), str(other)]))
     of_model = told(lambda: _loads(folder, model_of()))
     if accepted.word == "harmless":
         verdicts.append(apart(lambda: _checked(folder)))
@@ -62,7 +63,7 @@ def read_program(folder: Path, other: Path, losses: str | None, *, forged: bool 
     # run.py cannot judge code whose digests were forged: what partc refuses then is not run
     if losses is not None and (not forged or verdicts[-1].word == "harmless"):
         verdicts.append(told(lambda: run_script(folder, losses)))
-    return joined([accepted, of_model, *verdicts])
+    return joined([accepted, of_model, compared, *verdicts])
 
 
 def _loads(folder: Path, model: nn.Module | None = None) -> None:

@@ -177,7 +177,7 @@ def test_a_gradient_changes_its_cut_once_per_step(mesh: str, preset: str) -> Non
     torch.manual_seed(0)
     model, ids = Embedded().double(), torch.randint(256, (8, 32))
     program = partc.compile(model, mesh, (ids,), plan=preset, microbatches=2)
-    assert "move_grads(self.partials.take(bucket), 4, self.tp, 1, 0)" in program.source()
+    assert re.search(r"move_grads\(.+, 4, self.tp, 1, 0\)", program.source())
     verify(program, model, (ids,)).check(TOLERANCE)
 
 

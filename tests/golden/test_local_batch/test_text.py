@@ -197,7 +197,7 @@ class Stage0(nn.Module):
             output_mask=(True, True, True))                              # f32[8@mb+dp,6,16], f32[16]{U:dp}{U:mb}, f32[16]{U:dp}{U:mb}
         self.partials.add(self.norm_weight, d_norm_weight)
         self.partials.add(self.norm_bias, d_norm_bias)
-        del (d_norm, d_norm_bias, d_norm_weight, mean, rstd)
+        del d_norm, d_norm_bias, d_norm_weight, mean, rstd
         d_norm_embed += d_embed                                          # f32[8@mb+dp,6,16]
         del d_embed
         self.partials.add(self.embed_weight,

@@ -199,7 +199,7 @@ class Stage0(nn.Module):
             output_mask=(True, True, True))      # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
         add_grad(self.blocks_0_norm_weight, d_norm_weight)
         add_grad(self.blocks_0_norm_bias, d_norm_bias)
-        del (d_norm, d_norm_bias, d_norm_weight, mean, rstd)
+        del d_norm, d_norm_bias, d_norm_weight, mean, rstd
         d_embed += d_y                           # f64[24@mb,10,12]
         self.left[i] = (d_y, d_w1, norm, d_embed)
         return ()
