@@ -120,10 +120,14 @@ def tell(why: str) -> None:
 
 
 def linger(store: PrefixStore, beat: Beat) -> None:
-    """Say that this rank knows why; who keeps the store waits until all others do."""
-    world, deadline = int(os.environ["WORLD_SIZE"]), time.monotonic() + LINGER_S
+    """Say that this rank knows why; who keeps the store waits until all others do.
+
+    Not for those that have not come in time: they do not come to read.
+    """
+    deadline = time.monotonic() + LINGER_S
+    others = store.add("here", 0) if store.check(["late"]) else int(os.environ["WORLD_SIZE"])
     known = store.add("read", 1)
-    while keeps_store() and known < world and time.monotonic() < deadline:
+    while keeps_store() and known < others and time.monotonic() < deadline:
         beat.rest(LOOK_S)
         known = store.add("read", 0)
 
@@ -168,6 +172,7 @@ def wait_for_all(
         if time.monotonic() > deadline:
             lacking = [each for each in range(world) if not store.check([f"{what} {each}"])]
             why = f"of {world} ranks, {lacking} did not come within {seconds:g} s."
+            store.set("late", "")
             store.compare_set("refused", "", why)
         beat.rest(LOOK_S / 10)
     if store.check(["refused"]):
