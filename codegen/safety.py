@@ -41,6 +41,15 @@ FORBIDDEN = {
     "eval", "exec", "compile", "getattr", "setattr", "delattr", "open", "globals", "locals",
     "vars", "breakpoint", "input", "load", "save", "system", "popen", "hub", "jit", "os",
     "sys", "subprocess", "serialization", "utils", "package",
+    # what reads, writes or maps files, or loads libraries
+    "numpy", "tofile", "fromfile", "from_file", "memmap", "dump", "dumps", "load_library",
+    "export_chrome_trace", "export_stacks", "export_memory_timeline", "share_memory_",
+    "tensorboard_trace_handler", "add_execution_trace_observer", "UntypedStorage", "TypedStorage",
+    "FileStore", "_dump_snapshot", "_record_memory_history",
+}  # fmt: skip
+OF_TORCH = {  # modules of torch itself that do more than compute
+    "_C", "_dynamo", "_export", "_inductor", "classes", "compiler", "cpp", "export", "futures",
+    "fx", "library", "monitor", "multiprocessing", "onnx", "profiler", "quantization", "testing",
 }  # fmt: skip
 
 
@@ -112,6 +121,12 @@ def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> Non
             raise _Unfit(line, f"it imports {', '.join(modules)}")
     if isinstance(node, ast.Attribute) and _is_private(node.attr) and node not in compilers:
         raise _Unfit(line, f"it reaches for .{node.attr}")
+    if (
+        isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) == "torch"
+        and node.attr in OF_TORCH
+    ):
+        raise _Unfit(line, f"it reaches for torch.{node.attr}")
     if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in known):
         raise _Unfit(line, f"it reads the name {node.id}{_unset(node.id, known)}")
 

@@ -23,6 +23,7 @@ from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
+from partc.program.tensorfile import has_its_size
 from partc.program.user_lines import UserLines
 from partc.program.wanted import Wanted
 from partc.trace.arguments import Arguments
@@ -232,6 +233,12 @@ def _check_file(path: Path, digest: str | None) -> None:
         refuse(path, "is missing", f"{NAME} lists it")
     if path.suffix != ".safetensors" and path.stat().st_size > MAX_BYTES:
         refuse(path, "is no text of a program", f"it has more than {MAX_BYTES:,} bytes")
+    if path.suffix == ".safetensors" and not has_its_size(path):
+        refuse(
+            path,
+            "was changed or damaged after it was saved",
+            "it has another size than its header says",
+        )
     if digest is not None and sha256_of(path) != digest:
         do = f"Undo the change, or accept it with `partc check {path.parent} --accept-edits`."
         refuse(path, "was changed or damaged after it was saved", "its digest differs", do)

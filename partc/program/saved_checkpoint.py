@@ -24,7 +24,7 @@ from partc.plan.sharding import cut, join_pieces
 from partc.program.role import Shard, dtype_of
 from partc.program.runtime import Stage
 from partc.program.same_optimizer import CLASS
-from partc.program.tensorfile import TensorFile
+from partc.program.tensorfile import TensorFile, has_its_size
 
 MANIFEST = "checkpoint.json"
 SCHEMA = 2
@@ -98,7 +98,7 @@ class Saved:
         reads = (rank for key, shard in wanted.items() for rank in self._ranks(key, shard, stage))
         for rank in sorted({*share, *reads}):
             file = self.path / file_name(rank)
-            whole = file.is_file() and not file.is_symlink()
+            whole = file.is_file() and not file.is_symlink() and has_its_size(file)
             if not whole or sha256_of(file) != self.digests[rank]:
                 refuse(file, "it is missing or damaged", "Restore it, or load an older step.")
             self._prove(file, TensorFile(file), self.mesh.coords(rank))

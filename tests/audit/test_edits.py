@@ -209,6 +209,19 @@ def test_lines_that_do_not_compute_are_named_as_edits(line: str) -> None:
     check_source("x = []\nassert x.shape == (1, 2) and x.size(0) == 1, x.shape\n", "stage0.py")
 
 
+@pytest.mark.parametrize("line", [
+    "torch.ones(1).numpy().tofile('a')", "torch.ones(1).numpy().dump('a')",
+    "torch.from_file('a', shared=True, size=4)", "torch.ops.load_library('a.so')",
+    "torch.classes.load_library('a.so')", "torch.UntypedStorage.from_file('a', True, 16)",
+    "torch.onnx.export(x, y, 'a')", "torch.profiler.profile().export_chrome_trace('a')",
+    "torch.distributed.FileStore('a', 1)", "torch._C._jit_pass_lint(x)",
+    "torch.cuda.memory._dump_snapshot('a')",
+])  # fmt: skip
+def test_what_of_torch_reads_or_writes_files_is_refused(line: str) -> None:
+    with pytest.raises(CheckError, match="programs only compute with torch"):
+        check_source(f"import torch\nx = y = torch.ones(1)\n{line}\n", "stage0.py")
+
+
 def test_the_log_of_torch_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckError, match="cannot be run"):
         audit(edited(program("draws"), "d_second @ self.second_weight", "d_second @ d_second"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from partc.errors import LoadError
 from partc.program import load
 from tests.damage.artefacts import forge, write_manifest
 from tests.example_program import example_program
+from tests.patience import patience
 
 
 @pytest.fixture
@@ -64,6 +67,19 @@ def test_a_text_without_end_is_not_read(folder: Path, name: str) -> None:
         file.truncate(40_000_000_000)
     with pytest.raises(LoadError, match=f"{name}.*more than 64,000,000 bytes"):
         load(folder)
+
+
+def test_constants_without_end_are_not_hashed(folder: Path) -> None:
+    with (folder / "constants.safetensors").open("r+b") as file:
+        file.truncate(40_000_000_000)
+    with pytest.raises(LoadError, match="another size than its header says"):
+        load(folder)
+    run = subprocess.run(
+        [sys.executable, folder / "run.py"], capture_output=True, text=True, check=False,
+        timeout=patience(),
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert "constants.safetensors: missing, damaged or edited" in run.stderr
 
 
 def test_a_description_of_returned_values_that_is_none_is_refused(folder: Path) -> None:
