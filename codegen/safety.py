@@ -121,11 +121,7 @@ def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> Non
             raise _Unfit(line, f"it imports {', '.join(modules)}")
     if isinstance(node, ast.Attribute) and _is_private(node.attr) and node not in compilers:
         raise _Unfit(line, f"it reaches for .{node.attr}")
-    if (
-        isinstance(node, ast.Attribute)
-        and ast.unparse(node.value) == "torch"
-        and node.attr in OF_TORCH
-    ):
+    if isinstance(node, ast.Attribute) and node.attr in OF_TORCH and _is_torch(node.value):
         raise _Unfit(line, f"it reaches for torch.{node.attr}")
     if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in known):
         raise _Unfit(line, f"it reads the name {node.id}{_unset(node.id, known)}")
@@ -136,6 +132,10 @@ def _unset(name: str, known: set[str]) -> str:
     if _is_private(name) or name in known or hasattr(builtins, name):
         return ""
     return f", which no line sets. {did_you_mean(name, sorted(known - BUILTINS))}".rstrip()
+
+
+def _is_torch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "torch"
 
 
 def _is_range(item: ast.withitem) -> bool:

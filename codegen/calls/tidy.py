@@ -1,7 +1,8 @@
 """Makes of a scheduled graph the graph that is printed: without unread calls, in the fewest lines.
 
 An example: ``reshape(expand(reshape(x))) -> repeat_interleave(x)``. This is the last pass that
-rewrites calls; what it leaves is checked, and printed as it stands.
+rewrites calls; what it leaves is checked, and then printed. ``spelled`` alone comes behind it: it
+chooses calls that write in place, or that copy nothing.
 """
 
 from __future__ import annotations
