@@ -6,6 +6,7 @@ Before a text is printed its calls are put in another order (equal blocks become
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 
 from torch import fx
@@ -19,16 +20,19 @@ MEMBERS = "members"  # of a node's meta: the names of the calls that a function'
 
 
 def members(node: fx.Node) -> tuple[str, ...]:
-    """The names of the checked graph's calls that a call makes, in the order in which it does."""
-    known: tuple[str, ...] = node.meta.get(MEMBERS, (node.name,))
+    """The names of the checked graph's calls that a call makes, in the order in which it does.
+
+    A call that picks one result of a function's call makes none, also where another function's
+    call stands for both of them.
+    """
+    picks = node.target is operator.getitem and isinstance(of := node.args[0], fx.Node)
+    own = () if picks and MEMBERS in of.meta else (node.name,)
+    known: tuple[str, ...] = node.meta.get(MEMBERS, own)
     return known
 
 
 def check_printed(checked: Graph, items: Sequence[Item]) -> None:
-    """CheckError unless the items make the calls of the checked graph, each behind what it reads.
-
-    A call that picks one result of a function's call is none of the graph's, and reads that call.
-    """
+    """CheckError unless the items make the checked graph's calls, each behind what it reads."""
     calls = {node.name: node for node in checked.calls()}
     made: set[str] = set()
     for name in _made(items, calls):

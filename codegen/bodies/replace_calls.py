@@ -85,9 +85,10 @@ def _replaced(
         members = [nodes[at[n]] for n in unit.nodes]
         outputs = [nodes[at[n]] for n in unit.outputs]
         call = _called(graph, function, members, outputs, stand_ins)
-        behind = [nodes[at[n]] for n in unit.behind]
-        replaced |= {at[n]: [] for n in (*unit.nodes, *unit.behind)}
-        replaced[at[unit.end or unit.nodes[-1]]] = [*call, *behind]
+        end = at[unit.end or unit.nodes[-1]]
+        behind = [at[n] for n in unit.behind if at[n] < end]  # later ones stand behind it already
+        replaced |= {i: [] for i in (*(at[n] for n in unit.nodes), *behind)}
+        replaced[end] = [*call, *(nodes[i] for i in behind)]
     return [node for here in replaced.values() for node in here]
 
 
@@ -117,6 +118,7 @@ def _called(
             with graph.fx.inserting_after(call):
                 result = graph.fx.call_function(operator.getitem, (call, i))
             set_like(result, output)
+            result.meta.pop(MEMBERS, None)  # it makes nothing: the output may be a call that did
             results.insert(1, result)
     for output, result in zip(outputs, results[-len(outputs) :], strict=True):
         output.replace_all_uses_with(result)

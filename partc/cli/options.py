@@ -308,6 +308,9 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
         "--processes", action="store_true",
         help="run ranks as processes that talk over gloo, not as threads of one process",
     )  # fmt: skip
+    parser.add_argument(
+        "--device", default="cpu", help="cuda: all ranks share one GPU (default: cpu)"
+    )
     add_timeout(parser, 300.0)
     add_sizes(parser)
 

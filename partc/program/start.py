@@ -40,7 +40,7 @@ def start_stage(
     tell_at_exit()
     check_hooks(program.sources.values(), program.hooks)
     check_world(program.mesh, world_size())
-    here = _device_of(device)
+    here = device_of(device)
     if not dist.is_initialized():
         _join(here)
     has_joined()
@@ -127,17 +127,18 @@ def _check_mesh(mesh: DeviceMesh, compiled: Mesh) -> None:
         )
 
 
-def _device_of(device: str) -> torch.device:
+def device_of(device: str, call: str = "module") -> torch.device:
     """The device of this process; ``"cuda"`` is the GPU number ``LOCAL_RANK``.
 
-    Where there are fewer GPUs than processes, processes share them.
+    Where there are fewer GPUs than processes, processes share them. RunError, in the name of the
+    function that was called, where there is none.
     """
     try:
         here = torch.device(device)
     except (RuntimeError, TypeError):
-        raise _no_device(device, "there is no such device") from None
+        raise _no_device(call, device, "there is no such device") from None
     if here.type == "cuda" and not torch.cuda.is_available():
-        raise _no_device(device, "this process sees no GPU")
+        raise _no_device(call, device, "this process sees no GPU")
     if here.type == "cuda" and here.index is None:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         here = torch.device("cuda", local % max(torch.cuda.device_count(), 1))
@@ -146,9 +147,9 @@ def _device_of(device: str) -> torch.device:
     return here
 
 
-def _no_device(device: object, why: str) -> RunError:
+def _no_device(call: str, device: object, why: str) -> RunError:
     return RunError(
-        where=f"module(device={quoted(device)})", what="it cannot run there", why=why,
+        where=f"{call}(device={quoted(device)})", what="it cannot run there", why=why,
         do='Pass "cpu", or "cuda" where torch.cuda.is_available().',
     )  # fmt: skip
 

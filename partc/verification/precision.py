@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +20,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partc.codegen.helpers.attention import plain_attention, plain_attention_backward
+
 GROUPED = "torch.ops.aten._grouped_mm("
+GPU_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{backward}").default
+    for kernel, backward in product(("flash", "efficient"), ("", "_backward"))
+}
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
 WIDE = dict.fromkeys(NARROW, torch.float64) | {torch.complex64: torch.complex128}
 
@@ -52,6 +59,8 @@ class Raised(TorchDispatchMode):
         raised = {name: _raise(value) for name, value in kwargs.items()}
         if func is torch.ops.aten._grouped_mm.default:
             return grouped_products(*map(_raise, args), **raised)
+        if func in GPU_ATTENTION:
+            return _plain_attention(func, *map(_raise, args), **raised)
         if func is torch.ops.aten.full.default and isinstance(args[1], float):
             raised.setdefault("dtype", torch.float64)  # else float32 would round the number
         return _raise(func(*map(_raise, args), **raised))
@@ -113,6 +122,25 @@ def grouped_products(
         else:
             whole[:, group] = a[i] @ b[:, group]
     return whole
+
+
+def _plain_attention(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A GPU's fused attention in float64, which it has no kernel for; what only the kernel's own
+    backward reads is empty.
+    """
+    names = [each.name for each in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    how: dict[str, Any] = {"scale": given.get("scale"), "mask": given.get("attn_bias")}
+    how["is_causal"] = bool(given.get("is_causal"))
+    found: tuple[Tensor, ...]
+    if "out" in given:
+        d_y = given["grad_out_" if "grad_out_" in given else "grad_out"]
+        found = plain_attention_backward(d_y, q, k, v, given["out"], given["logsumexp"], **how)
+    else:
+        found = plain_attention(q, k, v, **how)
+    rest = func._schema.returns[len(found) :]
+    return *found, *(q.new_empty(0) if str(each.type) == "Tensor" else 0 for each in rest)
 
 
 def raised_model(model: nn.Module) -> AbstractContextManager[None]:

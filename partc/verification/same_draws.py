@@ -24,16 +24,20 @@ from partc.plan.sharding import take_piece
 from partc.trace.draw_sites import Sites, unmoved_generator
 from partc.trace.portable_kernels import portable_kernels
 
+CPU = torch.device("cpu")
 SEED, STEP = 0, 1  # of the step that is compared
 Make = Callable[[Sequence[Tensor], tuple[int, ...], torch.Generator], Tensor]
 
 
 @dataclass(frozen=True)
 class SameDraws:
-    """What a program draws at each site, on the mesh axes ``axes`` in order."""
+    """What a program draws at each site, on the mesh axes ``axes`` in order; on ``device``, as
+    equal seeds give other numbers on a GPU than on a CPU.
+    """
 
     draws: Mapping[str, Draw] = field(default_factory=dict)
     axes: tuple[str, ...] = ()
+    device: torch.device = CPU
 
     @contextmanager
     def inside(self, model: nn.Module, at: Mapping[str, int] | None = None) -> Iterator[None]:
@@ -72,7 +76,7 @@ class _Mode(TorchDispatchMode):
             with unmoved_generator():
                 return func(*args, **kwargs)
         into = kwargs.pop("out", None)
-        result = _drawn(func, args, kwargs, _Pieces(site, draw, self.same.axes, self.at))
+        result = _drawn(func, args, kwargs, _Pieces(site, draw, self.same, self.at))
         return result if into is None else into.copy_(result)
 
 
@@ -82,7 +86,7 @@ class _Pieces:
 
     site: str
     draw: Draw
-    axes: tuple[str, ...]
+    same: SameDraws
     at: Mapping[str, int]
 
     def whole(self, make: Make, operands: Sequence[Tensor] = ()) -> Tensor:
@@ -101,12 +105,21 @@ class _Pieces:
             mine = self._taken(places, self.draw.cuts, index)
             open_cuts = [cut for cut in self.draw.cuts if cut not in fixed]
             given = [self._taken(x, open_cuts, index).contiguous() for x in operands]
-            piece = make(given, tuple(mine.shape), self._generator(index))
+            piece = self._made(make, given, tuple(mine.shape), index)
             if found is None:
                 found = piece.new_zeros(self.draw.shape)
             found.view(-1)[mine.flatten()] = piece.flatten()
         assert found is not None
         return found.view(-1)[here.flatten()].view(here.shape)
+
+    def _made(
+        self, make: Make, operands: Sequence[Tensor], shape: tuple[int, ...],
+        index: Mapping[str, int],
+    ) -> Tensor:  # fmt: skip
+        """One piece, drawn where the program draws it."""
+        device = self.same.device
+        with device:
+            return make([x.to(device) for x in operands], shape, self._generator(index)).cpu()
 
     def _taken(
         self, x: Tensor, cuts: Sequence[tuple[str, int, int, int]], index: Mapping[str, int]
@@ -117,8 +130,8 @@ class _Pieces:
 
     def _generator(self, index: Mapping[str, int]) -> torch.Generator:
         """The generator of one piece: a function of seed, step, microbatch, site and place."""
-        place = tuple(index[axis] for axis in self.axes if axis in index)
-        return torch.Generator().manual_seed(
+        place = tuple(index[axis] for axis in self.same.axes if axis in index)
+        return torch.Generator(self.same.device).manual_seed(
             seed_of(SEED, STEP, index.get(MICROBATCH_AXIS), self.site, place)
         )
 

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partc.errors import UsageError
+from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program import Program
 from partc.program import check_model as check_same_model
 from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
 from partc.program.saved_cost import SavedCost
+from partc.program.start import device_of
 from partc.trace.arguments import Given
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.no_model import check_model
@@ -61,6 +62,7 @@ def verify(
     dtype: torch.dtype | None = torch.float64,
     reference: Reference | None = None,
     timeout: float = 120.0,
+    device: str = "cpu",
 ) -> Report:
     """Run all ranks of a program here, and compare what each gets with the model on one device.
 
@@ -81,13 +83,16 @@ def verify(
             right program is off by rounding alone; None leaves both in their own precision.
         reference: what to compare with in place of running the model.
         timeout: seconds after which ranks that wait for each other are given up.
+        device: where the ranks compute; on ``"cuda"`` they share one GPU, as threads or as gloo
+            processes. The model computes on the CPU in any case.
 
     Returns:
         A Report with one row per tensor: its largest error over all ranks, divided by the largest
         value of the whole tensor. ``check()`` raises where one is above 1e-9, ``ok()`` asks.
 
     Raises:
-        RunError: a rank fails, or ranks call different collectives or wait for ever.
+        RunError: a rank fails, or ranks call different collectives or wait for ever; there is no
+            such device.
 
     Example::
 
@@ -97,7 +102,8 @@ def verify(
     _check_numbers(lr, dtype)
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
-    draws = SameDraws(program.draws, program.mesh.names)
+    place = device_of(device, "verify")
+    draws = SameDraws(program.draws, program.mesh.names, place)
     check_model(model, "verify")
     inputs = whole_batch(program, Given.of(model, inputs, loss))
     if program.fingerprint.tensors and _other_shapes(program, model):
@@ -106,15 +112,17 @@ def verify(
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
         sources = {name: raised_text(text) for name, text in sources.items()}
-    job = _Job(replace(program, cost=SavedCost(), sources=sources), reference, dtype, lr)
+    job = _Job(replace(program, cost=SavedCost(), sources=sources), reference, dtype, lr, place)
     num = program.mesh.num_ranks
     if processes:
+        _check_carried(program, place)
         with Processes(num, timeout=timeout) as world:
             found = world.run(_in_process, job)
     else:
         found = run_ranks(num, lambda r, dist: _in_thread(job, r, dist), timeout=timeout)
     precision = "its own precision" if dtype is None else str(dtype).removeprefix("torch.")
     how = "processes" if processes else "threads"
+    how += "" if place.type == "cpu" else f" on {place}"
     title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
     rows = _merge(found)
     return Report(title, (*rows, *_held_nowhere(reference, rows)))
@@ -129,6 +137,17 @@ def _check_program(program: Program) -> None:
         raise UsageError(
             where="verify", what=f"the program is {quoted(program)}", why="it is compared with a "
             "model", do=do,
+        )  # fmt: skip
+
+
+def _check_carried(program: Program, device: torch.device) -> None:
+    """RunError if processes that share a GPU cannot carry what the program sends."""
+    backend = Plan.parse(program.plan).backend
+    if device.type == "cuda" and backend == "nccl":
+        raise RunError(
+            where='verify(device="cuda", processes=True)', what="the program has the text for NCCL",
+            why="processes that share a GPU talk over gloo, as NCCL wants a GPU for each",
+            do='Leave out processes, or compile the program with backend="gloo".',
         )  # fmt: skip
 
 
@@ -170,6 +189,7 @@ class _Job:
     reference: Reference
     dtype: torch.dtype | None
     lr: float
+    device: torch.device
 
 
 def _in_thread(job: _Job, rank: int, dist: Any) -> list[Row]:
@@ -184,12 +204,12 @@ def _in_process(job: _Job) -> list[Row]:
     from partc.program.handshake import device_mesh
 
     mesh, rank = job.program.mesh, dist.get_rank()
-    return _check(job, job.program.role(rank), device_mesh(mesh, "cpu"), rank)
+    return _check(job, job.program.role(rank), device_mesh(mesh, job.device.type), rank)
 
 
 def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]:
     """Build one rank's module, run its step, and compare all results; return their errors."""
-    step = role.build(mesh)
+    step = role.build(mesh, job.device)
     if job.dtype is not None:
         convert(step, job.dtype)
     with Raised() if job.dtype == torch.float64 and not role.compiles else nullcontext():
@@ -250,7 +270,8 @@ class _Rank:
     def _inputs(self) -> list[Tensor]:
         """What this rank is given of the batch."""
         coords = self.job.program.mesh.coords(self.rank)
-        return [x.contiguous() for x in self.role.pieces(self.job.reference.inputs, coords)]
+        pieces = self.role.pieces(self.job.reference.inputs, coords)
+        return [x.contiguous().to(self.job.device) for x in pieces]
 
     def _optimized(self, optimizer: str) -> Iterator[Row]:
         """The errors of the parameters after one optimizer step from the reference's weights."""
@@ -339,6 +360,7 @@ def _difference(ours: Tensor, expected: Tensor) -> float:
         return float("inf")
     if not ours.numel():
         return 0.0
+    ours = ours.to(expected.device)
     wide = torch.promote_types(ours.dtype, expected.dtype)
     wide = wide if wide.is_floating_point or wide.is_complex else torch.float64
     difference = (ours.detach().to(wide) - expected.detach().to(wide)).abs()

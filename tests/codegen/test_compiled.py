@@ -78,6 +78,17 @@ def test_views_and_results_stay_where_their_readers_find_them(
     assert graphs
 
 
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "deepseek_v3"])
+def test_functions_of_functions_and_views_of_weights_stand_where_the_graph_has_them(
+    name: str,
+) -> None:
+    """A result of a norm's function is given on by that of a block; experts' products read views of
+    weights, which stand behind what is compiled before them.
+    """
+    case = MODELS[name]()
+    partc.compile(case.model, "dp=1", case.inputs, loss=case.loss, plan="ddp", compile="inductor")
+
+
 @pytest.mark.gloo
 def test_inductor_computes_the_same_on_real_ranks() -> None:
     model, inputs = toy(BLOCKS)

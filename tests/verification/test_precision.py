@@ -31,6 +31,34 @@ def test_grouped_products_are_torch_s(a: tuple[int, ...], b: tuple[int, ...]) ->
     torch.testing.assert_close(found.float(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "masked"), [("flash", False), ("efficient", False), ("efficient", True)]
+)
+def test_a_gpu_s_attention_is_the_cpu_s_in_float64(kernel: str, masked: bool) -> None:
+    aten, forward = torch.ops.aten, f"_scaled_dot_product_{kernel}_attention"
+    q, k, v, d_y = torch.randn(4, 2, 3, 8, 16, dtype=torch.float64).unbind()
+    mask = torch.randn(2, 3, 8, 8, dtype=torch.float64) if masked else None
+    mine = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, not masked, attn_mask=mask
+    )
+    wanted = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        d_y, q, k, v, *mine, 0.0, not masked, attn_mask=mask
+    )
+    seed = q.new_empty((), dtype=torch.int64)
+    between: list[object] = [mask, True] if kernel == "efficient" else []
+    with Raised():
+        found = getattr(aten, forward)(q, k, v, *between, is_causal=not masked)[:2]
+        last = [[True, True, True, masked], not masked] if kernel == "efficient" else [not masked]
+        first = [mask] if kernel == "efficient" else []
+        middle = [seed, seed, 0.0] if kernel == "efficient" else [None, None, 8, 8, 0.0]
+        after = [] if kernel == "efficient" else [seed, seed]
+        grads = getattr(aten, f"{forward}_backward")(
+            d_y, q, k, v, *first, *found, *middle, *last, *after
+        )[:3]
+    for ours, theirs in zip((*found, *grads), (*mine, *wanted), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_the_least_number_of_a_raised_tensor_fits() -> None:
     with Raised():
         x = torch.zeros(2, dtype=torch.float32) + 1

@@ -1,0 +1,251 @@
+"""partc's programs on one GPU: beside the model as it is, and beside what was predicted of them.
+
+Run ``python -m benchmarks.on_gpu`` on a machine with a GPU; ``--machine`` names the machine file
+that predicts. A row has the milliseconds of a step's forward and backward: of the model itself, of
+the program for one device (both take turns), and of the first rank of larger meshes, whose
+collectives do nothing: its kernels and memory are those of a rank of the whole mesh. Beside them
+stand the arithmetic and the peak of memory that were predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+
+import partc
+from partc.plan.mesh import Mesh
+from partc.verification.rendezvous import Group
+from partc.verification.threads import ThreadMesh
+
+VOCAB, SEQ, IMAGE, CLASSES = 32000, 2048, 224, 1000
+Step = Callable[[], Any]
+
+
+class Done:
+    """The handle of a transfer that moves nothing."""
+
+    def wait(self) -> bool:
+        return True
+
+
+class Idle:
+    """The functions of ``torch.distributed`` for the first of many ranks: transfers do nothing."""
+
+    ReduceOp, Work, ProcessGroup = c10d.ReduceOp, c10d.Work, c10d.ProcessGroup
+
+    def get_rank(self, group: Group | None = None) -> int:
+        return 0
+
+    def get_world_size(self, group: Group) -> int:
+        return group.size()
+
+    def new_group(self, ranks: list[int]) -> Group:
+        return Group(tuple(ranks))
+
+    def get_global_rank(self, group: Group, group_rank: int) -> int:
+        return group.ranks[group_rank]
+
+    def get_backend_config(self, group: Group | None = None) -> str:
+        return "cuda:nccl"
+
+    def _nothing(self, *_: Any, **how: Any) -> Done:
+        return Done()
+
+    all_reduce = all_to_all_single = broadcast = isend = irecv = _nothing
+    all_gather_single = reduce_scatter_single = _nothing
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a family's own configuration, and how many samples a step has."""
+
+    auto: Any
+    family: str
+    batch: int
+    config: dict[str, Any]
+
+    def build(self, device: str) -> nn.Module:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model: nn.Module = self.auto.from_config(
+                AutoConfig.for_model(self.family, **self.config)
+            )
+        return model.to(torch.bfloat16).train()
+
+    def inputs(self, device: str) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1)
+        if self.auto is AutoModelForImageClassification:
+            images = torch.randn(self.batch, 3, IMAGE, IMAGE, device=device, dtype=torch.bfloat16)
+            return images, torch.zeros(self.batch, dtype=torch.long, device=device)
+        tokens = torch.zeros(self.batch, SEQ, dtype=torch.long, device=device)
+        if device != "meta":
+            tokens.random_(VOCAB)
+        return tokens, tokens
+
+
+_LLAMA = {"hidden_size": 2048, "num_hidden_layers": 8, "intermediate_size": 5632,
+          "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": VOCAB,
+          "use_cache": False}  # fmt: skip
+_GPT = {"n_embd": 1024, "n_layer": 8, "n_head": 16, "vocab_size": VOCAB, "use_cache": False,
+        "n_positions": SEQ, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+_VIT = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "image_size": IMAGE,
+        "intermediate_size": 3072, "num_labels": CLASSES, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0}  # fmt: skip
+MODELS = {
+    "llama": Model(AutoModelForCausalLM, "llama", 4, _LLAMA),
+    "gpt2": Model(AutoModelForCausalLM, "gpt2", 4, _GPT),
+    "vit": Model(AutoModelForImageClassification, "vit", 64, _VIT),
+    "resnet": Model(AutoModelForImageClassification, "resnet", 64, {"num_labels": CLASSES}),
+}
+LAYOUTS = {"dp=8": "fsdp", "tp=8": "megatron-sp", "dp=4,tp=2": "fsdp+megatron-sp"}
+
+
+def loss_of(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    """The model's own loss."""
+    loss: Tensor = model(x, labels=labels).loss
+    return loss
+
+
+def compiled(model: Model, axes: str, plan: str, machine: str, **fields: Any) -> partc.Program:
+    num = Mesh.of(axes).num_ranks if axes else 1
+    mesh = Mesh(Mesh.of(axes).axes if axes else (), partc.Topology.load(machine, num))
+    return partc.compile(
+        model.build("meta"), mesh, model.inputs("meta"), loss=loss_of, plan=plan, **fields
+    )
+
+
+def own_step(model: Model) -> Step:
+    """Forward and backward of the model as it is."""
+    held, batch = model.build("cuda"), model.inputs("cuda")
+
+    def step() -> Tensor:
+        held.zero_grad()
+        loss = loss_of(held, *batch)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def rank_step(program: partc.Program, model: Model) -> Step:
+    """The first rank's step, with the weights of the model, cut as the program cuts them."""
+    role, mesh = program.role(0), program.mesh
+    role.module.dist = Idle()  # type: ignore[attr-defined]
+    step = role.build(ThreadMesh(mesh, 0) if mesh.num_ranks > 1 else None, "cuda")
+    whole_model = model.build("cuda")
+    known = {**dict(whole_model.named_parameters()), **dict(whole_model.named_buffers())}
+    with torch.no_grad():
+        for shard in role.shards:
+            if shard.name in known:
+                whole = known[shard.name].detach()
+                role.tensors(step)[shard.name].copy_(shard.take(whole, mesh, mesh.coords(0)))
+    batch = [x.contiguous() for x in role.pieces(model.inputs("cuda"), mesh.coords(0))]
+
+    def run() -> Any:
+        for param in step.parameters():
+            param.grad = None
+        return role.run(step, batch[: len(role.inputs)])[0]
+
+    return run
+
+
+def timed(steps: dict[str, Step], num: int) -> dict[str, list[float]]:
+    """Milliseconds of each step, in turns."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(num + 3):
+        for name, step in steps.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            step()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= 3:
+                times[name].append(begin.elapsed_time(end))
+    return times
+
+
+def peak_bytes(make: Callable[[], Step]) -> int:
+    """The most memory that a side holds during a step."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    step = make()
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def spread(times: list[float]) -> str:
+    low, _, high = quantiles(times, n=4)
+    return f"{median(times):.2f} ({low:.2f} to {high:.2f})"
+
+
+def said(name: str, program: partc.Program, times: list[float], peak: int) -> str:
+    """A row: measured and predicted."""
+    cost = program.cost.as_json()
+    predicted, states = 1e3 * cost["prediction"]["compute_s"], cost["state_bytes"]
+    memory = cost["peak_bytes"] - states["optimizer"]
+    return (
+        f"{name:<26} {spread(times):<26} predicted {predicted:.2f} "
+        f"({predicted / median(times):.2f})  peak {peak / 1e6:.0f} MB predicted "
+        f"{memory / 1e6:.0f} ({memory / peak:.3f})"
+    )
+
+
+def one_device(name: str, machine: str, num: int) -> None:
+    """The model and its program for one device in turns."""
+    model = MODELS[name]
+    sides = {"model": own_step(model)}
+    programs = {"program": compiled(model, "", "ddp", machine)}
+    if name == "llama":
+        programs["program, inductor"] = compiled(model, "", "ddp", machine, compile="inductor")
+    for each, program in programs.items():
+        sides[each] = rank_step(program, model)
+    losses = {each: float(step()) for each, step in sides.items()}
+    times = timed(sides, num)
+    del sides
+    own_peak = peak_bytes(lambda: own_step(model))
+    print(f"{name:<26} {spread(times['model'])}  peak {own_peak / 1e6:.0f} MB  losses {losses}")
+    for each, program in programs.items():
+        peak = peak_bytes(lambda program=program: rank_step(program, model))  # type: ignore[misc]
+        ratio = median(times[each]) / median(times["model"])
+        print(
+            said(f"  {each}", program, times[each], peak), f" to the model {ratio:.3f}", flush=True
+        )
+
+
+def of_many(name: str, axes: str, plan: str, machine: str, num: int) -> None:
+    """The first rank of a mesh, whose transfers do nothing."""
+    model = MODELS[name]
+    program = compiled(model, axes, plan, machine)
+    peak = peak_bytes(lambda: rank_step(program, model))
+    times = timed({"rank": rank_step(program, model)}, num)["rank"]
+    print(said(f"  {axes} {plan}", program, times, peak), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="models (default: all)")
+    parser.add_argument("--machine", default="dgx-h100")
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "machine file", args.machine)
+    for name in args.names or MODELS:
+        one_device(name, args.machine, args.steps)
+        for axes, plan in LAYOUTS.items():
+            of_many(name, axes, plan, args.machine, args.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
