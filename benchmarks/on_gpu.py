@@ -10,8 +10,12 @@ stand the arithmetic and the peak of memory that were predicted.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -115,12 +119,40 @@ def loss_of(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-def compiled(model: Model, axes: str, plan: str, machine: str, **fields: Any) -> partc.Program:
-    num = Mesh.of(axes).num_ranks if axes else 1
-    mesh = Mesh(Mesh.of(axes).axes if axes else (), partc.Topology.load(machine, num))
-    return partc.compile(
-        model.build("meta"), mesh, model.inputs("meta"), loss=loss_of, plan=plan, **fields
-    )
+@dataclass(frozen=True)
+class Build:
+    """A program to compile: of a model, on a mesh of a machine."""
+
+    model: str
+    axes: str
+    plan: str
+    inductor: bool = False
+
+    def save(self, machine: str, folder: str) -> None:
+        """Compile it, and save it in a folder."""
+        num = Mesh.of(self.axes).num_ranks if self.axes else 1
+        mesh = Mesh(Mesh.of(self.axes).axes if self.axes else (), partc.Topology.load(machine, num))
+        model = MODELS[self.model]
+        partc.compile(
+            model.build("meta"),
+            mesh,
+            model.inputs("meta"),
+            loss=loss_of,
+            plan=self.plan,
+            compile="inductor" if self.inductor else "none",
+        ).save(folder)
+
+
+def programs(names: Sequence[str], machine: str, folder: str) -> dict[Build, partc.Program]:
+    """The programs of some models, compiled in as many processes as there are cores."""
+    builds = [Build(name, "", "ddp") for name in names] + [Build(names[0], "", "ddp", True)]
+    builds += [Build(name, axes, plan) for name in names for axes, plan in LAYOUTS.items()]
+    places = {build: f"{folder}/{i}" for i, build in enumerate(builds)}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        for done in [pool.submit(build.save, machine, place) for build, place in places.items()]:
+            done.result()
+    return {build: partc.load(place) for build, place in places.items()}
 
 
 def own_step(model: Model) -> Step:
@@ -202,35 +234,31 @@ def said(name: str, program: partc.Program, times: list[float], peak: int) -> st
     )
 
 
-def one_device(name: str, machine: str, num: int) -> None:
-    """The model and its program for one device in turns."""
+def one_device(name: str, built: dict[Build, partc.Program], num: int) -> None:
+    """The model and its programs for one device in turns."""
     model = MODELS[name]
+    mine = {b: each for b, each in built.items() if b.model == name and not b.axes}
+    titles = {b: "  program, inductor" if b.inductor else "  program" for b in mine}
     sides = {"model": own_step(model)}
-    programs = {"program": compiled(model, "", "ddp", machine)}
-    if name == "llama":
-        programs["program, inductor"] = compiled(model, "", "ddp", machine, compile="inductor")
-    for each, program in programs.items():
-        sides[each] = rank_step(program, model)
-    losses = {each: float(step()) for each, step in sides.items()}
+    sides |= {titles[b]: rank_step(each, model) for b, each in mine.items()}
+    losses = {title.strip(): float(step()) for title, step in sides.items()}
     times = timed(sides, num)
     del sides
     own_peak = peak_bytes(lambda: own_step(model))
     print(f"{name:<26} {spread(times['model'])}  peak {own_peak / 1e6:.0f} MB  losses {losses}")
-    for each, program in programs.items():
+    for b, program in mine.items():
         peak = peak_bytes(lambda program=program: rank_step(program, model))  # type: ignore[misc]
-        ratio = median(times[each]) / median(times["model"])
-        print(
-            said(f"  {each}", program, times[each], peak), f" to the model {ratio:.3f}", flush=True
-        )
+        ratio = median(times[titles[b]]) / median(times["model"])
+        row = said(titles[b], program, times[titles[b]], peak)
+        print(row, f" to the model {ratio:.3f}", flush=True)
 
 
-def of_many(name: str, axes: str, plan: str, machine: str, num: int) -> None:
+def of_many(build: Build, program: partc.Program, num: int) -> None:
     """The first rank of a mesh, whose transfers do nothing."""
-    model = MODELS[name]
-    program = compiled(model, axes, plan, machine)
+    model = MODELS[build.model]
     peak = peak_bytes(lambda: rank_step(program, model))
     times = timed({"rank": rank_step(program, model)}, num)["rank"]
-    print(said(f"  {axes} {plan}", program, times, peak), flush=True)
+    print(said(f"  {build.axes} {build.plan}", program, times, peak), flush=True)
 
 
 def main() -> int:
@@ -240,10 +268,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "machine file", args.machine)
-    for name in args.names or MODELS:
-        one_device(name, args.machine, args.steps)
-        for axes, plan in LAYOUTS.items():
-            of_many(name, axes, plan, args.machine, args.steps)
+    names = args.names or [*MODELS]
+    with tempfile.TemporaryDirectory() as folder:
+        built = programs(names, args.machine, folder)
+    for name in names:
+        one_device(name, built, args.steps)
+        for build, program in built.items():
+            if build.model == name and build.axes:
+                of_many(build, program, args.steps)
     return 0
 
 
