@@ -105,8 +105,8 @@ _VIT = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "
         "intermediate_size": 3072, "num_labels": CLASSES, "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0}  # fmt: skip
 MODELS = {
-    "llama": Model(AutoModelForCausalLM, "llama", 4, _LLAMA),
-    "gpt2": Model(AutoModelForCausalLM, "gpt2", 4, _GPT),
+    "llama": Model(AutoModelForCausalLM, "llama", 8, _LLAMA),
+    "gpt2": Model(AutoModelForCausalLM, "gpt2", 8, _GPT),
     "vit": Model(AutoModelForImageClassification, "vit", 64, _VIT),
     "resnet": Model(AutoModelForImageClassification, "resnet", 64, {"num_labels": CLASSES}),
 }

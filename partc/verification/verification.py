@@ -204,6 +204,8 @@ def _in_process(job: _Job) -> list[Row]:
     from partc.program.handshake import device_mesh
 
     mesh, rank = job.program.mesh, dist.get_rank()
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)  # a DeviceMesh takes the GPU LOCAL_RANK otherwise
     return _check(job, job.program.role(rank), device_mesh(mesh, job.device.type), rank)
 
 
