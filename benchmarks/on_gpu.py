@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -150,7 +151,8 @@ def programs(names: Sequence[str], machine: str, folder: str) -> dict[Build, par
     places = {build: f"{folder}/{i}" for i, build in enumerate(builds)}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        for done in [pool.submit(build.save, machine, place) for build, place in places.items()]:
+        missing = {b: place for b, place in places.items() if not Path(place).exists()}
+        for done in [pool.submit(b.save, machine, place) for b, place in missing.items()]:
             done.result()
     return {build: partc.load(place) for build, place in places.items()}
 
@@ -266,11 +268,16 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="models (default: all)")
     parser.add_argument("--machine", default="dgx-h100")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--programs", help="folder of programs that an earlier run has compiled")
+    parser.add_argument("--compile", action="store_true", help="only compile them")
     args = parser.parse_args()
+    if args.compile:
+        programs(args.names or [*MODELS], args.machine, args.programs)
+        return 0
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "machine file", args.machine)
     names = args.names or [*MODELS]
     with tempfile.TemporaryDirectory() as folder:
-        built = programs(names, args.machine, folder)
+        built = programs(names, args.machine, args.programs or folder)
     for name in names:
         one_device(name, built, args.steps)
         for build, program in built.items():

@@ -2,9 +2,9 @@
 
 A step is traced on a CPU, whose fused attention no other device has. All kernels give a result and
 the logarithm of each query's sum; dropout, which none of these does, stands outside. GPUs have
-FlashAttention (Dao 2023, arXiv 2307.08691) for 16 bits without mask, memory-efficient attention
-(Rabe and Staats 2021, arXiv 2112.05682) for masks and 32 bits, and nothing for 64 bits or heads
-whose sizes do not lie in their registers.
+FlashAttention (Dao 2023, arXiv 2307.08691), or cuDNN's form of it, for 16 bits without mask,
+memory-efficient attention (Rabe and Staats 2021, arXiv 2112.05682) for masks and 32 bits, and
+nothing for 64 bits or heads whose sizes do not lie in their registers.
 """
 # mypy: disable-error-code="no-any-return"
 
@@ -17,9 +17,12 @@ from torch.nn import functional as F
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, **how: float) -> tuple[Tensor, Tensor]:
     """Attention in 16 bits, and the logarithm of each query's sum."""
+    aten = torch.ops.aten
+    if has_cudnn_attention(q):
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, **how)[:2]
     if q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, **how)[:2]
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **how)
+        return aten._scaled_dot_product_flash_attention(q, k, v, **how)[:2]
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **how)
 
 
 def flash_attention_backward(
@@ -30,9 +33,19 @@ def flash_attention_backward(
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, 0, is_causal, **how)  # fmt: skip
-    more = (None, None, q.shape[2], k.shape[2], 0, is_causal)
     seed = q.new_empty(2, dtype=torch.uint64)  # unused, as nothing is dropped
+    more = (None, None, q.shape[2], k.shape[2], 0, is_causal)
+    if has_cudnn_attention(q):
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            *given, seed, seed, None, *more, **how)  # fmt: skip
     return aten._scaled_dot_product_flash_attention_backward(*given, *more, seed, seed, **how)
+
+
+def has_cudnn_attention(q: Tensor) -> bool:
+    """Whether a GPU has cuDNN's attention, faster from Hopper on, for heads of up to 128."""
+    if not q.is_cuda or q.shape[-1] > 128 or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(q.device)[0] in (9, 10)
 
 
 def efficient_attention(

@@ -25,7 +25,7 @@ from partc.codegen.helpers.attention import plain_attention, plain_attention_bac
 GROUPED = "torch.ops.aten._grouped_mm("
 GPU_ATTENTION = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{backward}").default
-    for kernel, backward in product(("flash", "efficient"), ("", "_backward"))
+    for kernel, backward in product(("flash", "cudnn", "efficient"), ("", "_backward"))
 }
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
 WIDE = dict.fromkeys(NARROW, torch.float64) | {torch.complex64: torch.complex128}

@@ -220,8 +220,16 @@ def _reduction(op: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _check_call(call: Call, group: Group) -> None:
-    """RunError unless the result is contiguous, of the operand's dtype and of the right size."""
+    """RunError unless the operand is contiguous, as NCCL wants it, and the result is contiguous, of
+    the operand's dtype and of the right size.
+    """
     num = group.size()
+    if not call.sent.is_contiguous():
+        raise RunError(
+            where=call.line, what=f"what {call.kind} sends is not contiguous",
+            why=f"its strides are {call.sent.stride()}, and NCCL sends contiguous tensors alone",
+            do="Send a contiguous() copy.",
+        )  # fmt: skip
     expected = {
         "all_gather_into_tensor": call.copy.numel() * num,
         "reduce_scatter_tensor": call.copy.numel() / num,

@@ -54,6 +54,25 @@ def test_pieces_are_added_in_the_order_of_the_ranks() -> None:
                 torch.testing.assert_close(total, own)
 
 
+def summed_on_a_gpu() -> bool:
+    """Whether gradients are summed by gloo's own reduce_scatter, as of ranks that share a GPU."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    vars(messages)["by_messages"] = lambda x, group: False
+    weights = [torch.nn.Parameter(torch.zeros(4, 5)), torch.nn.Parameter(torch.zeros(4))]
+    grads = {weights[0]: parts()[rank], weights[1]: parts()[rank][:, 0]}
+    found, done = messages.scatter_grads(grads, RANKS, group)
+    done.wait()
+    total = parts().sum(0).chunk(RANKS)[rank]
+    return all(map(torch.allclose, found.values(), (total, total[:, 0])))
+
+
+@pytest.mark.gloo
+def test_ranks_on_a_gpu_sum_by_gloo_s_own_collective() -> None:
+    with Processes(RANKS, timeout=patience(), quiet=True) as world:
+        assert world.run(summed_on_a_gpu) == [True] * RANKS
+
+
 def gathered() -> list[tuple[Tensor, Tensor]]:
     """What several gathers bring that are under way at once, and gloo's own of each."""
     group = dist.group.WORLD

@@ -116,6 +116,10 @@ def wrong_size(rank: int, dist: ThreadDist) -> None:
     dist.all_gather_into_tensor(torch.empty(7), torch.ones(4))
 
 
+def in_strides(rank: int, dist: ThreadDist) -> None:
+    dist.all_gather_into_tensor(torch.empty(8), torch.ones(1).expand(4))
+
+
 LINE = r"test_threads.py:\d+"
 WRONG = [
     (
@@ -129,6 +133,7 @@ WRONG = [
     (crossed, 4, r"the ranks wait for each other"),
     (never_waits, 2, r"never waited for.*\n  all_reduce"),
     (writes_in_flight, 2, r"written to before the wait"),
+    (in_strides, 2, r"sends is not contiguous.*\(0,\)"),
     (wrong_size, 2, r"does not fit.*float32\[7\]"),
 ]
 
