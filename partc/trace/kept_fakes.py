@@ -18,7 +18,7 @@ from partc.trace.owners import getattr_dict
 from partc.trace.tensor_caches import of_type
 
 _PASSING = WeakSet[FakeTensorMode]()
-_RECORDED = "val", "eager_input_vals"  # what a node gives; make_fx also notes a custom op's operands
+_RECORDED = "val", "eager_input_vals"  # a node's result, and what a custom op was given
 _DEEP = 4  # lists and dicts around a tensor, up to the object or variable that has them
 
 
