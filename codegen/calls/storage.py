@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
 from partc.graph import collectives, fake_of, is_backward, is_tensor, ops, value
@@ -65,7 +66,15 @@ def copies(node: fx.Node) -> bool:
     operand = fake_of(node.all_input_nodes[0])
     if node.target is aten.contiguous.default:
         return not operand.is_contiguous()
-    result = operand.reshape(fake_of(node).shape)
+    return _reshape_copies(operand.shape, operand.stride(), fake_of(node).shape)
+
+
+@lru_cache(maxsize=4096)
+def _reshape_copies(shape: torch.Size, stride: tuple[int, ...], wanted: torch.Size) -> bool:
+    """Whether elements that lie at these strides have to move for another shape."""
+    with _disable_current_modes():
+        operand = torch.empty_strided(shape, stride, device="meta")
+        result = operand.reshape(wanted)
     return bool(result.untyped_storage()._cdata != operand.untyped_storage()._cdata)
 
 

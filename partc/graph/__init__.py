@@ -242,7 +242,11 @@ def is_tensor(node: fx.Node) -> bool:
 def tensor_args(node: fx.Node) -> list[fx.Node]:
     """The nodes that a call reads, in argument order and with repeats, as rules count operands."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    for each in (*node.args, *node.kwargs.values()):
+        if isinstance(each, fx.Node):
+            found.append(each)
+        elif isinstance(each, list | tuple | dict | slice):
+            fx.map_arg(each, lambda n: found.append(n))
     return found
 
 

@@ -47,7 +47,26 @@ class Form(NamedTuple):
         with no_dispatch():
             meta = torch.empty(0, dtype=self.dtype, device="meta")
             meta.set_(memory, self.offset, self.shape, self.stride)
-            return FakeTensor(mode, meta, self.device)
+            return _fake(mode, meta, self.device)
+
+
+_ATTRIBUTES: dict[torch.device, dict[str, Any]] = {}  # of a new fake, without its mode
+
+
+def _fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Tensor:
+    """As ``FakeTensor(mode, meta, device)``, which looks at all that it may be given and sets each
+    attribute by itself: longer than the rest of a remembered call takes.
+    """
+    if device not in _ATTRIBUTES:
+        first = FakeTensor(mode, meta, device)
+        _ATTRIBUTES[device] = {k: v for k, v in vars(first).items() if k != "fake_mode"}
+        return first
+    fake: Tensor = Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(_ATTRIBUTES[device], fake_mode=mode)
+    return fake
 
 
 class _Made(NamedTuple):

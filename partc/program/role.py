@@ -6,10 +6,11 @@ nn.Module ``Step``. Loading executes the source, so a caller has to check the fi
 
 from __future__ import annotations
 
+import marshal
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -136,7 +137,7 @@ class Role:
         shown = show_lines(file_name, source, lines)
         module = ModuleType(file_name.removesuffix(".py"))
         try:
-            exec(compile(source, shown, "exec"), module.__dict__)
+            exec(marshal.loads(_compiled(source, shown)), module.__dict__)
             tables = {name: getattr(module, name) for name in TABLES}
             module.Step  # noqa: B018 - part of the contract
             set_hooks(module, source, hooks)
@@ -224,6 +225,14 @@ def _shards(table: Mapping[str, tuple[Any, ...]]) -> tuple[Shard, ...]:
 def _batch(table: Mapping[str, tuple[Any, ...]]) -> tuple[Shard, ...]:
     """The inputs; an entry without cuts is passed whole."""
     return _shards({name: (name, *(*entry, ())[:3]) for name, entry in table.items()})
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str, shown: str) -> bytes:
+    """A text's code, compiled once under the name that is shown, as a text is loaded again and
+    again; as bytes, since torch.compile counts what it compiled of each code object.
+    """
+    return marshal.dumps(compile(source, shown, "exec"))
 
 
 def _malformed(file_name: str, why: str) -> LoadError:

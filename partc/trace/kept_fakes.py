@@ -18,6 +18,7 @@ from partc.trace.owners import getattr_dict
 from partc.trace.tensor_caches import of_type
 
 _PASSING = WeakSet[FakeTensorMode]()
+_RECORDED = "val", "eager_input_vals"  # a node's result, and what a custom op was given
 _DEEP = 4  # lists and dicts around a tensor, up to the object or variable that has them
 
 
@@ -31,7 +32,8 @@ def passing_mode() -> FakeTensorMode:
 def check_none_kept(graph: fx.Graph | None = None) -> None:
     """TraceError if anything but the recorded ``graph`` holds a fake of a past run."""
     nodes = graph.nodes if graph else ()
-    own = {id(each): each for node in nodes for each in tensors_in(node.meta.get("val"))}
+    meta = ([node.meta.get(key) for key in _RECORDED] for node in nodes)
+    own = {id(each): each for held in meta for each in tensors_in(held)}
     mode = next((each.fake_mode for each in own.values() if isinstance(each, FakeTensor)), None)
     if mode is None and not _PASSING:
         return

@@ -94,6 +94,7 @@ def line_text(filename: str, line: int) -> str:
     return f"{_importable(filename)}:{line}" + (f": {code}" if code else "")
 
 
+@cache
 def _importable(filename: str) -> str:
     """A file's path below the folder it is imported from, as programs name no machine's folders."""
     path = Path(filename).resolve()

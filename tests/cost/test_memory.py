@@ -12,7 +12,7 @@ import partc
 from partc.cost.memory import memory_curve, state_bytes
 from partc.cost.storage import replay
 from partc.errors import UsageError
-from partc.graph import Graph, collectives
+from partc.graph import Graph, collectives, fake_of, set_fake
 from partc.lowering import trace
 from partc.plan import Plan
 from partc.plan.sharding import U, cut
@@ -128,3 +128,20 @@ def test_what_a_widening_cast_reads_is_kept_instead_of_its_result() -> None:
     ]
     wide, narrow = (cost.as_json()["saved_bytes"] for cost in saved)
     assert wide - narrow == 32 * 64 * 2
+
+
+def test_a_graph_is_replayed_again_once_it_has_changed() -> None:
+    graph = mlp()
+    first, (node, *_) = replay(graph), graph.calls()
+    assert replay(graph).results[node] is first.results[node]
+    with graph.fx.inserting_after(node):
+        relu = graph.fx.call_function(aten.relu.default, (node,))
+    node.replace_all_uses_with(relu, delete_user_cb=lambda user: user is not relu)
+    changed = replay(graph)
+    assert relu in changed.results
+    assert changed.results[node] is not first.results[node]
+    relu.args = (relu.prev.prev,)
+    assert replay(graph).results[node] is not changed.results[node]
+    for each in graph.fx.find_nodes(op="placeholder"):
+        set_fake(each, fake_of(each).double())
+    assert replay(graph).tensors(node)[0].dtype == torch.float64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from inspect import unwrap
 
 import pytest
 import torch
@@ -64,6 +65,14 @@ def test_a_file_that_is_no_role_is_refused() -> None:
         dtype_of("float31")
     with pytest.raises(LoadError, match="'load' is no dtype"):
         dtype_of("load")
+
+
+def test_each_load_has_code_of_its_own() -> None:
+    """torch.compile counts how often it has compiled a code object, and gives up on it."""
+    steps = [unwrap(example_program().role().module.Step.step) for _ in range(2)]
+    one, other = (step.__code__ for step in steps)
+    assert one == other
+    assert one is not other
 
 
 def test_a_role_names_its_tensors_as_the_model_does() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from partc.errors import TraceError
 from partc.lowering import trace
+from partc.trace import kept_fakes
 from tests.compare import check
 
 X = torch.randn(4, 6)
@@ -156,3 +157,26 @@ def test_a_cache_that_nobody_found_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     trace(Net(lambda x: x), (X,))  # what was told once is no matter of other models
     Net(hidden)(X)
     trace(Net(hidden), (X,))
+
+
+@torch.library.custom_op("partc_caches::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@halved.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+halved.register_autograd(lambda ctx, grad: grad / 2)
+
+
+def test_operands_that_a_recording_notes_are_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A recording notes the operands of an op of the user's; a search for who holds a tensor goes
+    through all objects of the process.
+    """
+    monkeypatch.delattr(kept_fakes, "_holders")
+    trace(Net(lambda x: halved(x.exp())), (X,))
