@@ -39,10 +39,10 @@ from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
 from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name
-from partc.codegen.repeats.slots import Interface
+from partc.codegen.repeats.runs import Run
+from partc.codegen.repeats.slots import Interface, outside
 from partc.codegen.text import Line, Range, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, tensor_args, value
 from partc.graph.draws import draws_numbers
@@ -72,6 +72,8 @@ class BlockClass:
         default_factory=dict
     )  # a parameter's name from the block on -> its attribute: mlp.up.weight -> mlp_up_weight
 
+    lead: BlockClass | None = None  # of the run whose class serves this one too, if it is another
+    codes: list[str] = field(default_factory=list)  # the methods' statements, without comments
     texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
 
     def __post_init__(self) -> None:
@@ -86,7 +88,11 @@ class BlockClass:
     @cached_property
     def wishes(self) -> Wishes:
         """The wanted names of values in all methods."""
-        return wishes(self.graph, self.run.layers[0], self._given())
+        if self.lead is None:
+            return wishes(self.graph, self.run.layers[0], self._given())
+        here, there = ([n for side in cls.sides for n in (*outside(side.group), *side.group.nodes)]
+                       for cls in (self.lead, self))  # fmt: skip
+        return self.lead.wishes.at(there, here)
 
     @cached_property
     def scope(self) -> Scope:
@@ -155,7 +161,9 @@ class BlockClass:
     def attributes(self) -> dict[str, str]:
         """For each parameter and buffer of all blocks its path in the step: ``layers.0.w``."""
         return {
-            name_in(layer, suffix): f"{self.attribute}.{i}.{attribute}"
+            name_in(
+                layer, suffix
+            ): f"{self.attribute}{'' if self.run.is_single else f'.{i}'}.{attribute}"
             for i, layer in enumerate(self.run.layers)
             for suffix, attribute in self.suffixes.items()
         }
@@ -217,15 +225,19 @@ class BlockClass:
         if self._gathers():
             lines.append(Line("self.whole = Gathered()", "weights that are being gathered"))
         for kind, constant in TABLES.items():
+            sized = bool(self.run.kin)
+            table = constant.lower() if sized else self.table(constant)
             lines += declarations(
-                self.graph, self.stored(kind), kind, self.table(constant), self.helpers
+                self.graph, self.stored(kind), kind, table, self.helpers, sized=sized
             )
         return lines
 
     def arguments(self) -> str:
         """The arguments of ``__init__`` behind ``self``, with their types."""
         given = {
-            "mesh: DeviceMesh": self.is_distributed, "partials: Partials": self.adds_up,
+            "mesh: DeviceMesh": self.is_distributed,
+            **{f"{constant.lower()}: dict[str, tuple]": True for constant in self.tables()},
+            "partials: Partials": self.adds_up,
             "rng: Draws": self.draws, "name: str": self.is_named,
         }  # fmt: skip
         numbers = [f"{row.name}: {row.type_name}" for row in self.run.numbers]
@@ -239,7 +251,12 @@ class BlockClass:
 
     def table(self, constant: str) -> str:
         """The name of the table of one block's parameters or buffers: ``BLOCK_SHARDS``."""
-        return f"{self.name.upper()}_{constant}"
+        return f"{(self.attribute if self.run.kin else self.name).upper()}_{constant}"
+
+    def tables(self) -> dict[str, str]:
+        """The tables that an instance is given, as its sizes are its own: ``shards`` and others."""
+        kinds = {c: kind for kind, c in TABLES.items() if self.run.kin and self.stored(kind)}
+        return {constant: self.table(constant) for constant in kinds}
 
     def _gathers(self) -> bool:
         return any(self.gathered(side) for side in self.sides)
@@ -258,6 +275,9 @@ class BlockClass:
         methods = [self._method(side) for side in self.sides]
         free_blocks([method.ledger for method in methods])
         settled = self.scope.settled([method.lines() for method in methods])
+        self.codes = [
+            line.code for lines in settled for line in lines if line.code and not line.frees
+        ]
         return [
             {"signature": "\n".join(wrap(signature.code, 4)), "body": self.helpers.block(body, 2)}
             for signature, *body in settled

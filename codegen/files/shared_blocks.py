@@ -28,6 +28,11 @@ def shared_blocks(texts: Iterable[RoleText]) -> list[dict[str, Any]]:
     for step in texts:
         for cls in step.classes.values():
             cls.span = step.span(cls.run)
+        check_alike(step.classes.values())
+        for cls in step.classes.values():
+            if cls.lead is not None:
+                next(found for _, found in known if cls.lead in found).append(cls)
+                continue
             key = _nameless(step, cls)
             same = next((classes for other, classes in known if other == key), None)
             if same is not None:
@@ -41,6 +46,35 @@ def shared_blocks(texts: Iterable[RoleText]) -> list[dict[str, Any]]:
         for cls in classes:
             cls.name, cls.span = classes[0].name, span
     return [_values(classes[0]) for _, classes in known]
+
+
+class Unlike(Exception):
+    """Raised where the text of a block's class does not serve blocks of other sizes, ``layers``."""
+
+    def __init__(self, layers: Sequence[tuple[str, ...]]) -> None:
+        super().__init__(layers)
+        self.layers = layers
+
+
+def check_alike(classes: Iterable[BlockClass]) -> None:
+    """Raise Unlike for the runs whose own class would have other statements than that of their kin.
+
+    Each class is written from calls of its own, in its own sizes. So a text that serves all has in
+    it no size, and no choice made by a size, that differs. Only what memory is freed early, and
+    comments, may differ.
+    """
+    followers = [cls for cls in classes if cls.lead is not None]
+    leads = {cls.lead: _code(cls.lead) for cls in followers if cls.lead is not None}
+    unlike = [cls for cls in followers if cls.lead is not None and _code(cls) != leads[cls.lead]]
+    if unlike:
+        raise Unlike([cls.run.layers for cls in unlike])
+
+
+def _code(cls: BlockClass) -> object:
+    lines = [line.code for line in cls.declarations()]
+    gathers = [(method["name"], method["body"]) for method in cls.gather_methods()]
+    cls.functions()
+    return cls.arguments(), lines, gathers, cls.codes
 
 
 def _nameless(step: RoleText, cls: BlockClass) -> object:
