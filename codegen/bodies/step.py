@@ -130,7 +130,7 @@ class StepBody(Body):
         Then ``x = embedding(...)`` stands before the loop over ``x`` in place of ``x = embedding``.
         """
         for item in self.items:
-            if not isinstance(item, Loop):
+            if not isinstance(item, Loop) or item.run.is_single:
                 continue
             side = self._side(item)
             for slot in side.of("carried"):

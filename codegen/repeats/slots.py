@@ -136,6 +136,7 @@ def _with_main(graph: Graph, loop: Loop, slots: list[Slot]) -> list[Slot]:
     """
     group = loop.groups[0]
     mine = {n for phase in PHASES for g in loop.run.of(phase) for n in g.nodes}
+    mine.add(graph.fx.output_node())  # which reads gradients of weights
     given = [
         s for s in slots
         if s.kind == "shared" and is_tensor(s.nodes[0])
