@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
@@ -70,7 +71,8 @@ def related(
     while paths := {path for node in graph.calls() if (path := _prefix(node, level))}:
         inside += [layer for kin in finder.kins if kin.is_worth_it for layer in kin.layers]
         allowed = {path for path in paths if (path,) not in alone and not _meets(path, inside)}
-        owners = owners_of(graph, lambda module: _within(module, level, allowed), free)
+        within = partial(_within, level=level, allowed=allowed)
+        owners = owners_of(graph, within, free, looped=False)
         for block in blocks_of(graph, owners):
             finder.add((block,), None, free)
         for kin in finder.kins:

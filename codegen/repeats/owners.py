@@ -6,25 +6,30 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 
+import torch
 from torch import fx
 
 from partc.codegen.repeats.equal import Group, Owner, ends_step
 from partc.codegen.repeats.runs import PHASES
 from partc.codegen.repeats.trim import Block
-from partc.graph import Graph, collectives, is_backward, is_forward, value
+from partc.graph import Graph, collectives, is_backward, is_call, is_forward, value
 from partc.graph.folds import layer_path
 from partc.graph.moves import gathers_param
 from partc.passes.shard.propagate import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
 
+ADD = torch.ops.aten.add.Tensor
+
 
 def owners_of(
-    graph: Graph, block_of: Callable[[str], str], taken: Collection[fx.Node]
-) -> dict[fx.Node, Owner]:
+    graph: Graph, block_of: Callable[[str], str], taken: Collection[fx.Node], *,
+    looped: bool = True,
+) -> dict[fx.Node, Owner]:  # fmt: skip
     """The block and phase that each call belongs to; calls outside of all blocks are left out.
 
     ``block_of`` gives the block around a module by its path, "" where there is none. Calls in
-    ``taken`` belong to others already.
+    ``taken`` belong to others already. ``looped``: what stands between blocks, in the body of a
+    loop over them, is part of them.
     """
     owners: dict[fx.Node, Owner] = {}
     pathless: list[fx.Node] = []
@@ -40,7 +45,7 @@ def owners_of(
             owners[node] = (layer, "F" if known.phase == "S" else known.phase)
         elif not known.module:
             pathless.append(node)
-    _adopt(graph, pathless, owners)
+    (_adopt if looped else _adopt_sums)(graph, pathless, owners)
     _hoist(graph, owners)
     _join_waits(graph, owners)
     for node in graph.calls():
@@ -109,15 +114,37 @@ def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) 
     """
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
     for node in pathless:
-        if is_backward(node):
-            operands = [n for n in node.all_input_nodes if n.op == "call_function"]
-            latest = max(operands, key=lambda n: order[n], default=None)
-            if latest in owners and owners[latest][1] == "B":
-                owners[node] = owners[latest]
+        latest = _latest(node, order) if is_backward(node) else None
+        if latest in owners and owners[latest][1] == "B":
+            owners[node] = owners[latest]
     for node in reversed(pathless):
         readers = {owners.get(u) for u in node.users}
         if is_forward(node) and len(readers) == 1 and None not in readers:
             owners[node] = next(r for r in readers if r is not None)
+
+
+def _adopt_sums(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:
+    """Give a sum of gradients to the block of its latest operand, if that has the others as well.
+
+    It has what it makes and what it reads anyhow. Other calls without a module path stand in the
+    model's own code, between blocks: each block is without them what its module is.
+    """
+    order = {n: i for i, n in enumerate(graph.fx.nodes)}
+    reads: dict[Owner, set[fx.Node]] = defaultdict(set)
+    for node, owner in owners.items():
+        reads[owner].update(node.all_input_nodes)
+    for node in pathless:
+        latest = _latest(node, order) if is_call(node, ADD) and is_backward(node) else None
+        owner = owners.get(latest, ("", "F")) if latest is not None else ("", "F")
+        others = {n for n in node.all_input_nodes if owners.get(n) != owner}
+        if owner[1] == "B" and others <= reads[owner]:
+            owners[node] = owner
+            reads[owner].update(node.all_input_nodes)
+
+
+def _latest(node: fx.Node, order: Mapping[fx.Node, int]) -> fx.Node | None:
+    operands = [n for n in node.all_input_nodes if n.op == "call_function"]
+    return max(operands, key=lambda n: order[n], default=None)
 
 
 def _hoist(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
