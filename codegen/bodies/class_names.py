@@ -25,7 +25,7 @@ def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[s
     for run, parts in zip(runs, parents, strict=True):
         words = [p for p in parts if not p.isdigit()]
         alike = [p for p in parents if [w for w in p if not w.isdigit()][-1:] == words[-1:]]
-        wanted = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
+        wanted: Sequence[str] = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
         if run.kin:
             wanted = _shortest(parts, parents)
         attribute = scope.fresh("_".join(wanted))

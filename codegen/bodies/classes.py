@@ -17,7 +17,6 @@ from partc.codegen.bodies.block_arguments import (
     SAVED,
     argument_name,
     main_slot,
-    own_lines,
     passed,
     reads_microbatch,
     signature,
@@ -26,7 +25,7 @@ from partc.codegen.bodies.block_gathers import first_gathers, gather_lines
 from partc.codegen.bodies.block_method import BlockMethod
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.frees import Ledger, free_blocks
-from partc.codegen.bodies.tables import TABLES, declarations
+from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, Adds
@@ -73,6 +72,7 @@ class BlockClass:
     )  # a parameter's name from the block on -> its attribute: mlp.up.weight -> mlp_up_weight
 
     lead: BlockClass | None = None  # of the run whose class serves this one too, if it is another
+    sized_like: BlockClass | None = None  # of an earlier run of its kin, with blocks of its sizes
     codes: list[str] = field(default_factory=list)  # the methods' statements, without comments
     texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
 
@@ -217,32 +217,6 @@ class BlockClass:
         """The text by which methods read a parameter or buffer of the block: ``self.w_weight``."""
         return f"self.{self.suffixes[self.own(value(own).name)]}"
 
-    def declarations(self) -> list[Line]:
-        """The statements of ``__init__`` that make the block's parameters and buffers."""
-        lines = own_lines(draws=self.draws, named=self.is_named)
-        lines += [Line(f"self.{row.name} = {row.name}") for row in self.run.numbers]
-        lines += [Line("self.partials = partials")] if self.adds_up else []
-        if self._gathers():
-            lines.append(Line("self.whole = Gathered()", "weights that are being gathered"))
-        for kind, constant in TABLES.items():
-            sized = bool(self.run.kin)
-            table = constant.lower() if sized else self.table(constant)
-            lines += declarations(
-                self.graph, self.stored(kind), kind, table, self.helpers, sized=sized
-            )
-        return lines
-
-    def arguments(self) -> str:
-        """The arguments of ``__init__`` behind ``self``, with their types."""
-        given = {
-            "mesh: DeviceMesh": self.is_distributed,
-            **{f"{constant.lower()}: dict[str, tuple]": True for constant in self.tables()},
-            "partials: Partials": self.adds_up,
-            "rng: Draws": self.draws, "name: str": self.is_named,
-        }  # fmt: skip
-        numbers = [f"{row.name}: {row.type_name}" for row in self.run.numbers]
-        return ", ".join([*(text for text, is_given in given.items() if is_given), *numbers])
-
     def stored(self, kind: Kind) -> dict[fx.Node, str]:
         """The first block's parameters or buffers with their attributes in the class."""
         placed = self.graph.placeholders(kind)
@@ -251,14 +225,17 @@ class BlockClass:
 
     def table(self, constant: str) -> str:
         """The name of the table of one block's parameters or buffers: ``BLOCK_SHARDS``."""
-        return f"{(self.attribute if self.run.kin else self.name).upper()}_{constant}"
+        of = self.sized_like or self
+        return f"{(of.attribute if self.run.kin else self.name).upper()}_{constant}"
 
     def tables(self) -> dict[str, str]:
         """The tables that an instance is given, as its sizes are its own: ``shards`` and others."""
         kinds = {c: kind for kind, c in TABLES.items() if self.run.kin and self.stored(kind)}
         return {constant: self.table(constant) for constant in kinds}
 
-    def _gathers(self) -> bool:
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether the block gathers weights itself."""
         return any(self.gathered(side) for side in self.sides)
 
     def reduces(self, side: Interface) -> bool:

@@ -36,17 +36,16 @@ from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
+from partc.codegen.files.instances import instances, share_tables, span_of_table
 from partc.codegen.files.mesh_attributes import mesh_attributes
 from partc.codegen.files.shared_blocks import Unlike, shared_blocks
 from partc.codegen.files.spelling import (
     dtype_name,
     header_line,
-    numbered,
     read,
     result_type,
     row_name,
     spread_rows,
-    with_numbers,
 )
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
@@ -202,6 +201,8 @@ class RoleText:
                 self.adds, sides.get("W"), self.is_distributed, lead=lead,
             )  # fmt: skip
 
+        share_tables(self)
+
     def name_attributes(self) -> None:
         """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""
         in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
@@ -256,9 +257,9 @@ class RoleText:
                 own = cls.stored(kind)
                 if own:
                     name = cls.table(constant)
-                    span = self.span(cls.run) if cls.run.kin else cls.span
-                    remark = f"of {span}" if cls.run.is_single else f"of one of {span}"
-                    tables.append(table(name, remark, self.block_rows(cls)[constant]))
+                    if cls.sized_like is None:
+                        remark = f"of one of {span_of_table(self, cls)}"
+                        tables.append(table(name, remark, self.block_rows(cls)[constant]))
                     entries[constant].append(Line(spread_rows(cls, name, self.layers is not None)))
         return tables, entries
 
@@ -308,47 +309,7 @@ class RoleText:
             lines += declarations(
                 self.graph, self._standing(kind), kind, table_of(constant), self.helpers, some
             )
-        mesh = ["mesh"] if self.is_distributed else []
-        lines += [self._instances(cls) for cls in self.classes.values()]
-        return lines
-
-    def _instances(self, cls: BlockClass) -> Line:
-        """The statement that makes the blocks of a run: a list of them, or the only one."""
-        run = cls.run
-        name, numbers = self._numbered(run) if cls.is_named else ("", "")
-        differing = [row for row in run.numbers if len({*row.values}) > 1 or not run.kin]
-        given = ["mesh"] if self.is_distributed else []
-        given += [*cls.tables().values(), *(["partials"] if cls.adds_up else [])]
-        given += ["self.rng"] if cls.draws else []
-        given += [name] if name else []
-        given += [
-            f"{row.name}={row.name if row in differing else literal(row.values[0])}"
-            if run.kin else row.name
-            for row in run.numbers
-        ]  # fmt: skip
-        made = f"{cls.name}({', '.join(given)})"
-        remark = self.span(run)
-        if run.is_single:
-            return Line(f"self.{cls.attribute} = {made}", remark)
-        over = f"i in {numbers}" if name else f"_ in range({len(run.layers)})"
-        if differing:
-            over = with_numbers(differing, numbers if name else "")
-        return Line(f"self.{cls.attribute} = nn.ModuleList([{made} for {over}])", remark)
-
-    def _numbered(self, run: Run) -> tuple[str, str]:
-        """The name of block ``i`` of a run, as an expression, and the numbers that ``i`` has."""
-        if run.is_single:
-            return literal(run.layers[0]), ""
-        parent, _, first = run.layers[0].rpartition(".")
-        numbers = [int(layer.rpartition(".")[2]) for layer in run.layers]
-        steady = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        start = f"{first}, " if int(first) else ""
-        over = f"range({start}{numbers[-1] + 1})" if steady else literal(tuple(numbers))
-        if self.layers is None or not self.layers.has(run.layers[0]):
-            return numbered(literal(parent), "i"), over
-        if self.layers.path == parent:
-            return numbered(literal(parent), f"{FIRST} + i"), over
-        return numbered(self.layers.literal(parent), "i"), over
+        return lines + [instances(self, cls) for cls in self.classes.values()]
 
     def site_literal(self, site: str) -> str:
         """A site as an expression in a method, with ``self.n`` where layers are relative."""

@@ -6,11 +6,14 @@ stages of one rank, or two lists of blocks that compute the same.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from partc.codegen.bodies.block_init import init_arguments, init_lines
 from partc.codegen.bodies.classes import BlockClass
-from partc.codegen.text import block
+from partc.codegen.text import WIDTH, block, wrap
+from partc.quoting import comment
 
 if TYPE_CHECKING:
     from partc.codegen.files.emit import RoleText
@@ -71,10 +74,10 @@ def check_alike(classes: Iterable[BlockClass]) -> None:
 
 
 def _code(cls: BlockClass) -> object:
-    lines = [line.code for line in cls.declarations()]
+    lines = [line.code for line in init_lines(cls)]
     gathers = [(method["name"], method["body"]) for method in cls.gather_methods()]
     cls.functions()
-    return cls.arguments(), lines, gathers, cls.codes
+    return init_arguments(cls), lines, gathers, cls.codes
 
 
 def _nameless(step: RoleText, cls: BlockClass) -> object:
@@ -97,12 +100,22 @@ def spans(each: Sequence[str]) -> str:
     return ", ".join([first, *(other.removeprefix(path) for other in others)])
 
 
+def _doc(cls: BlockClass) -> str:
+    """The docstring of a block's class: which blocks of the model it is."""
+    said = f"One of {cls.span}."
+    if not cls.run.kin:
+        return said
+    rest = f"Comments have the sizes of {comment(cls.run.layers[0])}."
+    return "\n    ".join([*textwrap.wrap(said, WIDTH - 4), "", rest, ""])
+
+
 def _values(cls: BlockClass) -> dict[str, Any]:
+    arguments = ["self", *filter(None, [init_arguments(cls)])]
     return {
         "name": cls.name,
-        "layers": cls.span,
-        "arguments": cls.arguments(),
-        "declarations": block(cls.declarations(), 2),
+        "doc": _doc(cls),
+        "init": "\n".join(wrap(f"def __init__({', '.join(arguments)}) -> None:", 4)),
+        "declarations": block(init_lines(cls), 2),
         "functions": cls.functions(),
         "gathers": cls.gather_methods(),
     }

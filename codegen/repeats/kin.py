@@ -1,4 +1,4 @@
-"""Blocks that differ in sizes alone: one class prints all of them, wherever in the model they stand.
+"""Blocks that differ in sizes alone: one class prints all of them, wherever they stand.
 
 In: the runs of equal blocks that lists have. Out: the runs, those of one kin marked so, and the
 single blocks that are kin: modules of any path, such as the last block of each stage of a network
@@ -56,33 +56,35 @@ class Kin:
 
 
 def related(
-    graph: Graph, runs: Sequence[Run], taken: Collection[fx.Node], alone: Collection[tuple[str, ...]]
+    graph: Graph, runs: Sequence[Run], taken: Collection[fx.Node],
+    alone: Collection[tuple[str, ...]],
 ) -> list[Run]:  # fmt: skip
     """The runs with those that are kin marked, and single blocks that are kin of others.
 
-    ``taken`` has the calls of all runs. Runs in ``alone``, by their ``layers``, are no kin.
+    ``taken`` has the calls of all runs. Runs in ``alone``, by their ``layers``, are no kin. Single
+    blocks are looked for among the kin of runs first, then the outermost modules first.
     """
     finder = Finder(graph, Equal(graph, {}, sizes=True))
     for run in runs:
         if run.layers not in alone and not run.elsewhere:
             finder.add(tuple(_blocks(run)), run)
-    inside = [layer for run in runs for layer in run.layers]
-    free, level = set(taken), 1
-    while paths := {path for node in graph.calls() if (path := _prefix(node, level))}:
-        inside += [layer for kin in finder.kins if kin.is_worth_it for layer in kin.layers]
-        allowed = {path for path in paths if (path,) not in alone and not _meets(path, inside)}
-        within = partial(_within, level=level, allowed=allowed)
-        owners = owners_of(graph, within, free, looped=False)
-        for block in blocks_of(graph, owners):
-            finder.add((block,), None, free)
-        for kin in finder.kins:
-            if kin.is_worth_it:
-                free |= kin.nodes
-        level += 1
-    found = [kin for kin in finder.kins if len(kin.runs) > 1]
-    found = [kin for kin in found if kin.is_worth_it or kin.known.count(None) == 0]
-    marked = [run for kin in found for run in _runs(kin)]
-    done = {id(run) for kin in found for run in kin.known if run is not None}
+    looped = [layer for run in runs for layer in run.layers]
+    free = set(taken)
+    for of_runs in (True, False):
+        level = 1
+        while paths := {path for node in graph.calls() if (path := _prefix(node, level))}:
+            found = [layer for kin in finder.kins if kin.is_worth_it for layer in kin.layers]
+            inside = [*looped, *found]
+            allowed = {p for p in paths if (p,) not in alone and not _meets(p, inside)}
+            within = partial(_within, level=level, allowed=allowed)
+            for block in blocks_of(graph, owners_of(graph, within, free, looped=False)):
+                finder.add((block,), None, free, of_runs=of_runs)
+            free |= {node for kin in finder.kins if kin.is_worth_it for node in kin.nodes}
+            level += 1
+    kins = [kin for kin in finder.kins if len(kin.runs) > 1]
+    kins = [kin for kin in kins if kin.is_worth_it or None not in kin.known]
+    marked = [run for kin in kins for run in _runs(kin)]
+    done = {id(run) for kin in kins for run in kin.known if run is not None}
     return [*(run for run in runs if id(run) not in done), *marked]
 
 
@@ -96,13 +98,19 @@ class Finder:
     by_calls: dict[object, list[Kin]] = field(default_factory=dict)
 
     def add(
-        self, run: tuple[Block, ...], known: Run | None, taken: Collection[fx.Node] = ()
-    ) -> None:
-        """Add a run, or a single block (``known`` is None), to its kin, or begin a new one."""
+        self, run: tuple[Block, ...], known: Run | None, taken: Collection[fx.Node] = (), *,
+        of_runs: bool = False,
+    ) -> None:  # fmt: skip
+        """Add a run, or a single block (``known`` is None), to its kin, or begin a new one.
+
+        ``of_runs``: add it to the kin of a run, or not at all.
+        """
         near = self.by_calls.setdefault(_says(self.graph, run[0]), [])
         for kin in near:
             if not kin.is_worth_it and not kin.nodes.isdisjoint(taken):
                 continue  # its calls have become part of other blocks
+            if of_runs and kin.known[0] is None:
+                continue
             if known is None and _meets(layer_of(run[0]), [layer_of(r[0]) for r in kin.runs]):
                 continue
             aligned = [self.equal.all_aligned(kin.lead, block) for block in run]
@@ -111,8 +119,9 @@ class Finder:
                 kin.runs.append(blocks)
                 kin.known.append(known)
                 return
-        near.append(Kin(run[0], [run], [known]))
-        self.kins.append(near[-1])
+        if not of_runs:
+            near.append(Kin(run[0], [run], [known]))
+            self.kins.append(near[-1])
 
 
 def _runs(kin: Kin) -> Iterator[Run]:

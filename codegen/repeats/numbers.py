@@ -115,7 +115,8 @@ def read_from_attributes(
 ) -> None:  # fmt: skip
     """Let the calls of the blocks from which a class is ``printed`` read the block's numbers.
 
-    ``rows`` has the numbers in the order of ``layers``; a class is printed from a run's first block.
+    ``rows`` has the numbers in the order of ``layers``; a class is printed from a run's first
+    block.
     """
     names = {(row.word, row.values): row.name for row in rows}
     for groups in phases:

@@ -25,9 +25,9 @@ class Run:
     each block those with its own number: ``norms.3.weight`` for ``blocks.3``. ``numbers`` has the
     numbers in which the blocks differ.
 
-    Runs of one ``kin`` share a class though their blocks differ in sizes: ``kin`` is the first block
-    of the one from which the class is printed, "" for a run without kin. A run with kin may be a
-    single block, of any module: ``encoder.down1``.
+    Runs of one ``kin`` share a class though their blocks differ in sizes: ``kin`` is the first
+    block of the one from which the class is printed, "" for a run without kin. A run with kin may
+    be a single block, of any module: ``encoder.down1``.
     """
 
     layers: tuple[str, ...]
