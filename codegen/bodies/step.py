@@ -248,13 +248,12 @@ class StepBody(Body):
         ahead = [line for node in early for s in self.one(node) for line in s.lines]
         left = f"{', '.join(targets)} = " if targets else ""
         call = f"self.{cls.attribute}{CALLS[loop.phase]}({', '.join(arguments)})"
-        ranged = of_loop(loop.phase) if self.helpers.ranges else None
-        lines = [*ahead, *begun, Line(left + call, self._remark(side), range=ranged)]
+        lines = [*ahead, *begun, Line(left + call, self._remark(side))]
         lines += [Line(f"del {', '.join(taken)}")] if taken else []
         self.seen |= {nodes[p]: Text(name) for p, name in names.items()}
         reads = [slot.nodes[0] for slot in passed(side)]
         section = inside(loop.run.layers[0], "").rpartition(".")[0]
-        return Statement(lines, reads, [nodes[p] for p in read], section=section)
+        return Statement(lines, reads, [nodes[p] for p in read], [*nodes], section)
 
     def _inside(self, loop: Loop) -> set[fx.Node]:
         return {n for group in loop.groups for n in group.nodes}

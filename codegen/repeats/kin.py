@@ -19,7 +19,8 @@ from partc.codegen.repeats.numbers import Varied, varied
 from partc.codegen.repeats.owners import blocks_of, layer_of, owners_of
 from partc.codegen.repeats.runs import PHASES, Run
 from partc.codegen.repeats.trim import Block
-from partc.graph import Graph, Phase, is_tensor, value
+from partc.graph import Graph, Phase, collectives, is_tensor, value
+from partc.graph.moves import gathers_param
 
 # Lines that a class has beyond those of a block's calls, and that each of its instances takes.
 CLASS, INSTANCE = 15, 8
@@ -78,6 +79,8 @@ def related(
             allowed = {p for p in paths if (p,) not in alone and not _meets(p, inside)}
             within = partial(_within, level=level, allowed=allowed)
             for block in blocks_of(graph, owners_of(graph, within, free, looped=False)):
+                if _is_small(block):
+                    continue
                 finder.add((block,), None, free, of_runs=of_runs)
             free |= {node for kin in finder.kins if kin.is_worth_it for node in kin.nodes}
             level += 1
@@ -153,6 +156,13 @@ def _blocks(run: Run) -> Iterator[Block]:
 
 def _nodes(block: Block) -> list[fx.Node]:
     return [node for group in block.values() if group is not None for node in group.nodes]
+
+
+def _is_small(block: Block) -> bool:
+    """Whether a function serves better: one module's own calls, without a transfer in between."""
+    calls = block["F"].nodes if block["F"] is not None else ()
+    waits = [node.all_input_nodes[0] for node in calls if node.target is collectives.wait]
+    return len({value(node).module for node in calls}) < 2 and all(map(gathers_param, waits))
 
 
 def _says(graph: Graph, block: Block) -> object:
