@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.first = nn.Conv2d(width, out, 3, stride, 1, bias=False)
         self.norm, self.scale = nn.BatchNorm2d(out), nn.GroupNorm(2, out)
         self.second, self.drop = nn.Conv2d(out, out, 3, padding=1), nn.Dropout(0.0)
-        self.act = F.relu
+        self.act: Callable[[Tensor], Tensor] = torch.relu
         self.beside = nn.Conv2d(width, out, 1, stride) if (width, stride) != (out, 1) else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def without_scale(block: Block) -> None:
 
 def shifted(block: Block) -> None:
     block.register_buffer("shift", torch.arange(8.0)[:, None, None])
-    block.act = lambda x: torch.relu(x + block.shift)
+    block.act = lambda x: torch.relu(x + block.get_buffer("shift"))
 
 
 def other_dtype(block: Block) -> None:
