@@ -51,6 +51,11 @@ class Line:
     range: Range | None = None  # of torch.profiler
     around: str = ""  # one around that, as an expression: of a block whose calls stand in line
 
+    @property
+    def frees(self) -> bool:
+        """Whether the statement only drops what no later one reads."""
+        return self.code.startswith("del ") or self.code.endswith(".clear()")
+
 
 @dataclass(frozen=True)
 class Printed:

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from partc.codegen.calls.scope import Scope
-from partc.codegen.repeats.blocks import Run
+from partc.codegen.repeats.runs import Run
+from partc.quoting import identifier
 
 
-def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[str, str]]:
     """Class name and attribute of each run: ``Layer`` and ``layers`` for ``model.layers.*``.
 
     Runs that would have the same name get the name of the module around them as well:
-    ``EncoderLayer``, ``DecoderLayer``.
+    ``EncoderLayer``, ``DecoderLayer``. A single block has its own class's name, which ``classes``
+    gives by path, and an attribute of its path: ``DownBlock`` and ``encoder_down1``.
     """
-    parents = [run.layers[0].split(".")[:-1] for run in runs]
+    parents = [run.layers[0].split(".")[: None if run.is_single else -1] for run in runs]
     found = []
-    scope, classes = Scope(dir(nn.Module)), Scope(dir(nn.Module))
-    for parts in parents:
+    scope, taken = Scope(dir(nn.Module)), Scope(dir(nn.Module))
+    for run, parts in zip(runs, parents, strict=True):
         words = [p for p in parts if not p.isdigit()]
         alike = [p for p in parents if [w for w in p if not w.isdigit()][-1:] == words[-1:]]
-        wanted = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
+        wanted: Sequence[str] = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
+        if run.kin:
+            wanted = _shortest(parts, parents)
         attribute = scope.fresh("_".join(wanted))
         singular = re.sub(r"(?<=[a-z]{3})s$", "", "_".join(wanted))
         name = "".join(
             word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word
         )
-        found.append((classes.fresh(name or "Block"), attribute))
+        if run.kin and classes.get(run.layers[0], "").isidentifier():
+            name = identifier(classes[run.layers[0]])
+        found.append((taken.fresh(name or "Block"), attribute))
     return found
+
+
+def _shortest(parts: Sequence[str], parents: Sequence[Sequence[str]]) -> Sequence[str]:
+    """The shortest end of a path that begins with a word and that no other path has."""
+    for num in range(1, len(parts) + 1):
+        end = parts[-num:]
+        if not end[0].isdigit() and sum(list(p[-num:]) == list(end) for p in parents) == 1:
+            return end
+    return parts

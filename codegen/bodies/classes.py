@@ -17,7 +17,6 @@ from partc.codegen.bodies.block_arguments import (
     SAVED,
     argument_name,
     main_slot,
-    own_lines,
     passed,
     reads_microbatch,
     signature,
@@ -26,7 +25,7 @@ from partc.codegen.bodies.block_gathers import first_gathers, gather_lines
 from partc.codegen.bodies.block_method import BlockMethod
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.frees import Ledger, free_blocks
-from partc.codegen.bodies.tables import TABLES, declarations
+from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, Adds
@@ -39,10 +38,10 @@ from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
 from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name
-from partc.codegen.repeats.slots import Interface
+from partc.codegen.repeats.runs import Run
+from partc.codegen.repeats.slots import Interface, outside
 from partc.codegen.text import Line, Range, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, tensor_args, value
 from partc.graph.draws import draws_numbers
@@ -72,6 +71,9 @@ class BlockClass:
         default_factory=dict
     )  # a parameter's name from the block on -> its attribute: mlp.up.weight -> mlp_up_weight
 
+    lead: BlockClass | None = None  # of the run whose class serves this one too, if it is another
+    sized_like: BlockClass | None = None  # of an earlier run of its kin, with blocks of its sizes
+    codes: list[str] = field(default_factory=list)  # the methods' statements, without comments
     texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
 
     def __post_init__(self) -> None:
@@ -86,7 +88,11 @@ class BlockClass:
     @cached_property
     def wishes(self) -> Wishes:
         """The wanted names of values in all methods."""
-        return wishes(self.graph, self.run.layers[0], self._given())
+        if self.lead is None:
+            return wishes(self.graph, self.run.layers[0], self._given())
+        here, there = ([n for side in cls.sides for n in (*outside(side.group), *side.group.nodes)]
+                       for cls in (self.lead, self))  # fmt: skip
+        return self.lead.wishes.at(there, here)
 
     @cached_property
     def scope(self) -> Scope:
@@ -155,7 +161,9 @@ class BlockClass:
     def attributes(self) -> dict[str, str]:
         """For each parameter and buffer of all blocks its path in the step: ``layers.0.w``."""
         return {
-            name_in(layer, suffix): f"{self.attribute}.{i}.{attribute}"
+            name_in(
+                layer, suffix
+            ): f"{self.attribute}{'' if self.run.is_single else f'.{i}'}.{attribute}"
             for i, layer in enumerate(self.run.layers)
             for suffix, attribute in self.suffixes.items()
         }
@@ -209,28 +217,6 @@ class BlockClass:
         """The text by which methods read a parameter or buffer of the block: ``self.w_weight``."""
         return f"self.{self.suffixes[self.own(value(own).name)]}"
 
-    def declarations(self) -> list[Line]:
-        """The statements of ``__init__`` that make the block's parameters and buffers."""
-        lines = own_lines(draws=self.draws, named=self.is_named)
-        lines += [Line(f"self.{row.name} = {row.name}") for row in self.run.numbers]
-        lines += [Line("self.partials = partials")] if self.adds_up else []
-        if self._gathers():
-            lines.append(Line("self.whole = Gathered()", "weights that are being gathered"))
-        for kind, constant in TABLES.items():
-            lines += declarations(
-                self.graph, self.stored(kind), kind, self.table(constant), self.helpers
-            )
-        return lines
-
-    def arguments(self) -> str:
-        """The arguments of ``__init__`` behind ``self``, with their types."""
-        given = {
-            "mesh: DeviceMesh": self.is_distributed, "partials: Partials": self.adds_up,
-            "rng: Draws": self.draws, "name: str": self.is_named,
-        }  # fmt: skip
-        numbers = [f"{row.name}: {row.type_name}" for row in self.run.numbers]
-        return ", ".join([*(text for text, is_given in given.items() if is_given), *numbers])
-
     def stored(self, kind: Kind) -> dict[fx.Node, str]:
         """The first block's parameters or buffers with their attributes in the class."""
         placed = self.graph.placeholders(kind)
@@ -239,9 +225,17 @@ class BlockClass:
 
     def table(self, constant: str) -> str:
         """The name of the table of one block's parameters or buffers: ``BLOCK_SHARDS``."""
-        return f"{self.name.upper()}_{constant}"
+        of = self.sized_like or self
+        return f"{(of.attribute if self.run.kin else self.name).upper()}_{constant}"
 
-    def _gathers(self) -> bool:
+    def tables(self) -> dict[str, str]:
+        """The tables that an instance is given, as its sizes are its own: ``shards`` and others."""
+        kinds = {c: kind for kind, c in TABLES.items() if self.run.kin and self.stored(kind)}
+        return {constant: self.table(constant) for constant in kinds}
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether the block gathers weights itself."""
         return any(self.gathered(side) for side in self.sides)
 
     def reduces(self, side: Interface) -> bool:
@@ -258,6 +252,9 @@ class BlockClass:
         methods = [self._method(side) for side in self.sides]
         free_blocks([method.ledger for method in methods])
         settled = self.scope.settled([method.lines() for method in methods])
+        self.codes = [
+            line.code for lines in settled for line in lines if line.code and not line.frees
+        ]
         return [
             {"signature": "\n".join(wrap(signature.code, 4)), "body": self.helpers.block(body, 2)}
             for signature, *body in settled

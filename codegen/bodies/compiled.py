@@ -22,7 +22,7 @@ from partc.codegen.calls.names import wishes
 from partc.codegen.calls.scope import Scope
 from partc.codegen.calls.storage import is_view, owner
 from partc.codegen.helpers.needed import Helpers, Outlined
-from partc.codegen.repeats.blocks import Item
+from partc.codegen.repeats.runs import Item
 from partc.cost.flops import node_flops
 from partc.graph import (
     Graph,

@@ -14,7 +14,7 @@ from itertools import groupby
 from torch import fx
 
 from partc.codegen.calls.storage import num_bytes
-from partc.codegen.repeats.blocks import Item, Loop
+from partc.codegen.repeats.runs import Item, Loop
 from partc.graph import collectives, tensor_args, value
 from partc.graph.moves import gathers_param
 

@@ -20,7 +20,7 @@ from partc.codegen.calls.names import wishes
 from partc.codegen.calls.scope import Scope
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers, Outlined
-from partc.codegen.repeats.blocks import Item
+from partc.codegen.repeats.runs import Item
 from partc.graph import Graph
 
 

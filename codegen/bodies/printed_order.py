@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from partc.codegen.repeats.blocks import Item, Loop
+from partc.codegen.repeats.runs import Item, Loop
 from partc.errors import CheckError
 from partc.graph import Graph
 from partc.rules.table import name_of

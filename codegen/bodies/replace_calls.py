@@ -14,8 +14,8 @@ from partc.codegen.bodies.printed_order import members as names_of
 from partc.codegen.bodies.units import Place, Unit
 from partc.codegen.calls.moved_names import known_as
 from partc.codegen.helpers.needed import Outlined
-from partc.codegen.repeats.blocks import PHASES, Item, Loop, Run
 from partc.codegen.repeats.equal import Group
+from partc.codegen.repeats.runs import PHASES, Item, Loop, Run
 from partc.graph import (
     Graph,
     fake_of,

@@ -21,7 +21,7 @@ from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.ranges import WAIT_FOR_GRADS, of_loop
 from partc.codegen.calls.settle import unmarked
 from partc.codegen.calls.statements import Statement
-from partc.codegen.repeats.blocks import LATER, Item, Loop, Run
+from partc.codegen.repeats.runs import LATER, Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line, Range, Text
 from partc.graph import Phase, collectives, typed
@@ -58,13 +58,14 @@ class StepBody(Body):
         sections = self._sections()
         for loop, nodes in sections:
             early = [*takewhile(gathers_param, nodes)]
+            following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
+            ahead = self._begun_in(loop, following)
             if loop is not None:
                 self.ahead.update(early)
-                found.append(self._loop(loop, early))
+                found.append(self._loop(loop, early, ahead))
             found += [s for node in early for s in self.one(node)]
-            following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
             rest = [node for node in nodes if node not in early]
-            if following is not None and self._gather(following):
+            if following is not None and self._gather(following) and not ahead:
                 between = loop is not None and bool(rest)
                 found.append(self._begin(following, self.prefetch if between else 1))
             found += [s for node in rest for s in self.one(node)]
@@ -99,12 +100,26 @@ class StepBody(Body):
         """The lines that start the gathers of a loop's first ``num`` blocks."""
         self.begun |= {loop} if num > 1 else set()
         blocks = f"self.{self.classes[loop.run].attribute}"
+        if loop.run.is_single:
+            remark = "what the next block begins with"
+            return Statement([Line(f"{blocks}.{self._gather(loop)}()", remark)])
         indices = [-1 - i if self._descends(loop) else i for i in range(num)]
         remarks = ["what the next loop begins with", *["and goes on with"] * (num - 1)]
         return Statement([
             Line(f"{blocks}[{index}].{self._gather(loop)}()", remark)
             for index, remark in zip(indices, remarks, strict=True)
         ])  # fmt: skip
+
+    def _begun_in(self, loop: Loop | None, following: Loop | None) -> list[Line]:
+        """The line that starts a loop's gathers while the last block of the one before computes.
+
+        So it is where one of the two is a single block: others begin before their loop. A block
+        that runs next once more cannot gather for both at once.
+        """
+        if loop is None or following is None or loop.run is following.run:
+            return []
+        single = loop.run.is_single or following.run.is_single
+        return self._begin(following, 1).lines if single and self._gather(following) else []
 
     def _side(self, loop: Loop) -> Interface:
         return next(s for s in self.classes[loop.run].sides if s.loop.phase == loop.phase)
@@ -115,7 +130,7 @@ class StepBody(Body):
         Then ``x = embedding(...)`` stands before the loop over ``x`` in place of ``x = embedding``.
         """
         for item in self.items:
-            if not isinstance(item, Loop):
+            if not isinstance(item, Loop) or item.run.is_single:
                 continue
             side = self._side(item)
             for slot in side.of("carried"):
@@ -148,12 +163,15 @@ class StepBody(Body):
         return {node for groups in later if groups for node in groups[0].nodes}
 
     # loops -----------------------------------------------------------------------------------
-    def _loop(self, loop: Loop, early: Sequence[fx.Node]) -> Statement:
+    def _loop(self, loop: Loop, early: Sequence[fx.Node], begun: Sequence[Line]) -> Statement:
         """The lines of a loop over blocks; its last iteration starts the gathers ``early``.
 
         ``for layer in self.layers:`` with the lists of saved values before it, the call of the
-        block's method in it, and ``del`` of the last saved values behind it.
+        block's method in it, and ``del`` of the last saved values behind it. ``begun``: the line
+        that starts the gathers of the loop behind, which stands in the last iteration too.
         """
+        if loop.run.is_single:
+            return self._single(loop, early, begun)
         side, cls = self._side(loop), self.classes[loop.run]
         lines: list[Line] = []
         variables = {
@@ -192,7 +210,9 @@ class StepBody(Body):
             waits = Range(WAIT_FOR_GRADS) if self.helpers.ranges else None
             after.append(Line("before.finish()", behind, indent=1, range=waits))
         if self._gather(loop):
-            ahead += self._gather_ahead(loop, early)
+            ahead += self._gather_ahead(loop, early, begun)
+        elif begun:
+            lines += begun
         body += [Line(f"{name}.append({name}_here)", indent=1) for name in kept.values()]
         opening, closing = self.sums.get(loop.run, ([], []))
         lines += opening
@@ -210,6 +230,30 @@ class StepBody(Body):
         return Statement(
             lines, reads, binds, section=inside(f"{loop.run.layers[0].rpartition('.')[0]}", "")
         )
+
+    def _single(self, loop: Loop, early: Sequence[fx.Node], begun: Sequence[Line]) -> Statement:
+        """The call of a single block's method: ``x, down1_saved = self.down1(x)``.
+
+        Before it start the gathers of what comes behind.
+        """
+        side, cls, nodes = self._side(loop), self.classes[loop.run], loop.groups[0].nodes
+        arguments = [str(self.text(slot.nodes[0])) for slot in passed(side)]
+        taken = [self._saved(cls, word) for word in cls.taken_by(side)]
+        arguments += [*taken, *(["i"] if reads_microbatch(side) else [])]
+        arguments += ["reduced"] if cls.reduces(side) else []
+        read = [p for p in (*side.carried, *side.listed) if p not in side.unread]
+        names = {p: self.scope.value(nodes[p], self.wishes) for p in read}
+        targets = [names.get(p, "_") for p in (*side.carried, *side.listed)]
+        targets += [self._saved(cls, word) for word in cls.left_by(side)]
+        ahead = [line for node in early for s in self.one(node) for line in s.lines]
+        left = f"{', '.join(targets)} = " if targets else ""
+        call = f"self.{cls.attribute}{CALLS[loop.phase]}({', '.join(arguments)})"
+        lines = [*ahead, *begun, Line(left + call, self._remark(side))]
+        lines += [Line(f"del {', '.join(taken)}")] if taken else []
+        self.seen |= {nodes[p]: Text(name) for p, name in names.items()}
+        reads = [slot.nodes[0] for slot in passed(side)]
+        section = inside(loop.run.layers[0], "").rpartition(".")[0]
+        return Statement(lines, reads, [nodes[p] for p in read], [*nodes], section)
 
     def _inside(self, loop: Loop) -> set[fx.Node]:
         return {n for group in loop.groups for n in group.nodes}
@@ -267,8 +311,13 @@ class StepBody(Body):
             return f"for {layer} in {over}:"
         return f"for {layer}, {', '.join(items)} in zip({', '.join([over, *lists])}, strict=True):"
 
-    def _gather_ahead(self, loop: Loop, early: Sequence[fx.Node]) -> list[Line]:
-        """The lines that start the next block's gathers, or after the last block ``early``."""
+    def _gather_ahead(
+        self, loop: Loop, early: Sequence[fx.Node], behind: Sequence[Line]
+    ) -> list[Line]:
+        """The lines that start the next block's gathers, or after the last block ``early``.
+
+        ``behind`` starts the gathers of the loop behind.
+        """
         remark = comment(
             f"hidden behind this block's {'forward' if loop.phase == 'F' else 'backward'}"
         )
@@ -279,7 +328,7 @@ class StepBody(Body):
         ]
         starts = [
             line for node in early for statement in self.one(node) for line in statement.lines
-        ]
+        ] + [*behind]
         if starts:
             other = "elif following is None:" if begun else "else:"
             lines += [Line(other, indent=1), *(replace(line, indent=2) for line in starts)]

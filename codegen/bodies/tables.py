@@ -78,13 +78,16 @@ def is_listed(graph: Graph, nodes: Sequence[fx.Node]) -> bool:
 
 def declarations(
     graph: Graph, attributes: Mapping[fx.Node, str], kind: Kind, source: str, helpers: Helpers,
-    some: bool = False,
+    some: bool = False, sized: bool = False,
 ) -> list[Line]:  # fmt: skip
     """The statements that make this rank's shards of parameters or buffers.
 
     ``source`` is the text of their table. With ``some`` the table also has the blocks' parameters,
-    under dotted names (``layers.0.w``), which the blocks make themselves.
+    under dotted names (``layers.0.w``), which the blocks make themselves. ``sized``: their sizes
+    are known from the table alone.
     """
+    if sized:
+        return _sized(graph, attributes, kind, source, helpers)
     if not is_listed(graph, list(attributes)):
         return [
             Line(_declaration(node, name, kind, _is_frozen(graph, node)), comment(typed(node)))
@@ -98,6 +101,23 @@ def declarations(
     if some:
         return [head, Line('if "." not in name:', indent=1), Line(add, indent=2)]
     return [head, Line(add, indent=1)]
+
+
+def _sized(
+    graph: Graph, attributes: Mapping[fx.Node, str], kind: Kind, source: str, helpers: Helpers
+) -> list[Line]:
+    """The statements that make parameters or buffers of the sizes in a table."""
+    frozen = [name for node, name in attributes.items() if _is_frozen(graph, node)]
+    if not attributes:
+        return []
+    made = f"{helpers.use('empty')}(*known)"
+    lines = [Line(f"for name, (_, *known) in {source}.items():")]
+    if kind == "buffer":
+        return [*lines, Line(f"self.register_buffer(name, {made})", indent=1)]
+    trained = len(frozen) < len(attributes)
+    asks = f"name not in {literal(tuple(frozen))}" if trained else "False"
+    rest = f", requires_grad={asks}" if frozen else ""
+    return [*lines, Line(f"self.register_parameter(name, nn.Parameter({made}{rest}))", indent=1)]
 
 
 def _is_frozen(graph: Graph, node: fx.Node) -> bool:

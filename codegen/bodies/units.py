@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from partc.codegen.calls.storage import is_view, owner
-from partc.codegen.repeats.blocks import Item, Loop
 from partc.codegen.repeats.numbers import reads_numbers
+from partc.codegen.repeats.runs import Item, Loop
 from partc.graph import (
     Graph,
     collectives,
@@ -90,7 +90,7 @@ def places_of(graph: Graph, items: Sequence[Item], again: bool = False) -> Itera
         if isinstance(item, Loop):
             yield Place(graph, tuple(inline), again=again)
             run = item.run
-            yield Place(graph, run.of(item.phase)[0].nodes, item, again)
+            yield Place(graph, run.of(item.phase)[0].nodes, item, again or run.follows)
             inline = []
         else:
             inline.append(item)

@@ -36,23 +36,22 @@ from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
+from partc.codegen.files.instances import instances, share_tables, span_of_table
 from partc.codegen.files.mesh_attributes import mesh_attributes
-from partc.codegen.files.shared_blocks import shared_blocks
+from partc.codegen.files.shared_blocks import Unlike, shared_blocks
 from partc.codegen.files.spelling import (
     dtype_name,
     header_line,
-    numbered,
     read,
     result_type,
     row_name,
     spread_rows,
-    with_numbers,
 )
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
-from partc.codegen.repeats.blocks import Item, Loop, Run
 from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
+from partc.codegen.repeats.runs import Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, interfaces
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Printed, Text, block
@@ -96,8 +95,24 @@ def emit(
     transfers stand in ranges of torch.profiler. CheckError if the text does anything but compute
     with torch.
     """
+    apart: set[tuple[str, ...]] = set()
+    while True:
+        try:
+            return _emit(
+                graph, apart, header=header, mesh=mesh or graph.mesh, prefetch=prefetch,
+                messages=messages, backend=backend, inductor=inductor, ranges=ranges,
+            )  # fmt: skip
+        except Unlike as unlike:
+            apart.update(unlike.layers)
+
+
+def _emit(
+    graph: Graph, apart: Collection[tuple[str, ...]], *, header: str, mesh: Mesh, prefetch: int,
+    messages: bool, backend: str, inductor: bool, ranges: bool,
+) -> Printed:  # fmt: skip
+    """As ``emit``; Unlike if runs, but for those ``apart``, share no class with their kin."""
     graph = spelled(graph, fused=inductor)
-    items, sides = arranged(graph)
+    items, sides = arranged(graph, apart)
     checked = copied(graph)
     helpers = Helpers(messages=messages, backend=backend, ranges=ranges, hooks=calls_hooks(graph))
     [items] = outlined([(graph, items)], helpers)
@@ -106,8 +121,7 @@ def emit(
     check_printed(checked, items)
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    at = mesh or graph.mesh
-    text = RoleText(graph, header, items, sides, helpers, mesh=at, prefetch=prefetch).text()
+    text = RoleText(graph, header, items, sides, helpers, mesh=mesh, prefetch=prefetch).text()
     check_source(text)
     return Printed(text, helpers.origins(text))
 
@@ -176,13 +190,18 @@ class RoleText:
 
     def make_classes(self) -> None:
         """Make a BlockClass for every run of equal blocks."""
-        runs = list(dict.fromkeys(loop.run for loop in self.sides))
-        for run, (name, attribute) in zip(runs, class_names(runs), strict=True):
+        runs = sorted(dict.fromkeys(loop.run for loop in self.sides), key=lambda run: run.follows)
+        for run, (name, attribute) in zip(runs, class_names(runs, self.graph.classes), strict=True):
             sides = {lp.phase: s for lp, s in self.sides.items() if lp.run is run}
+            lead = next(
+                (c for r, c in self.classes.items() if run.follows and r.kin == run.kin), None
+            )
             self.classes[run] = BlockClass(
                 self.graph, run, sides["F"], sides.get("B"), name, attribute, self.helpers,
-                self.adds, sides.get("W"), self.is_distributed,
+                self.adds, sides.get("W"), self.is_distributed, lead=lead,
             )  # fmt: skip
+
+        share_tables(self)
 
     def name_attributes(self) -> None:
         """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""
@@ -238,8 +257,9 @@ class RoleText:
                 own = cls.stored(kind)
                 if own:
                     name = cls.table(constant)
-                    remark = f"of one of {cls.span}"
-                    tables.append(table(name, remark, self.block_rows(cls)[constant]))
+                    if cls.sized_like is None:
+                        remark = f"of one of {span_of_table(self, cls)}"
+                        tables.append(table(name, remark, self.block_rows(cls)[constant]))
                     entries[constant].append(Line(spread_rows(cls, name, self.layers is not None)))
         return tables, entries
 
@@ -271,6 +291,8 @@ class RoleText:
     def span(self, run: Run) -> str:
         """The blocks of a run as comments show them: ``model.layers.0 .. 7``."""
         first, last = (self.shown(run.layers[i]) for i in (0, -1))
+        if run.is_single:
+            return comment(first)
         return comment(f"{first} .. {last.rpartition('.')[2]}")
 
     def declarations(
@@ -287,32 +309,7 @@ class RoleText:
             lines += declarations(
                 self.graph, self._standing(kind), kind, table_of(constant), self.helpers, some
             )
-        mesh = ["mesh"] if self.is_distributed else []
-        for cls in self.classes.values():
-            name, numbers = self._numbered(cls.run) if cls.is_named else ("", "")
-            parts = ["partials"] if cls.adds_up else []
-            rng = ["self.rng"] if cls.draws else []
-            own = [row.name for row in cls.run.numbers]
-            given = ", ".join([*mesh, *parts, *rng, *([name] if name else []), *own])
-            over = f"i in {numbers}" if name else f"_ in range({len(cls.run.layers)})"
-            if own:
-                over = with_numbers(cls.run.numbers, numbers if name else "")
-            made = f"[{cls.name}({given}) for {over}]"
-            lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
-        return lines
-
-    def _numbered(self, run: Run) -> tuple[str, str]:
-        """The name of block ``i`` of a run, as an expression, and the numbers that ``i`` has."""
-        parent, _, first = run.layers[0].rpartition(".")
-        numbers = [int(layer.rpartition(".")[2]) for layer in run.layers]
-        steady = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        start = f"{first}, " if int(first) else ""
-        over = f"range({start}{numbers[-1] + 1})" if steady else literal(tuple(numbers))
-        if self.layers is None or not self.layers.has(run.layers[0]):
-            return numbered(literal(parent), "i"), over
-        if self.layers.path == parent:
-            return numbered(literal(parent), f"{FIRST} + i"), over
-        return numbered(self.layers.literal(parent), "i"), over
+        return lines + [instances(self, cls) for cls in self.classes.values()]
 
     def site_literal(self, site: str) -> str:
         """A site as an expression in a method, with ``self.n`` where layers are relative."""

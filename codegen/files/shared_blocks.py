@@ -6,11 +6,14 @@ stages of one rank, or two lists of blocks that compute the same.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from partc.codegen.bodies.block_init import init_arguments, init_lines
 from partc.codegen.bodies.classes import BlockClass
-from partc.codegen.text import block
+from partc.codegen.text import WIDTH, block, wrap
+from partc.quoting import comment
 
 if TYPE_CHECKING:
     from partc.codegen.files.emit import RoleText
@@ -28,6 +31,11 @@ def shared_blocks(texts: Iterable[RoleText]) -> list[dict[str, Any]]:
     for step in texts:
         for cls in step.classes.values():
             cls.span = step.span(cls.run)
+        check_alike(step.classes.values())
+        for cls in step.classes.values():
+            if cls.lead is not None:
+                next(found for _, found in known if cls.lead in found).append(cls)
+                continue
             key = _nameless(step, cls)
             same = next((classes for other, classes in known if other == key), None)
             if same is not None:
@@ -41,6 +49,35 @@ def shared_blocks(texts: Iterable[RoleText]) -> list[dict[str, Any]]:
         for cls in classes:
             cls.name, cls.span = classes[0].name, span
     return [_values(classes[0]) for _, classes in known]
+
+
+class Unlike(Exception):
+    """Raised where the text of a block's class does not serve blocks of other sizes, ``layers``."""
+
+    def __init__(self, layers: Sequence[tuple[str, ...]]) -> None:
+        super().__init__(layers)
+        self.layers = layers
+
+
+def check_alike(classes: Iterable[BlockClass]) -> None:
+    """Raise Unlike for the runs whose own class would have other statements than that of their kin.
+
+    Each class is written from calls of its own, in its own sizes. So a text that serves all has in
+    it no size, and no choice made by a size, that differs. Only what memory is freed early, and
+    comments, may differ.
+    """
+    followers = [cls for cls in classes if cls.lead is not None]
+    leads = {cls.lead: _code(cls.lead) for cls in followers if cls.lead is not None}
+    unlike = [cls for cls in followers if cls.lead is not None and _code(cls) != leads[cls.lead]]
+    if unlike:
+        raise Unlike([cls.run.layers for cls in unlike])
+
+
+def _code(cls: BlockClass) -> object:
+    lines = [line.code for line in init_lines(cls)]
+    gathers = [(method["name"], method["body"]) for method in cls.gather_methods()]
+    cls.functions()
+    return init_arguments(cls), lines, gathers, cls.codes
 
 
 def _nameless(step: RoleText, cls: BlockClass) -> object:
@@ -63,12 +100,22 @@ def spans(each: Sequence[str]) -> str:
     return ", ".join([first, *(other.removeprefix(path) for other in others)])
 
 
+def _doc(cls: BlockClass) -> str:
+    """The docstring of a block's class: which blocks of the model it is."""
+    said = f"One of {cls.span}."
+    if not cls.run.kin:
+        return said
+    rest = f"Comments have the sizes of {comment(cls.run.layers[0])}."
+    return "\n    ".join([*textwrap.wrap(said, WIDTH - 4), "", rest, ""])
+
+
 def _values(cls: BlockClass) -> dict[str, Any]:
+    arguments = ["self", *filter(None, [init_arguments(cls)])]
     return {
         "name": cls.name,
-        "layers": cls.span,
-        "arguments": cls.arguments(),
-        "declarations": block(cls.declarations(), 2),
+        "doc": _doc(cls),
+        "init": "\n".join(wrap(f"def __init__({', '.join(arguments)}) -> None:", 4)),
+        "declarations": block(init_lines(cls), 2),
         "functions": cls.functions(),
         "gathers": cls.gather_methods(),
     }

@@ -63,6 +63,11 @@ def spread_rows(cls: BlockClass, name: str, relative: bool) -> str:
 
     ``relative`` names count layers from the stage's first one, ``n``.
     """
+    if cls.run.is_single:
+        path, parent = f'f"{cls.attribute}.{{attribute}}"', literal(f"{cls.run.layers[0]}.")
+        return (
+            f"**{{{path}: ({parent} + name, *rest) for attribute, (name, *rest) in {name}.items()}}"
+        )
     numbers = [int(layer.rpartition(".")[2]) for layer in cls.run.layers]
     first, num = numbers[0], len(numbers)
     steady = numbers == list(range(first, first + num))

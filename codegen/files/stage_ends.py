@@ -17,8 +17,8 @@ from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.calls.ranges import finished
 from partc.codegen.files.spelling import result_type
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.own_names import name_in
+from partc.codegen.repeats.runs import Run
 from partc.codegen.text import Line, block
 from partc.errors import CheckError, PlanError
 from partc.graph import Graph, collectives, fake_of, first_operand, value

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.codegen.bodies.block_arguments import passed
-from partc.codegen.repeats.blocks import Item, Loop
+from partc.codegen.repeats.runs import Item, Loop
 from partc.codegen.repeats.slots import Interface
 from partc.graph import Graph, Phase, value
 

@@ -37,8 +37,8 @@ from partc.codegen.files.stage_flow import StageFlow, has_phase
 from partc.codegen.files.stage_methods import METHODS, Method
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
-from partc.codegen.repeats.blocks import Item, Loop, Run
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
+from partc.codegen.repeats.runs import Item, Loop, Run
 from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Phase, fake_of, innermost_block, is_tensor, typed, value

@@ -2,5 +2,6 @@
 
 In: a scheduled graph. Out: runs of equal blocks (`Run`), and for each value that a block reads from
 outside, where every iteration of the loop finds that value (`Slot`). Start: `blocks.py`; `equal.py`
-compares two blocks, `slots.py` makes the slots. Never: text; `bodies/` prints the classes.
+compares two blocks, `kin.py` finds those that differ in sizes alone, `slots.py` makes the slots.
+Never: text; `bodies/` prints the classes.
 """

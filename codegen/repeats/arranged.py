@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from partc.codegen.repeats.blocks import Item, Loop, Run, arrange
-from partc.codegen.repeats.numbers import read_from_attributes
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+from partc.codegen.repeats.blocks import arrange
+from partc.codegen.repeats.numbers import Varied, read_from_attributes
+from partc.codegen.repeats.runs import PHASES, Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.graph import Graph
 from partc.passes.canonical.dedupe_layers import Unfolded
 
 
-def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
+def arranged(
+    graph: Graph, apart: Collection[tuple[str, ...]] | None = None
+) -> tuple[list[Item], dict[Loop, Interface]]:
     """The items of a step (calls and loops), and what each loop reads and returns.
 
-    A run of blocks that no single method can serve is printed call by call. Raises Unfolded if the
-    graph leaves out blocks of such a run (``graph.folds``): then all blocks have to be traced.
+    A run of blocks that no single method can serve is printed call by call. Unless ``apart`` is
+    None blocks that differ in sizes alone share a class, but for runs in ``apart`` (by their
+    ``layers``). Raises Unfolded if the graph leaves out blocks of a run that is printed call by
+    call (``graph.folds``): then all blocks have to be traced.
     """
-    given_up: set[Run] = set()
+    given_up: set[tuple[str, ...]] = set()
+    unlike = set(apart or ())
     while True:
-        items = arrange(graph, {run.layers for run in given_up})
+        items = arrange(graph, given_up, None if apart is None else unlike)
         try:
             sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
         except Unfit as unfit:
-            given_up.add(unfit.run)
+            # A run that is unfit for its kin may still be a loop of its own.
+            (unlike if unfit.run.kin else given_up).add(unfit.run.layers)
             continue
         printed = {layer for side in sides for layer in side.run.layers}
         for fold in graph.folds:
@@ -30,8 +40,22 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
             for loop, side in sides.items():
                 if side.of("listed") and f"{fold.path}.{fold.first}" in loop.run.layers:
                     raise Unfolded(f"{fold.path} takes a value for each block")
-        for run in dict.fromkeys(loop.run for loop in sides):
-            if run.numbers:
-                phases = (run.forward, run.backward, run.weights)
-                read_from_attributes(run.layers, phases, run.numbers)
+        _read_numbers(dict.fromkeys(loop.run for loop in sides))
         return items, sides
+
+
+def _read_numbers(runs: Iterable[Run]) -> None:
+    """Let the first block of each run, from which its class is printed, read its own numbers."""
+    kin: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        kin[run.kin or run.layers[0]].append(run)
+    for members in kin.values():
+        layers = [layer for run in members for layer in run.layers]
+        phases = [[group for run in members for group in run.of(phase)] for phase in PHASES]
+        numbers = zip(*(run.numbers for run in members), strict=True)
+        rows = [
+            Varied(each[0].name, tuple(v for row in each for v in row.values), each[0].word)
+            for each in numbers
+        ]
+        printed = [run.layers[0] for run in members]
+        read_from_attributes(layers, phases, rows, printed, sizes=bool(members[0].kin))

@@ -6,99 +6,65 @@ is one item, a ``Loop``: ``embed, Loop(blocks.0 .. 3, F), head, Loop(blocks.3 ..
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
-from partc.codegen.repeats.equal import Equal, Group, Owner, ends_step
-from partc.codegen.repeats.numbers import Varied, varied
+from partc.codegen.repeats.equal import Equal, Group, Owner
+from partc.codegen.repeats.kin import related
+from partc.codegen.repeats.numbers import varied
 from partc.codegen.repeats.own_names import is_elsewhere, name_in, own_name
+from partc.codegen.repeats.owners import blocks_of, layer_of, owners_of
+from partc.codegen.repeats.runs import LATER, PHASES, Item, Loop, Run
 from partc.codegen.repeats.trim import Block, trimmed
-from partc.graph import Graph, Phase, collectives, is_backward, is_forward, value
+from partc.graph import Graph
 from partc.graph.folds import DEPTHS, layer_path
-from partc.graph.moves import gathers_param
 from partc.in_order import in_order
-from partc.passes.shard.propagate import is_zero
-from partc.plan.mesh import MICROBATCH_AXIS
 
-PHASES: tuple[Phase, ...] = ("F", "B", "W")
-LATER: tuple[Phase, ...] = ("B", "W")
+GivenUp = Collection[tuple[str, ...]]  # runs by the paths of their blocks
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """Neighbouring blocks of one list that compute the same: ``model.layers.0 .. 7``.
-
-    ``forward`` and ``backward`` have the calls of each block, in the order of the list. ``weights``
-    has the weight gradients where a split backward computes them apart. ``layers`` has the paths of
-    all blocks, those too that the graph leaves out (``graph.folds``), for which there are no calls.
-    ``elsewhere`` has the parameters and buffers of other lists that blocks of this one alone read,
-    each block those with its own number: ``norms.3.weight`` for ``blocks.3``. ``numbers`` has the
-    numbers in which the blocks differ.
-    """
-
-    layers: tuple[str, ...]
-    forward: tuple[Group, ...]
-    backward: tuple[Group, ...]
-    weights: tuple[Group, ...] = ()
-    elsewhere: frozenset[str] = frozenset()
-    numbers: tuple[Varied, ...] = ()
-
-    def of(self, phase: Phase) -> tuple[Group, ...]:
-        return {"F": self.forward, "B": self.backward, "W": self.weights}[phase]
-
-
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """One phase of a run, printed as one ``for``: the calls of each block in execution order."""
-
-    run: Run
-    phase: Phase
-    groups: tuple[Group, ...]
-
-
-Item = fx.Node | Loop
-
-
-def arrange(graph: Graph, given_up: Collection[tuple[str, ...]] = ()) -> list[Item]:
+def arrange(graph: Graph, given_up: GivenUp = (), apart: GivenUp | None = None) -> list[Item]:
     """All calls of a graph in execution order, with one Loop for each phase of a run.
 
     A run is given up where some other call has to stand between two of its blocks: its calls then
     stand among the others, one by one. The caller names more runs to give up, by their ``layers``,
-    in ``given_up``.
+    in ``given_up``. Unless ``apart`` is None blocks that differ in sizes alone share a class, but
+    for the runs in ``apart``.
     """
     given = set(given_up)
     while True:
-        items, stuck = _sorted(graph, _loops(graph, given))
+        items, stuck = _sorted(graph, _loops(graph, given, apart))
         if not stuck:
             return items
         given.add(stuck[0].run.layers)
 
 
-# which block a call belongs to --------------------------------------------------------------------
-def _loops(graph: Graph, given_up: Collection[tuple[str, ...]]) -> list[Loop]:
+# equal blocks in lists ----------------------------------------------------------------------------
+def _loops(graph: Graph, given_up: GivenUp, apart: GivenUp | None) -> list[Loop]:
     """The loops of all runs but those that are given up.
 
     Blocks are looked for at the outermost list index first (``h.0`` of ``h.0.experts.2``): calls
     that stand in a loop there are in no inner one.
     """
-    loops: list[Loop] = []
+    runs: list[Run] = []
     taken: set[fx.Node] = set()
     for depth in DEPTHS:
-        owners = _owners(graph, depth, taken)
+        owners = owners_of(graph, partial(layer_path, depth=depth), taken)
         for run in _runs(graph, owners, given_up):
-            if run.layers in given_up:
-                taken |= {n for phase in PHASES for g in run.of(phase) for n in g.nodes}
-                continue
-            down = bool(run.backward) and _descends(graph, run.backward)
-            phases: list[tuple[Phase, tuple[Group, ...]]] = [("F", run.forward)]
-            phases += [(p, run.of(p)[::-1] if down else run.of(p)) for p in LATER if run.of(p)]
-            loops += [Loop(run, phase, groups) for phase, groups in phases]
-            taken |= {n for _, groups in phases for g in groups for n in g.nodes}
-    return loops
+            taken |= {n for phase in PHASES for g in run.of(phase) for n in g.nodes}
+            runs += [] if run.layers in given_up else [run]
+    if apart is not None:
+        runs = related(graph, runs, taken, {*given_up, *apart})
+    return [loop for run in runs for loop in _loops_of(graph, run)]
+
+
+def _loops_of(graph: Graph, run: Run) -> Iterator[Loop]:
+    down = bool(run.backward) and _descends(graph, run.backward)
+    yield Loop(run, "F", run.forward)
+    yield from (Loop(run, p, run.of(p)[::-1] if down else run.of(p)) for p in LATER if run.of(p))
 
 
 def _descends(graph: Graph, groups: Sequence[Group]) -> bool:
@@ -114,135 +80,13 @@ def _descends(graph: Graph, groups: Sequence[Group]) -> bool:
     return first > last
 
 
-def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owner]:
-    """The block and phase that each call belongs to; calls outside of all blocks are left out."""
-    owners: dict[fx.Node, Owner] = {}
-    pathless: list[fx.Node] = []
-    for node in graph.calls():
-        known = value(node)
-        layer = layer_path(known.module, depth)
-        if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
-            continue
-        if _starts_sum(node):
-            continue
-        if layer:
-            # Weights gathered once per step (phase S) are read by the block's forward method.
-            owners[node] = (layer, "F" if known.phase == "S" else known.phase)
-        elif not known.module:
-            pathless.append(node)
-    _adopt(graph, pathless, owners)
-    _hoist(graph, owners)
-    _join_waits(graph, owners)
-    for node in graph.calls():
-        if node.target is operator.getitem:
-            producer = node.all_input_nodes[0]
-            owners.pop(node, None)
-            owners |= {node: owners[producer]} if producer in owners else {}
-    return owners
-
-
-def _starts_sum(node: fx.Node) -> bool:
-    """Whether a call keeps a part of the zeros that a sum over all blocks begins with.
-
-    The zeros are made outside of the blocks, and the block that runs first reads them.
-    """
-    start = node
-    while start.target in collectives.LOCAL:
-        start = start.all_input_nodes[0]
-    return start is not node and not value(start).module and is_zero(start)
-
-
-def _of_turn(node: fx.Node) -> bool:
-    """Whether a call takes one microbatch out of the batch.
-
-    Such a call stands in no block: the methods of a block do not know the microbatch's number.
-    """
-    return node.target is collectives.keep_piece and node.kwargs["axis"] == MICROBATCH_AXIS
-
-
-def _recurs(node: fx.Node) -> bool:
-    """Whether a call may belong to a block.
-
-    Calls of the phases S and E run once per step, outside of the loop over microbatches: of these
-    only the gathers of a block's weights belong to the block.
-    """
-    return value(node).phase not in ("S", "E") or (
-        layer_path(value(node).module, 1) != "" and _is_whole(node)
-    )
-
-
-def _is_whole(node: fx.Node) -> bool:
-    """Whether a call gathers weights, or reads gathered weights alone: a wait, a view, a cast."""
-    while len(node.all_input_nodes) == 1 and not gathers_param(node):
-        node = node.all_input_nodes[0]
-    return node.op == "call_function" and gathers_param(node)
-
-
-def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
-    """Give a wait to the block and phase of the collective that it waits for.
-
-    So a block's method starts and awaits its transfers itself; only the last reductions of
-    gradients are awaited by the step.
-    """
-    for node in graph.calls():
-        if node.target is collectives.wait and not ends_step(graph, node):
-            start = node.all_input_nodes[0]
-            owners.pop(node, None)
-            owners |= {node: owners[start]} if start in owners else {}
-
-
-def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:
-    """Give calls without a module path to a block, where one fits.
-
-    A sum of gradients joins the block of its latest operand. A call of the forward joins the block
-    of its readers, if all of them stand in one block.
-    """
-    order = {n: i for i, n in enumerate(graph.fx.nodes)}
-    for node in pathless:
-        if is_backward(node):
-            operands = [n for n in node.all_input_nodes if n.op == "call_function"]
-            latest = max(operands, key=lambda n: order[n], default=None)
-            if latest in owners and owners[latest][1] == "B":
-                owners[node] = owners[latest]
-    for node in reversed(pathless):
-        readers = {owners.get(u) for u in node.users}
-        if is_forward(node) and len(readers) == 1 and None not in readers:
-            owners[node] = next(r for r in readers if r is not None)
-
-
-def _hoist(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
-    """Take out of its block each call that reads no block's value and that another block reads.
-
-    A causal mask is made under the path of the first block, say, and read by all of them: the mask
-    is computed before the loop.
-    """
-    for node in graph.calls():
-        owner = owners.get(node)
-        if owner is None or any(n in owners for n in node.all_input_nodes):
-            continue
-        if any(owners.get(u, owner)[0] != owner[0] for u in node.users if u.op == "call_function"):
-            del owners[node]
-
-
-# equal blocks -------------------------------------------------------------------------------------
-def _runs(
-    graph: Graph, owners: dict[fx.Node, Owner], given_up: Collection[tuple[str, ...]]
-) -> Iterator[Run]:
+def _runs(graph: Graph, owners: dict[fx.Node, Owner], given_up: GivenUp) -> Iterator[Run]:
     """Runs of at least two neighbouring blocks of one list whose phases are all equal.
 
     The first and the last block may have calls beyond those of the others at their ends, which are
     then left out of the run. A run in ``given_up`` is made again without such blocks.
     """
-    members: dict[Owner, list[fx.Node]] = defaultdict(list)
-    for node, owner in owners.items():
-        members[owner].append(node)
-    order = {n: i for i, n in enumerate(graph.fx.nodes)}
-    groups = {o: Group(o[0], tuple(sorted(ns, key=order.__getitem__))) for o, ns in members.items()}
-    layers = sorted(
-        {layer for layer, phase in groups if phase == "F"},
-        key=lambda p: order[groups[p, "F"].nodes[0]],
-    )
-    blocks = [{phase: groups.get((layer, phase)) for phase in PHASES} for layer in layers]
+    blocks = blocks_of(graph, owners)
     equal = Equal(graph, owners)
     while blocks:
         for trims in (True, False):
@@ -263,7 +107,7 @@ def _from_first(blocks: Sequence[Block], equal: Equal, trims: bool) -> list[Bloc
     first, *others = blocks
     run = [first]
     for block in others:
-        if not _same_list(_layer(first), _layer(block)):
+        if not _same_list(layer_of(first), layer_of(block)):
             break
         found = equal.all_aligned(run[0], block)
         short = trimmed(first, block) if found is None and trims and len(run) == 1 else None
@@ -277,15 +121,11 @@ def _from_first(blocks: Sequence[Block], equal: Equal, trims: bool) -> list[Bloc
     return run
 
 
-def _layer(block: Block) -> str:
-    return next(group.layer for group in block.values() if group is not None)
-
-
 def _run(graph: Graph, owners: dict[fx.Node, Owner], blocks: Sequence[Block]) -> Run:
     forward, backward, weights = (
         tuple(g for block in blocks if (g := block[phase]) is not None) for phase in PHASES
     )
-    names = _with_folded(graph, [_layer(block) for block in blocks])
+    names = _with_folded(graph, [layer_of(block) for block in blocks])
     elsewhere = _elsewhere(graph, forward, owners)
     numbers = varied(names, (forward, backward, weights))
     return Run(names, forward, backward, weights, elsewhere, numbers)

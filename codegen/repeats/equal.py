@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partc.codegen.repeats.may_vary import may_vary
+from partc.codegen.repeats.may_vary import may_vary, names_of_arguments
 from partc.codegen.repeats.own_names import own_name
 from partc.graph import Graph, Phase, collectives, fake_of, value
 from partc.graph.draws import site_in
@@ -31,10 +31,16 @@ class Group:
 
 
 class Equal:
-    """Compares blocks of one graph; ``owners`` has the block and phase of each call."""
+    """Compares blocks of one graph; ``owners`` has the block and phase of each call.
 
-    def __init__(self, graph: Graph, owners: Mapping[fx.Node, Owner]) -> None:
-        self.owners = owners
+    With ``sizes`` blocks may differ in the sizes of tensors; their values from outside, which are
+    then arguments, may be different ones in each.
+    """
+
+    def __init__(
+        self, graph: Graph, owners: Mapping[fx.Node, Owner], *, sizes: bool = False
+    ) -> None:
+        self.owners, self.sizes = owners, sizes
         self.written = _written(graph)
         self.trained, self.elsewhere = graph.trained, graph.trained_elsewhere
         self.numbers: dict[Any, int] = {}  # equal values of different blocks have one number
@@ -103,13 +109,19 @@ class Equal:
     ) -> tuple[Any, ...]:
         return (
             str(node.target),
-            mapped(node.args, known_as, node),
-            mapped(sorted(node.kwargs.items()), known_as, node),
-            _shapes(fake_of(node)),
+            self._arguments(node, known_as),
+            _shapes(fake_of(node), self.sizes),
             str(value(node).sharding),
             site_in(node, group.layer),
             tuple((k, own_name(group.layer, n) or n, w) for k, n, w in self.written.get(node, [])),
         )
+
+    def _arguments(self, node: fx.Node, known_as: Callable[[fx.Node], Any]) -> Any:
+        def varies(name: str) -> Callable[[Any], bool]:
+            return lambda number: may_vary(node, name, number, sizes=self.sizes)
+
+        given = sorted(names_of_arguments(node), key=lambda item: item[0])
+        return tuple((name, mapped(arg, known_as, varies(name))) for name, arg in given)
 
     def _outside(self, node: fx.Node, layer: str) -> tuple[Any, ...]:
         """An operand from outside the block; one that several blocks read is known by name too."""
@@ -129,7 +141,8 @@ class Equal:
         own = node.op == "placeholder" and known.name.startswith(f"{layer}.")
         name = known.name.removeprefix(layer) if own else ""
         elsewhere = own and known.name in self.elsewhere
-        return (name, trained, elsewhere, _shapes(fake_of(node)), str(known.sharding))
+        shapes = _shapes(fake_of(node), self.sizes)
+        return (name, trained, elsewhere, shapes, str(known.sharding))
 
 
 def ends_step(graph: Graph, node: fx.Node) -> bool:
@@ -177,16 +190,19 @@ def _written(graph: Graph) -> dict[fx.Node, list[tuple[str, str, str]]]:
     return found
 
 
-def mapped(args: Any, known_as: Callable[[fx.Node], Any], of: fx.Node | None = None) -> Any:
+def mapped(
+    args: Any, known_as: Callable[[fx.Node], Any],
+    varies: Callable[[Any], bool] = lambda number: False,
+) -> Any:  # fmt: skip
     """A call's arguments as a hashable value, every node replaced by ``known_as(node)``.
 
-    ``of``: the call, of which those numbers say nothing that may differ from block to block.
+    Of a number that ``varies`` from block to block it says nothing but the type.
     """
     if isinstance(args, fx.Node):
         return known_as(args)
     if isinstance(args, list | tuple):
-        return tuple(mapped(a, known_as, of) for a in args)
-    return type(args).__name__ if of is not None and may_vary(of, args) else repr(args)
+        return tuple(mapped(a, known_as, varies) for a in args)
+    return type(args).__name__ if varies(args) else repr(args)
 
 
 def says(node: fx.Node) -> object:
@@ -194,9 +210,10 @@ def says(node: fx.Node) -> object:
     return str(node.target), _shapes(fake_of(node))
 
 
-def _shapes(fake: Any) -> Any:
+def _shapes(fake: Any, sizes: bool = False) -> Any:
+    """Shape and dtype of each tensor; with ``sizes``, which may differ, the number of dims."""
     if isinstance(fake, Tensor):
-        return (tuple(fake.shape), str(fake.dtype))
+        return (fake.dim() if sizes else tuple(fake.shape), str(fake.dtype))
     if isinstance(fake, list | tuple):
-        return tuple(_shapes(f) for f in fake)
-    return repr(fake)
+        return tuple(_shapes(f, sizes) for f in fake)
+    return type(fake).__name__ if sizes and type(fake) is int else repr(fake)

@@ -1,14 +1,15 @@
-"""Numbers that differ from block to block: a scale, the rate of a drop path, a dilation.
+"""Numbers that differ from block to block: a scale, the rate of a drop path, a dilation, a size.
 
 Blocks that differ in nothing else are printed as one class, and each instance has its own numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from partc.codegen.repeats.equal import Group
@@ -18,6 +19,8 @@ from partc.quoting import Named
 
 Number = int | float
 Place = tuple[str, tuple[int, ...]]  # an argument's name, and where in it a number stands
+Column = Sequence[fx.Node]  # the same call of every block
+RESHAPES = {torch.ops.aten.reshape.default, torch.ops.aten.view.default}
 
 
 @dataclass(frozen=True)
@@ -33,25 +36,46 @@ class Varied:
         return "int" if all(type(value) is int for value in self.values) else "float"
 
 
-def varied(layers: Sequence[str], phases: Iterable[Sequence[Group]]) -> tuple[Varied, ...]:
+def varied(
+    layers: Sequence[str], phases: Iterable[Sequence[Group]], *, sizes: bool = False
+) -> tuple[Varied, ...]:
     """The numbers in which the blocks of a run differ; equal rows of numbers are one.
 
-    ``layers`` has blocks too for which there are no calls: they are like the block before.
+    ``layers`` has blocks too for which there are no calls: they are like the block before. With
+    ``sizes`` the blocks may differ in sizes.
     """
     found: dict[tuple[str, tuple[Number, ...]], str] = {}
     for groups in phases:
         for column in zip(*(group.nodes for group in groups), strict=True):
-            for row in zip(*(numbers(node) for node in column), strict=True):
-                values = tuple(value for _, value in row)
-                if any(value != values[0] for value in values):
-                    by_layer = dict(zip((g.layer for g in groups), values, strict=True))
-                    values = _spread(layers, by_layer)
-                    word = _word(column[0], row[0][0][0])
-                    if (word, values) not in found:
-                        same = sum(w == word for w, _ in found)
-                        taken = same > 0 or hasattr(nn.Module, word)
-                        found[word, values] = f"{word}_{same + 1}" if taken else word
+            for (argument, at), values in _rows(column, sizes):
+                by_layer = dict(zip((g.layer for g in groups), values, strict=True))
+                word, values = _word(column[0], argument, at), _spread(layers, by_layer)
+                if (word, values) not in found:
+                    same = sum(w == word for w, _ in found)
+                    taken = same > 0 or hasattr(nn.Module, word)
+                    found[word, values] = f"{word}_{same + 1}" if taken else word
     return tuple(Varied(name, values, word) for (word, values), name in found.items())
+
+
+def _rows(column: Column, sizes: bool) -> Iterator[tuple[Place, tuple[Number, ...]]]:
+    """The numbers of a call that differ among blocks, each with its value in every block.
+
+    A size that follows from the others is none of them.
+    """
+    rows = _differing(column, sizes)
+    yield from ((place, values) for place, values in rows if place not in _open(column, rows))
+
+
+def _differing(column: Column, sizes: bool) -> list[tuple[Place, tuple[Number, ...]]]:
+    rows = zip(*(numbers(node, sizes=sizes) for node in column), strict=True)
+    found = [(row[0][0], tuple(number for _, number in row)) for row in rows]
+    return [(place, values) for place, values in found if any(v != values[0] for v in values)]
+
+
+def _open(column: Column, rows: Sequence[tuple[Place, tuple[Number, ...]]]) -> list[Place]:
+    """The size that may be written -1: the only one of a reshape's that differs among blocks."""
+    alone = column[0].target in RESHAPES and len(rows) == 1
+    return [place for place, _ in rows if alone and not any(0 in n.args[1] for n in column)]  # type: ignore[operator]
 
 
 def _spread(layers: Sequence[str], known: dict[str, Number]) -> tuple[Number, ...]:
@@ -61,17 +85,19 @@ def _spread(layers: Sequence[str], known: dict[str, Number]) -> tuple[Number, ..
     return tuple(values)
 
 
-def _word(node: fx.Node, argument: str) -> str:
+def _word(node: fx.Node, argument: str, at: tuple[int, ...]) -> str:
     """What a number is called: ``dilation``, or ``factor`` of a product."""
+    if argument in ("size", "shape", "normalized_shape", "input_sizes", "self_size") and at:
+        return f"size{at[-1]}"
     words = {"mul": "factor", "div": "divisor", "add": "shift", "sub": "shift"}
     return words.get(op_word(node.target), "number") if argument == "other" else argument
 
 
-def numbers(node: fx.Node) -> Iterator[tuple[Place, Number]]:
+def numbers(node: fx.Node, *, sizes: bool = False) -> Iterator[tuple[Place, Number]]:
     """The numbers among a call's arguments that may differ from block to block."""
     for name, value in names_of_arguments(node):
         for at, number in _leaves(value):
-            if may_vary(node, number):
+            if may_vary(node, name, number, sizes=sizes):
                 yield (name, at), number
 
 
@@ -84,25 +110,35 @@ def _leaves(value: Any, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, .
 
 
 def read_from_attributes(
-    layers: Sequence[str], phases: Iterable[Sequence[Group]], rows: Sequence[Varied]
-) -> None:
-    """Let the calls of a run's first block, from which its class is printed, read its numbers."""
+    layers: Sequence[str], phases: Iterable[Sequence[Group]], rows: Sequence[Varied],
+    printed: Sequence[str], *, sizes: bool = False,
+) -> None:  # fmt: skip
+    """Let the calls of the blocks from which a class is ``printed`` read the block's numbers.
+
+    ``rows`` has the numbers in the order of ``layers``; a class is printed from a run's first
+    block.
+    """
     names = {(row.word, row.values): row.name for row in rows}
     for groups in phases:
         for column in zip(*(group.nodes for group in groups), strict=True):
-            at: dict[Place, str] = {}
-            for row in zip(*(numbers(node) for node in column), strict=True):
-                known = dict(zip((g.layer for g in groups), (v for _, v in row), strict=True))
-                key = _word(column[0], row[0][0][0]), _spread(layers, known)
-                if key in names:
-                    at[row[0][0]] = names[key]
-            if at:
-                _rewrite(column[0], at)
+            differing = _differing(column, sizes)
+            at: dict[Place, str | None] = dict.fromkeys(_open(column, differing))
+            for place, values in differing:
+                known = dict(zip((g.layer for g in groups), values, strict=True))
+                key = _word(column[0], *place), _spread(layers, known)
+                if place not in at and key in names:
+                    at[place] = names[key]
+            for node, group in zip(column, groups, strict=True):
+                if at and group.layer in printed:
+                    _rewrite(node, at)
 
 
-def _rewrite(node: fx.Node, at: dict[Place, str]) -> None:
+def _rewrite(node: fx.Node, at: dict[Place, str | None]) -> None:
+    """Write the name in ``at`` in place of a number; -1 where that is None."""
+
     def named(name: str, value: Any) -> Any:
-        return _replaced(value, lambda where: at.get((name, where)))
+        here = {where: new for (argument, where), new in at.items() if argument == name}
+        return _replaced(value, here)
 
     positions = [name for name, _ in names_of_arguments(node)]
     node.args = tuple(named(positions[i], value) for i, value in enumerate(node.args))
@@ -110,12 +146,14 @@ def _rewrite(node: fx.Node, at: dict[Place, str]) -> None:
 
 
 def _replaced(
-    value: Any, name_at: Callable[[tuple[int, ...]], str | None], at: tuple[int, ...] = ()
+    value: Any, names: dict[tuple[int, ...], str | None], at: tuple[int, ...] = ()
 ) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_replaced(item, name_at, (*at, i)) for i, item in enumerate(value))
-    name = name_at(at)
-    return value if name is None else Named(value, f"self.{name}")
+        return type(value)(_replaced(item, names, (*at, i)) for i, item in enumerate(value))
+    if at not in names:
+        return value
+    name = names[at]
+    return -1 if name is None else Named(value, f"self.{name}")
 
 
 def reads_numbers(node: fx.Node) -> bool:

@@ -24,7 +24,8 @@ def own_name(layer: str, name: str) -> str:
     """
     if name.startswith(f"{layer}."):
         return name.removeprefix(f"{layer}.")
-    member = layer_path(name, sum(part.isdigit() for part in layer.split(".")))
+    depth = sum(part.isdigit() for part in layer.split("."))
+    member = layer_path(name, depth) if depth else ""
     path, _, number = member.rpartition(".")
     parent, _, mine = layer.rpartition(".")
     if not path or number != mine or (path == parent and member != name):

@@ -7,15 +7,15 @@ block reads from outside is a ``Slot``, which says where every iteration finds t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import fx
 
-from partc.codegen.repeats.blocks import PHASES, Loop, Run
 from partc.codegen.repeats.equal import Group, ends_step
 from partc.codegen.repeats.own_names import has, own_name
-from partc.graph import Graph, Phase, value
+from partc.codegen.repeats.runs import PHASES, Loop, Run
+from partc.graph import Graph, Phase, fake_of, is_backward, is_tensor, value
 from partc.passes.canonical.functionalize import viewed
 
 Kind = Literal["own", "shared", "carried", "saved", "listed"]
@@ -38,6 +38,9 @@ class Slot:
     position: int = -1
     source: fx.Node | None = None
     made_in: Phase = "F"
+    # of a saved value: whether the earlier phase made it or was given it, and as which call or
+    # which value from outside
+    origin: tuple[bool, int] = (False, -1)
 
 
 @dataclass(eq=False)
@@ -55,6 +58,8 @@ class Interface:
     listed: list[int] = field(default_factory=list)  # results that the loop keeps of every block
     # nodes of the first block that its own later phases read, by the phase that reads them
     saved: dict[Phase, list[fx.Node]] = field(default_factory=dict)
+    # results in `carried` that nobody reads here, but behind another run of the same kin
+    unread: set[int] = field(default_factory=set)
 
     def of(self, kind: Kind) -> list[Slot]:
         return [slot for slot in self.slots if slot.kind == kind]
@@ -83,16 +88,26 @@ class Unfit(Exception):
 def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
     """What each loop reads and returns; raises Unfit for a loop that one method cannot serve."""
     found: dict[Loop, Interface] = {}
-    for loop in sorted(loops, key=lambda loop: PHASES.index(loop.phase)):
+    leads: dict[tuple[str, Phase], Interface] = {}
+    for loop in sorted(loops, key=lambda loop: (PHASES.index(loop.phase), loop.run.follows)):
         earlier = [side for lp, side in found.items() if lp.run is loop.run]
-        found[loop] = Interface(loop, _slots(loop, earlier))
+        kin = loop.run.kin or loop.run.layers[0], loop.phase
+        slots = _like(loop, earlier, leads[kin]) if kin in leads else _slots(graph, loop, earlier)
+        found[loop] = Interface(loop, slots)
+        leads.setdefault(kin, found[loop])
         for side in earlier:
             made = [s for s in found[loop].of("saved") if s.made_in == side.loop.phase]
             side.saved[loop.phase] = [s.source for s in made if s.source is not None]
     served = _served(found)
     for interface in found.values():
         _give(graph, interface, served)
+    for lead in leads.values():
+        _give_alike([s for s in found.values() if _is_kin(s.loop, lead.loop)])
     return found
+
+
+def _is_kin(loop: Loop, lead: Loop) -> bool:
+    return loop.phase == lead.phase and (loop.run is lead.run or loop.run.kin == lead.run.layers[0])
 
 
 def outside(group: Group) -> list[fx.Node]:
@@ -103,14 +118,71 @@ def outside(group: Group) -> list[fx.Node]:
     )
 
 
-def _slots(loop: Loop, earlier: Sequence[Interface]) -> list[Slot]:
+def _slots(graph: Graph, loop: Loop, earlier: Sequence[Interface]) -> list[Slot]:
     """The slots of a phase; shared values stand in the order in which the forward takes them."""
     columns = zip(*(outside(group) for group in loop.groups), strict=True)
     slots = [_slot(loop, tuple(column), earlier) for column in columns]
+    slots = _with_main(graph, loop, slots) if loop.run.is_single else slots
     order = [slot.nodes[0] for side in earlier for slot in side.of("shared")]
     shared = [slot for slot in slots if slot.kind == "shared"]
     shared.sort(key=lambda s: order.index(s.nodes[0]) if s.nodes[0] in order else len(order))
     return [*(slot for slot in slots if slot.kind != "shared"), *shared]
+
+
+def _with_main(graph: Graph, loop: Loop, slots: list[Slot]) -> list[Slot]:
+    """The slots of a single block with its main value as the one that runs through blocks.
+
+    That is the biggest value of its direction that it is given; its biggest result takes over.
+    """
+    group = loop.groups[0]
+    mine = {n for phase in PHASES for g in loop.run.of(phase) for n in g.nodes}
+    mine.add(graph.fx.output_node())  # which reads gradients of weights
+    given = [
+        s for s in slots
+        if s.kind == "shared" and is_tensor(s.nodes[0])
+        and is_backward(s.nodes[0]) == is_backward(group.nodes[-1])
+    ]  # fmt: skip
+    left = [
+        p for p, node in enumerate(group.nodes)
+        if is_tensor(node) and any(not ends_step(graph, u) for u in node.users.keys() - mine)
+    ]  # fmt: skip
+    if not given or not left:
+        return slots
+    main = max(given, key=lambda s: fake_of(s.nodes[0]).numel())
+    most = max(left, key=lambda p: (fake_of(group.nodes[p]).numel(), p))
+    return [Slot("carried", s.nodes, position=most) if s is main else s for s in slots]
+
+
+def _like(loop: Loop, earlier: Sequence[Interface], lead: Interface) -> list[Slot]:
+    """The slots of a run that is kin of another: of the same kinds, in the same order.
+
+    Raises Unfit where a value comes another way than in the run from which the class is printed.
+    """
+    columns = list(zip(*(outside(group) for group in loop.groups), strict=True))
+    theirs = outside(lead.loop.groups[0])
+    return [_as(loop, columns[theirs.index(slot.nodes[0])], slot, earlier) for slot in lead.slots]
+
+
+def _as(loop: Loop, nodes: tuple[fx.Node, ...], like: Slot, earlier: Sequence[Interface]) -> Slot:
+    found = _slot(loop, nodes, earlier)
+    if like.kind in ("own", "saved") or found.kind in ("own", "saved"):
+        if any(getattr(found, of) != getattr(like, of) for of in ("kind", "made_in", "origin")):
+            raise Unfit(loop.run)
+        return found
+    if not loop.run.is_single and (found.kind, found.position) != (like.kind, like.position):
+        raise Unfit(loop.run)
+    return replace(like, nodes=nodes)
+
+
+def _give_alike(sides: Sequence[Interface]) -> None:
+    """Let runs of one kin return the same results, though not all of them are read everywhere."""
+    carried = sorted({p for side in sides for p in side.carried})
+    if any(side.listed != sides[0].listed for side in sides):
+        raise Unfit(next(s for s in sides if s.listed != sides[0].listed).loop.run)
+    if len(sides) > 1:
+        for side in sides:
+            side.unread = {p for p in carried if p not in side.carried}
+            side.carried = carried
 
 
 def _slot(loop: Loop, nodes: tuple[fx.Node, ...], earlier: Sequence[Interface]) -> Slot:
@@ -120,12 +192,15 @@ def _slot(loop: Loop, nodes: tuple[fx.Node, ...], earlier: Sequence[Interface]) 
     }
     if len(suffixes) == 1 and None not in suffixes:
         return Slot("own", nodes)
-    if len(set(nodes)) == 1:
+    if len(set(nodes)) == 1 and not loop.run.is_single:
         return Slot("shared", nodes)
     for side in earlier:
         source = _saved_from(loop, nodes, side)
         if source is not None:
-            return Slot("saved", nodes, source=source, made_in=side.loop.phase)
+            origin = _origin(source, loop.run.of(side.loop.phase)[0])
+            return Slot("saved", nodes, -1, source, side.loop.phase, origin)
+    if loop.run.is_single:
+        return Slot("shared", nodes)
     places = {
         before.nodes.index(n) if n in before.nodes else -1
         for n, before in zip(nodes[1:], loop.groups, strict=False)
@@ -147,6 +222,12 @@ def _slot(loop: Loop, nodes: tuple[fx.Node, ...], earlier: Sequence[Interface]) 
 
 def _is_own(node: fx.Node, group: Group, run: Run) -> bool:
     return node.op == "placeholder" and has(group.layer, value(node).name, run.elsewhere)
+
+
+def _origin(source: fx.Node, group: Group) -> tuple[bool, int]:
+    """Where a block's earlier phase, ``group``, has a saved value from."""
+    made = source in group.nodes
+    return made, (group.nodes if made else outside(group)).index(source)
 
 
 def _saved_from(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface) -> fx.Node | None:

@@ -11,7 +11,7 @@ from partc.codegen.bodies.printed_order import MEMBERS, check_printed
 from partc.codegen.calls.tidy import spelled
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
-from partc.codegen.repeats.blocks import Item
+from partc.codegen.repeats.runs import Item
 from partc.errors import CheckError
 from partc.graph import Graph
 from partc.graph.graph_edits import copied

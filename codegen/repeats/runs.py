@@ -1,0 +1,64 @@
+"""What the loops of a program go through: runs of equal blocks, and a run's calls by phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from partc.codegen.repeats.equal import Group
+from partc.codegen.repeats.numbers import Varied
+from partc.graph import Phase
+
+PHASES: tuple[Phase, ...] = ("F", "B", "W")
+LATER: tuple[Phase, ...] = ("B", "W")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Neighbouring blocks of one list that compute the same: ``model.layers.0 .. 7``.
+
+    ``forward`` and ``backward`` have the calls of each block, in the order of the list. ``weights``
+    has the weight gradients where a split backward computes them apart. ``layers`` has the paths of
+    all blocks, those too that the graph leaves out (``graph.folds``), for which there are no calls.
+    ``elsewhere`` has the parameters and buffers of other lists that blocks of this one alone read,
+    each block those with its own number: ``norms.3.weight`` for ``blocks.3``. ``numbers`` has the
+    numbers in which the blocks differ.
+
+    Runs of one ``kin`` share a class though their blocks differ in sizes: ``kin`` is the first
+    block of the one from which the class is printed, "" for a run without kin. A run with kin may
+    be a single block, of any module: ``encoder.down1``.
+    """
+
+    layers: tuple[str, ...]
+    forward: tuple[Group, ...]
+    backward: tuple[Group, ...]
+    weights: tuple[Group, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
+    numbers: tuple[Varied, ...] = ()
+    kin: str = ""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is a single block, which no loop goes through."""
+        return len(self.layers) == 1
+
+    @property
+    def follows(self) -> bool:
+        """Whether its class is printed from another run of its kin."""
+        return self.kin not in ("", self.layers[0])
+
+    def of(self, phase: Phase) -> tuple[Group, ...]:
+        return {"F": self.forward, "B": self.backward, "W": self.weights}[phase]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """One phase of a run, printed as one ``for``: the calls of each block in execution order."""
+
+    run: Run
+    phase: Phase
+    groups: tuple[Group, ...]
+
+
+Item = fx.Node | Loop
