@@ -25,9 +25,10 @@ def members(node: fx.Node) -> tuple[str, ...]:
     A call that picks one result of a function's call makes none, also where another function's
     call stands for both of them.
     """
-    picks = node.target is operator.getitem and isinstance(of := node.args[0], fx.Node)
-    own = () if picks and MEMBERS in of.meta else (node.name,)
-    known: tuple[str, ...] = node.meta.get(MEMBERS, own)
+    of = node.args[0] if node.target is operator.getitem else None
+    if isinstance(of, fx.Node) and MEMBERS in of.meta:
+        return ()
+    known: tuple[str, ...] = node.meta.get(MEMBERS, (node.name,))
     return known
 
 
