@@ -15,7 +15,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from partc.wrong_calls import known_arguments
+from partc.errors import UsageError
+from partc.wrong_calls import as_path, known_arguments, quoted
 
 GIB = 1 << 30
 Batch = TypeVar("Batch")
@@ -40,7 +41,12 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = as_path(path, "JsonLines")
+        if self.path.is_dir():
+            raise UsageError(
+                where=str(path), what="it is a folder", why="lines are added to one file",
+                do=f"Name a file in it: {self.path / 'metrics.jsonl'}.",
+            )  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -71,6 +77,7 @@ class Meter:
     def __init__(
         self, loggers: Iterable[Logger], *, tokens: int = 0, devices: int = 1, start: int = 0
     ) -> None:
+        _check_loggers(loggers)
         self.loggers, self.tokens, self.devices = list(loggers), tokens, devices
         self._begun, self._waited_s, self._since = perf_counter(), 0.0, start
 
@@ -111,6 +118,19 @@ class Meter:
         for logger in self.loggers:
             logger.log(told, step)
         return told
+
+
+def _check_loggers(given: object) -> None:
+    """UsageError for a path in the place of a list, and for what has no ``log``."""
+    each = given if isinstance(given, list | tuple) else []
+    wrong = next((one for one in each if not callable(getattr(one, "log", None))), None)
+    if wrong is not None or isinstance(given, str | Path) or not isinstance(given, Iterable):
+        named = quoted(given if wrong is None else wrong)
+        raise UsageError(
+            where="Meter(loggers)", what=f"{named} is no logger",
+            why="a logger has .log(numbers, step), and they stand in a list",
+            do='Pass a list: Meter([JsonLines("metrics.jsonl")]).',
+        )  # fmt: skip
 
 
 def _memory() -> dict[str, float]:

@@ -12,7 +12,7 @@ from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from partc.errors import PlanError
+from partc.errors import PlanError, UsageError
 from partc.machines.topology import Topology
 from partc.machines.topology_text import shipped
 from partc.wrong_calls import known_arguments, known_fields, quoted
@@ -182,7 +182,13 @@ class Mesh:
         )
 
     def coords(self, rank: int) -> dict[str, int]:
-        """A rank's coordinate on each axis."""
+        """A rank's coordinate on each axis; UsageError for a rank that the mesh has not."""
+        if not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
+            raise UsageError(
+                where=f"rank {quoted(rank)}", what="there is no such rank",
+                why=f"the mesh {self} has {self.num_ranks}",
+                do=f"Give a rank from 0 to {self.num_ranks - 1}.",
+            )  # fmt: skip
         at = {}
         for name, size in reversed(self.axes):  # the last axis is the fastest in rank order
             rank, at[name] = divmod(rank, size)

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from partc.errors import UsageError
 from partc.registry import Registry
 from partc.rules.call import Call
+from partc.wrong_calls import quoted
 
 Written = str | Callable[[Call], str]
 Reduce = Literal["sum", "max", "mean"]
@@ -97,6 +99,11 @@ def rule(ops: str, notation: Written, **fields: Any) -> None:
     ``aten.add.Tensor`` names one overload, ``aten.add`` all overloads. ``fields`` are those of
     `Rule`. UsageError if an op has a rule already.
     """
+    if not isinstance(ops, str):
+        raise UsageError(
+            where="rule", what=f"the op is {str(ops) or quoted(ops)!r}, and no text",
+            why="rules are found by names", do='Write its name: rule("aten.mm", "mk,kn->mn").',
+        )  # fmt: skip
     entry = Rule(notation, **fields, module=sys._getframe(1).f_globals["__name__"])
     for name in ops.split():
         RULES.add(name, entry)

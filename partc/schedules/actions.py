@@ -36,7 +36,7 @@ class Action(NamedTuple):
                 what="this is not an action",
                 why="an action is a stage, a kind and a microbatch",
                 do="Write for example 0F2: stage 0, forward, microbatch 2. Kinds are F, B (whole "
-                "backward), I (input gradient) and W (weight gradients).",
+                "backward), I (input gradient) and W (weight gradients), in capitals.",
             )
         stage, kind, microbatch = found.groups()
         return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]

@@ -336,11 +336,13 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
     """ShardingError, with the sizes that would do, where an axis does not divide its dim."""
     known, taken = value(node), {}
     for axis, layout in cuts.items():
+        do = "Pad it, or leave it out of the plan."
         num = mesh.size(axis)
         taken[axis] = layout
         typed = f"{DTYPE_NAMES.get(known.dtype, known.dtype)}{list(known.shape)}".replace(" ", "")
         if layout.dim >= len(known.shape):
             what, why = f"{typed} has no dim {layout.dim}", f"it has {len(known.shape)} dims"
+            do = f"Write a dim from 0 to {len(known.shape) - 1}, or leave it out of the plan."
         elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
             size = known.shape[layout.dim]
             what = f"dim {layout.dim} of {typed} cannot be cut by {axis}={num}"
@@ -348,9 +350,7 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
             why += f"; {axis} could be {_divisors(size)}"
         else:
             continue
-        raise ShardingError(
-            where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan."
-        )
+        raise ShardingError(where=known.name, what=what, why=why, do=do)
 
 
 def _divisors(size: int) -> str:
