@@ -66,7 +66,15 @@ def check_made(plan: Plan) -> None:
     """PlanError for a Plan whose fields have other types than those that a plan's text gives."""
     left_out = vars(Plan())
     said = {name: given for name, given in vars(plan).items() if given != left_out[name]}
-    check_fields({name: given for name, given in said.items() if name in PLAIN}, "Plan")
+    of_text = {*PLAIN, "gather", "scatter"}  # as they stand in a plan's text
+    check_fields({name: given for name, given in said.items() if name in of_text}, "Plan")
+    for name, lies in plan.values.items() if isinstance(plan.values, Mapping) else ():
+        if not isinstance(lies, Mapping):
+            raise PlanError(
+                where="Plan(...)", what=f"values[{name!r}] is {quoted(lies)}",
+                why="a plan in Python has partc's own types",
+                do="Write a plan.toml, or its text: partc.Plan.parse(text).",
+            )  # fmt: skip
     tables = {"params": plan.params, "inputs": plan.inputs}
     wrong = [
         f"{table}[{name!r}] has {quoted(x)}, which is no Layout"

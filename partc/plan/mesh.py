@@ -122,6 +122,8 @@ class Mesh:
     @known_arguments
     def parse(cls, text: str) -> Mesh:
         """Read ``"dp=2,tp=4"`` (commas or blanks between axes)."""
+        if not isinstance(text, str):
+            raise _no_mesh(text)
         axes = []
         for part in re.split(r"[,\s]+", text.strip()):
             name, equals, size = part.partition("=")
@@ -195,9 +197,15 @@ class Mesh:
         return {name: at[name] for name in self.names}
 
     def rank(self, coords: Mapping[str, int]) -> int:
-        """The rank at these coordinates."""
+        """The rank at these coordinates; UsageError where the mesh has none."""
         rank = 0
         for name, size in self.axes:
+            if name not in coords or not 0 <= coords[name] < size:
+                raise UsageError(
+                    where=f"mesh {self}", what=f"there is no place {dict(coords)}",
+                    why=f"it has coordinates from 0 to {size - 1} along {name}",
+                    do=f"Give each of {', '.join(self.names)} such a coordinate.",
+                )  # fmt: skip
             rank = rank * size + coords[name]
         return rank
 
@@ -238,8 +246,8 @@ class Mesh:
 
         Groups differ if axes and levels do not nest; then the widest spread counts.
         """
-        units = self.hardware.unit_sizes
-        return _crosses(self._stride(axis), self.size(axis), units, self.num_ranks)
+        size, units = self.size(axis), self.hardware.unit_sizes
+        return _crosses(self._stride(axis), size, units, self.num_ranks)
 
     def _stride(self, axis: str) -> int:
         """The difference of rank between neighbours along an axis."""

@@ -69,8 +69,8 @@ def _check_state(given: Any) -> None:
         has = ", ".join(map(str, list(given)[:4])) if isinstance(given, Mapping) else quoted(given)
         raise LoadError(
             where="load_full_optim_state_dict", what="the state is none of an optimizer",
-            why=f"it {'has' if isinstance(given, Mapping) else 'is'} {has or 'nothing'}, and that of "
-            "an optimizer has state and param_groups",
+            why=f"it {'has' if isinstance(given, Mapping) else 'is'} {has or 'nothing'}, and that "
+            "of an optimizer has state and param_groups",
             do="Pass the optimizer, and then what full_optim_state_dict gave.",
         )  # fmt: skip
 

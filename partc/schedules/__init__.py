@@ -38,10 +38,10 @@ def make(name: str, *, ranks: int, microbatches: int, chunks: int | None = None)
     """
     needs = needs_of(name)
     for count, what in ((ranks, "pipeline ranks"), (microbatches, "microbatches")):
-        if count < 1:
+        if not isinstance(count, int) or count < 1:
             raise PlanError(
-                where=f"schedule={name!r}", what=f"it cannot be made for {count} {what}", why="",
-                do="Ask for at least 1.",
+                where=f"schedule={name!r}", what=f"it cannot be made for {quoted(count)} {what}",
+                why="it is a whole number", do="Ask for at least 1.",
             )  # fmt: skip
     chunks = needs.usual_chunks if chunks is None else chunks
     least, most = needs.chunks

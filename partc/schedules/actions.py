@@ -29,7 +29,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read an action such as ``0F2``; PlanError if the text is none."""
-        found = _WRITTEN.fullmatch(text.strip())
+        found = _WRITTEN.fullmatch(str(text).strip())
         if not found:
             raise PlanError(
                 where=f"schedule, action {text!r}",

@@ -8,6 +8,7 @@ tensor axes ``megatron``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from torch import fx
@@ -346,8 +347,9 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
         elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
             size = known.shape[layout.dim]
             what = f"dim {layout.dim} of {typed} cannot be cut by {axis}={num}"
-            why = f"{size} is not a multiple of {num * layout.outer}"
-            why += f"; {axis} could be {_divisors(size)}"
+            pieces = prod(mesh.size(a) for a, each in taken.items() if each.dim == layout.dim)
+            why = f"{size} is not a multiple of {pieces * layout.outer}"
+            why += f"; {axis} could be {_divisors(size * num // pieces)}"
         else:
             continue
         raise ShardingError(where=known.name, what=what, why=why, do=do)
