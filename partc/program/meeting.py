@@ -95,9 +95,9 @@ def open_store(seconds: float, keeps: bool, number: int = 0) -> PrefixStore:
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         if not os.environ.get(name):
             raise NotMetError(f"{name} is not set, which every rank needs. torchrun sets it.")
-    rank, world, port = (number_of(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if port > 65535:
-        raise NotMetError(f"MASTER_PORT is {port}: ports are numbers from 1 to 65535.")
+    rank, world, number_of_port = map(number_of, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if number_of_port > 65535:
+        raise NotMetError(f"MASTER_PORT is {number_of_port}: ports are numbers from 1 to 65535.")
     if rank >= world:
         raise NotMetError(f"RANK is {rank} of WORLD_SIZE {world}: ranks are counted from 0.")
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
