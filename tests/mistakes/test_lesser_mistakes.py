@@ -24,7 +24,7 @@ MESH = partc.Mesh.of("dp=2,tp=2")
 ANY: Any = None  # what a call with wrong arguments is made of, past the types
 
 
-def of_any_type(given: Any) -> Any:
+def any_type(given: Any) -> Any:
     return given
 
 
@@ -62,11 +62,11 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("up.weight", "from 0 to 1"),
     ),
     "a number for a layout": (
-        lambda: compiled(plan=partc.Plan(preset="ddp", params={"up.weight": of_any_type({"dp": 0})})),
+        lambda: compiled(plan=partc.Plan(preset="ddp", params={"up.weight": any_type({"dp": 0})})),
         ("params['up.weight']", "no Layout"),
     ),
     "a word for a table": (
-        lambda: compiled(plan=partc.Plan(preset="fsdp", gather=of_any_type("use"))),
+        lambda: compiled(plan=partc.Plan(preset="fsdp", gather=any_type("use"))),
         ("gather = 'use'",),
     ),
     "a rank outside": (lambda: MESH.coords(9), ("rank 9", "from 0 to 3")),
@@ -76,15 +76,15 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "texts for actions": (lambda: made(orders), ("orders", "'0F0' is no action")),
     "a schedule that fails": (lambda: made(failing), ("failing", "TypeError", "(2, 1, 1)")),
     "a schedule without a name": (lambda: schedule(ANY)(orders), ("@schedule",)),
-    "an op for its name": (lambda: rule(of_any_type(torch.ops.aten.mm), "mk,kn->mn"), ("aten.mm",)),
+    "an op for its name": (lambda: rule(any_type(torch.ops.aten.mm), "mk,kn->mn"), ("aten.mm",)),
     "a field of a rule": (lambda: rule("a.b", "m->m", liner="0"), ("'liner'", "'linear'")),
     "a rule that is none": (lambda: rule("a.b", ANY), ("None", "mk,kn->mn")),
     "passes for a pass": (lambda: partc.graph_pass(after=ANY), ("graph_pass(after=...)",)),
     "no parentheses": (
-        lambda: partc.graph_pass(orders),  # type: ignore[call-arg, misc, arg-type]
+        lambda: partc.graph_pass(orders),  # type: ignore[call-arg, arg-type]
         ('@graph_pass(after="insert_collectives")',),
     ),
-    "a path for loggers": (lambda: Meter(of_any_type("m.jsonl")), ("'m.jsonl' is no logger",)),
+    "a path for loggers": (lambda: Meter(any_type("m.jsonl")), ("'m.jsonl' is no logger",)),
     "several numbers": (lambda: Meter([]).log(1, {"a": torch.ones(2)}), ("Meter.log, a",)),
     "a folder for lines": (lambda: JsonLines("."), ("metrics.jsonl",)),
     "no devices": (lambda: Meter([], devices=0), ("devices", "1 or more")),
