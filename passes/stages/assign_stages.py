@@ -8,7 +8,7 @@ them, and draws the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -62,8 +62,20 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
             wish = stage_of(forward) if forward is not None else lines.get(line, ANYWHERE)
             update(node, stage=_backward_stage(node, wish, len(points)))
     _check_order(points, starts)
+    _check_first(points, lines.values())
     _give_results(graph, len(points))
     return untie(graph)
+
+
+def _check_first(points: Sequence[str], stages: Iterable[int]) -> None:
+    """PlanError where the model begins with the first point, so that stage 0 is empty."""
+    if points and 0 not in stages:
+        raise PlanError(
+            where=f"stages, {points[0]!r}", what="the model begins with it",
+            why="stages names where the stages behind the first begin, so that the first would "
+            "compute nothing",
+            do="Leave it out of the list.",
+        )  # fmt: skip
 
 
 def _give_results(graph: Graph, last: int) -> None:
