@@ -39,7 +39,7 @@ _KNOWN = (
      "loss(model, *inputs)."),
     ("Expected all tensors to be on the same device", "tensors lie on several devices",
      "Make new tensors on the device of one at hand, torch.zeros(4, device=x.device), and pass "
-     "model and inputs on one device."),
+     "model and inputs on one device: program.module(device=...) says where ranks compute."),
     (r"must be Tensor, not (str|list|tuple|dict)|'(str|list)' object has no attribute",
      "a text or a list stands where a tensor is needed",
      "Give tensors for what is computed with: of texts the ids that the tokenizer gives "

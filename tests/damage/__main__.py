@@ -22,7 +22,7 @@ import partc.audit.edits
 import partc.reports.explanation
 import partc.reports.simulate_saved  # noqa: F401  what cases need is imported once, before forks
 from tests.damage.artefacts import ARTEFACTS, Make
-from tests.damage.built import Built, build
+from tests.damage.built import Built, built_aside
 from tests.damage.cases import run_case
 from tests.damage.hostile import HOSTILE
 from tests.damage.kills import KILLS
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     start = time.monotonic()
     found: list[Found] = []
     with tempfile.TemporaryDirectory(prefix="partc-damage-") as folder:
-        built = build(Path(folder) / "whole", small=args.small)
+        built = built_aside(Path(folder) / "whole", small=args.small)
         gc.freeze()  # a fork shares what the collector leaves alone
         try:
             for each in cases(args.kind, built, Path(folder), args.seed, numbers):

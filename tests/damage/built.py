@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -103,6 +106,32 @@ class Built:
         return self.folder / "programs" / name
 
 
+def built_aside(folder: Path, *, small: bool = False) -> Built:
+    """As ``build``, by a process of its own, and import here what it has imported.
+
+    Where torch is built for GPUs, no fork computes gradients once its parent has.
+    """
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            built = build(folder, small=small)
+            (folder / "losses.json").write_text(json.dumps([built.losses, [*sys.modules]]))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise SystemExit("nothing was built: see the traceback above")
+    losses, modules = json.loads((folder / "losses.json").read_text())
+    for name in modules:
+        with suppress(Exception):  # some are made by hand, and are no files
+            importlib.import_module(name)
+    return Built(folder, losses)
+
+
 def build(folder: Path, *, small: bool = False) -> Built:
     """Make everything that cases damage, or, in less time, two programs and what goes with them."""
     torch.set_num_threads(1)  # a fork has the threads of its parent no longer
@@ -148,8 +177,6 @@ def _losses(program: Path, place: Path) -> str:
 
 def _write_shards(folder: Path, model: Mapping[str, Tensor]) -> None:
     """Two safetensors files and the index that names them."""
-    import json
-
     names = sorted(model)
     files = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
     for file in sorted(set(files.values())):
