@@ -59,6 +59,7 @@ from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
 from partc.graph.graph_edits import copied
 from partc.graph.hooked import calls_hooks
+from partc.graph.moves import wire_of
 from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
 
@@ -114,7 +115,10 @@ def _emit(
     graph = spelled(graph, fused=inductor)
     items, sides = arranged(graph, apart)
     checked = copied(graph)
-    helpers = Helpers(messages=messages, backend=backend, ranges=ranges, hooks=calls_hooks(graph))
+    helpers = Helpers(
+        messages=messages, backend=backend, ranges=ranges, hooks=calls_hooks(graph),
+        narrow=any(map(wire_of, graph.calls())),
+    )  # fmt: skip
     [items] = outlined([(graph, items)], helpers)
     items = compiled(graph, items, helpers) if inductor else items
     items = gather_ahead(items)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partc.errors import CheckError
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import dtype_name
+from partc.plan.wires import MARK, is_residual
 from partc.program import Program
 from partc.program.holders import roles_of
 from partc.program.role import Role, Shard
@@ -45,9 +47,21 @@ def _differences(role: Role, program: Program) -> Iterator[tuple[str, str]]:
                 f"{shard.key} is {dtype_name(shard.dtype)}",
                 f"{shard.name} of the model is {known[shard.name].dtype}",
             )
-        if known and shard.name not in known and shard.name not in program.constants:
+        own = shard.name in program.constants or is_residual(shard.name)
+        if known and shard.name not in known and not own:
             yield f"{shard.key} is a piece of {shard.name}", "the model has no such tensor"
+        if is_residual(shard.name):
+            yield from _other_residual(shard, program)
         yield from _impossible(shard, role.mesh)
+
+
+def _other_residual(shard: Shard, program: Program) -> Iterator[tuple[str, str]]:
+    """What is wrong with a buffer for what rounding loses: every data rank has its own."""
+    how, axis = Plan.parse(program.plan).compress, shard.name.rpartition(MARK)[2]
+    if how is None or not how.error_feedback:
+        yield f"{shard.key} is what rounding has left over", "the plan's [compress] keeps none"
+    if shard.cuts != ((axis, 0, 1),):
+        yield f"{shard.key} is cut as {shard.cuts}", f"every rank of {axis} has a part of its own"
 
 
 def _impossible(shard: Shard, mesh: Mesh) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,10 @@ from torch import Tensor, fx
 
 from partc.cost.storage import Replay, replay
 from partc.graph import Graph, collectives, fake_of, results_of, tensor_args
-from partc.graph.moves import kind_of, moves
+from partc.graph.moves import kind_of, moved, moves, wire_of
+from partc.plan.wires import wire_bytes
+
+CODING = 5  # how often numbers are read or written to encode or decode them: scale, round, cast
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,14 @@ def sent_bytes(node: fx.Node) -> int:
 
 
 def put_in_bytes(node: fx.Node) -> int:
-    """Bytes that one rank puts into a collective: its operands, in the dtype that is sent."""
+    """Bytes that one rank puts into a collective: its operands, in the dtype that is sent.
+
+    A sum in narrow numbers takes two transfers, each of which sends as much of these bytes as half
+    of an all-reduce.
+    """
+    if wire := wire_of(node):
+        size, block = sum(fake_of(x).numel() for x in moved(node)), node.kwargs["block"]
+        return wire_bytes(wire, size, int(str(node.kwargs["num"])), int(str(block)))
     sent: torch.dtype | None = node.kwargs.get("dtype")  # type: ignore[assignment]
     fakes = map(fake_of, tensor_args(node))
     return sum(fake.numel() * (sent or fake.dtype).itemsize for fake in fakes)
@@ -64,6 +74,8 @@ def packed_bytes(node: fx.Node) -> int:
 
     0 where the one operand can be sent as it lies in memory.
     """
+    if wire_of(node):
+        return CODING * sum(_num_bytes(fake_of(x)) for x in moved(node))
     targets = (collectives.reduce_scatter, collectives.reduce_scatter_joined)
     together = len(tensor_args(node)) > 1
     if node.target is collectives.all_to_all:
@@ -87,6 +99,8 @@ def unpacked_bytes(node: fx.Node) -> int:
     Ranks' pieces arrive one after the other. That is the result already if the pieces are shards
     of dim 0; shards of another dim have to be copied into place.
     """
+    if wire_of(node):
+        return CODING * sum(_num_bytes(fake_of(x)) for x in moved(node))
     gathers = (collectives.all_gather, collectives.all_gather_joined, collectives.all_to_all)
     if node.target not in gathers or not _is_cut_inside(node):
         return 0

@@ -30,8 +30,8 @@ class Move:
 
 def moves(node: fx.Node) -> list[Move]:
     """The moves of a collective in order: one per tensor of a bucket, else a single one."""
-    kwargs: dict[str, Any] = dict(node.kwargs)
-    operands = tensor_args(node)
+    kwargs: dict[str, Any] = {k: x for k, x in node.kwargs.items() if k != "state"}
+    operands = moved(node)
     if node.target not in collectives.JOINED:
         assert callable(node.target)
         return [Move(node.target, operands[0], kwargs, node)]
@@ -44,6 +44,22 @@ def moves(node: fx.Node) -> list[Move]:
     target: Any = collectives.JOINED[node.target]
     made = zip(operands, each, results(node, len(operands)), strict=True)
     return [Move(target, *one) for one in made]
+
+
+def moved(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a collective moves: its operands without the state that it writes to."""
+    return tensor_args(node)[: -len(state_of(node)) or None]
+
+
+def state_of(node: fx.Node) -> list[fx.Node]:
+    """The buffers in which a sum in narrow numbers keeps what rounding has lost; else empty."""
+    kept: Any = node.kwargs.get("state", ())
+    return list(kept)
+
+
+def wire_of(node: fx.Node) -> str:
+    """The narrow format in which a sum is sent, "" for any other collective."""
+    return str(node.kwargs.get("wire", ""))
 
 
 def results(node: fx.Node, num: int) -> list[fx.Node | None]:

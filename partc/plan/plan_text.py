@@ -15,6 +15,7 @@ from partc.plan.field_kinds import FIELDS, check_fields, check_places, plan_erro
 from partc.plan.mesh import Mesh
 from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
+from partc.plan.wires import COMPRESS, read_compress
 from partc.wrong_calls import RENAMED, did_you_mean
 
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
@@ -54,9 +55,11 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     table["values"] = {
         k: _read_value(v, f"{where}, values.{k}") for k, v in table.get("values", {}).items()
     }
-    lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes", "hooks")}
+    lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes", "hooks", "allow")}
     if isinstance(table.get("recompute"), list):
         lists["recompute"] = tuple(table["recompute"])
+    if COMPRESS in table:
+        table[COMPRESS] = read_compress(table[COMPRESS], where)
     return {**table, "mesh": mesh, **lists, **read_decided(table), **_read_passes(text)}
 
 

@@ -1,0 +1,155 @@
+"""Send sums of gradients over data ranks in narrow numbers, where the plan says so.
+
+    all_reduce_joined([d_w, d_b], dp)
+        -->  all_reduce_joined([d_w, d_b], dp, wire="int8", block=256, state=[residual, of_sum])
+
+A sum is compressed if nothing but the optimizer reads it, and if it has enough bytes: other sums,
+such as that of the loss, stay exact. With error feedback a rank keeps what rounding has lost, and
+adds it to what it sends in the next step. That is state of the program, in two buffers:
+
+- ``residual@dp`` of this rank's own numbers. It is an unfinished sum, of which every data rank has
+  another part, so the buffer has a row for each rank: ``f32[4@dp,8448]``.
+- ``residual_of_sum@dp`` of the piece that this rank sums up for all: ``f32[8448@dp]``.
+
+Both begin as zeros. Runs behind bucketing, as a bucket is one sum, and before waits are placed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from partc.errors import PlanError
+from partc.graph import (
+    Graph,
+    Value,
+    collectives,
+    fake_of,
+    is_backward,
+    is_tensor,
+    set_fake,
+    set_value,
+    value,
+)
+from partc.graph.graph_edits import fake_like
+from partc.graph.moves import moved
+from partc.passes.overlap.bucket_collectives import BYTES_PER_MB, stack_block_of
+from partc.plan import Plan
+from partc.plan.batch import DATA_AXES
+from partc.plan.field_kinds import plan_error
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Sharding, cut
+from partc.plan.wires import COMPRESS, MARK, Compress
+
+SUMS = (collectives.all_reduce, collectives.all_reduce_joined)
+
+
+# what is refused ----------------------------------------------------------------------------------
+def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
+    """PlanError for a plan that compresses without being allowed to, or where that is not built."""
+    if COMPRESS not in plan.allow:
+        raise _refused(
+            "the plan has [compress], and nothing allows it", "rounded sums change what a step "
+            "computes, so that it is never done silently", f'Write allow = ["{COMPRESS}"].',
+        )  # fmt: skip
+    if graph.loss is None:
+        return  # a forward has no gradients; it shares its stage with a program that has
+    axes = [axis for axis, size in mesh.axes if size > 1]
+    if len(axes) != 1 or axes[0] not in DATA_AXES or axes[0] not in plan.batch_axes:
+        raise _refused(
+            f"the mesh is {mesh}", "sums are compressed over one data axis, and over no mesh with "
+            "other axes of several ranks", "Use one data axis, such as dp=4, or leave it out.",
+        )  # fmt: skip
+    if plan.gather or any(plan.stored(name) for name in graph.params):
+        raise _refused(
+            f"parameters or their optimizer states are sharded over {axes[0]}",
+            "a rank would keep whole residuals beside its piece, which none of zero1, zero2 and "
+            "fsdp is for", 'Take preset = "ddp", or leave it out.',
+        )  # fmt: skip
+    if plan.microbatches > 1 or plan.stages or plan.order:
+        raise _refused(
+            f"a step has {plan.microbatches} microbatches or several stages",
+            "sums are compressed in steps of one microbatch and one stage",
+            "Write microbatches = 1, or leave [compress] out.",
+        )  # fmt: skip
+
+
+def _refused(what: str, why: str, do: str) -> PlanError:
+    return plan_error(f"plan, {COMPRESS}", what, why, do)
+
+
+# rewriting ----------------------------------------------------------------------------------------
+def compress_sums(graph: Graph, plan: Plan, mesh: Mesh) -> Graph:
+    """Give the sums of gradients the plan's wire format, and buffers for what rounding loses."""
+    how = plan.compress
+    assert how is not None
+    block_of, taken = stack_block_of(graph), {*graph.buffers}
+    sizes = {node: sum(int(fake_of(x).nbytes) for x in moved(node)) for node in _sums(graph)}
+    large = [node for node, size in sizes.items() if size >= how.least_mb * BYTES_PER_MB]
+    if not large:
+        most_mb = max(sizes.values(), default=0) / BYTES_PER_MB
+        raise _refused(
+            "no sum of gradients is compressed", f"the largest has {most_mb:g} MB, and least_mb is "
+            f"{how.least_mb:g}", "Write a smaller least_mb, or leave [compress] out.",
+        )  # fmt: skip
+    for node in large:
+        block = block_of(node) or ""
+        named = {**node.kwargs, "wire": how.wire, "block": how.block}
+        if how.error_feedback:
+            named["state"] = _state(graph, node, how, f"{block}." if block else "", taken)
+        node.kwargs = named
+    graph.fx.lint()
+    return graph
+
+
+def _sums(graph: Graph) -> Iterator[fx.Node]:
+    """The sums over ranks whose results are gradients that nothing but the optimizer reads."""
+    outputs, end = graph.outputs, graph.fx.output_node()
+    times = Counter(outputs.grads.values())
+    others = {outputs.loss, *outputs.buffers.values(), *outputs.results.values()}
+    for node in graph.calls():
+        if node.target not in SUMS or node.kwargs.get("op", "sum") != "sum":
+            continue
+        ends = [node] if is_tensor(node) else list(node.users)
+        picks = all(x is node or x.target is operator.getitem for x in ends)
+        last = all({*x.users} == {end} and times[x] == 1 and x not in others for x in ends)
+        floats = all(fake_of(x).is_floating_point() for x in moved(node))
+        if picks and last and floats and is_backward(node):
+            yield node
+
+
+def _state(
+    graph: Graph, node: fx.Node, how: Compress, inside: str, taken: set[str]
+) -> list[fx.Node]:
+    """The two buffers of one sum, as placeholders behind those of the model."""
+    axis, num = str(node.kwargs["axis"]), int(str(node.kwargs["num"]))
+    padded = how.padded(sum(fake_of(x).numel() for x in moved(node)), num)
+    found = []
+    for word, shape in (("residual", (num, padded)), ("residual_of_sum", (padded,))):
+        name = _free(f"{inside}{word}", f"{MARK}{axis}", taken)
+        found.append(_buffer(graph, name, shape, axis, moved(node)[0]))
+    return found
+
+
+def _free(word: str, end: str, taken: set[str]) -> str:
+    """A name that no other buffer has: ``layers.0.residual@dp``, ``layers.0.residual_1@dp``."""
+    names = (f"{word}{f'_{i}' * (i > 0)}{end}" for i in range(len(taken) + 1))
+    name = next(name for name in names if name not in taken)
+    taken.add(name)
+    return name
+
+
+def _buffer(graph: Graph, name: str, shape: tuple[int, ...], axis: str, like: fx.Node) -> fx.Node:
+    last = [n for n in graph.fx.nodes if n.op == "placeholder" and value(n).kind != "input"][-1]
+    with graph.fx.inserting_after(last):
+        node = graph.fx.placeholder(name.replace(".", "_").replace(MARK, "_"))
+    sharding = Sharding.of({axis: cut(0)}, graph.mesh)
+    local = sharding.local_shape(shape, graph.mesh)
+    assert local is not None
+    set_value(node, Value(kind="buffer", shape=shape, name=name, sharding=sharding))
+    set_fake(node, fake_like(graph.fx, torch.empty(local, device="meta")))
+    return node
