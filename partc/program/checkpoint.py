@@ -24,9 +24,11 @@ from partc.data.sampler import RowSampler
 from partc.errors import LoadError, RunError, UsageError
 from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
+from partc.plan.wires import is_residual
 from partc.program.checkpoint_call import check_arguments
 from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
+from partc.program.residuals import check_same_sums
 from partc.program.role import Shard
 from partc.program.runtime import Stage
 from partc.program.same_optimizer import (
@@ -40,6 +42,7 @@ from partc.program.saved_checkpoint import (
     CUTS,
     MANIFEST,
     SCHEMA,
+    SUMS,
     Saved,
     cuts_text,
     digest_of,
@@ -163,6 +166,7 @@ def _accepted(folder: str | Path, stage: Stage, optimizer: Optimizer | None) -> 
     """The newest step as this rank sees it; LoadError if it is none of this model or optimizer."""
     saved = Saved.read(latest(folder))
     _check_model(saved, stage)
+    check_same_sums(saved.path, saved.sums, stage.sums)
     if optimizer is not None:
         check_same_optimizer(saved.path, optimizer, saved.groups)
         check_same_groups(saved.path, _names(stage, optimizer), saved.groups)
@@ -262,7 +266,8 @@ def _check_model(saved: Saved, stage: Stage) -> None:
 
     Tensors of other ranks are checked too, so that all ranks raise if one does.
     """
-    wanted = {f"model/{name}": shard.shape for name, shard in stage.shards.items()}
+    shards = stage.shards.items()
+    wanted = {f"model/{name}": s.shape for name, s in shards if not is_residual(name)}
     missing = sorted(set(wanted) - set(saved.shards))
     if missing:
         refuse(saved.path, f"it lacks {', '.join(missing[:5])}", "Load one of this model.")
@@ -319,6 +324,7 @@ def _manifest(stage: Stage, contents: Mapping[str, Any], digests: list[str], ste
         "tensors": dict(sorted(contents["tensors"].items())), "files": digests,
         "optimizer": contents["optimizer"], "data": contents["data"],
     }  # fmt: skip
+    fields |= {SUMS: dict(stage.sums)} if stage.sums else {}
     return json.dumps({**fields, "sha256": digest_of(fields)}, indent=1) + "\n"
 
 

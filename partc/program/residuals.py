@@ -1,0 +1,79 @@
+"""What rounded sums of gradients have left over: where it begins, and what becomes of it elsewhere.
+
+In a stage it stands in buffers of its own (``layers.0.residual@dp``), a row for each data rank. All
+of these rows together are a part of the gradients that no rank has applied yet, so that only their
+sum means something to a stage with another number of ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.errors import LoadError
+from partc.plan import Plan
+from partc.plan.wires import is_residual
+
+BUCKETS = ("bucket_mb", "bucket_copy_mb", "grad_parts")  # decide which gradients share a sum
+
+
+def of_sums(plan: str) -> dict[str, Any]:
+    """What decides of which gradients the sums of a program are, by a plan given as text; empty
+    without error feedback.
+
+    Two programs of one model in which this is equal have the same buffers, in the same order.
+    """
+    found = Plan.parse(plan)
+    if found.compress is None or not found.compress.error_feedback:
+        return {}
+    known: dict[str, Any] = {name: getattr(found, name) for name in BUCKETS}
+    return {**known, "least_mb": found.compress.least_mb}
+
+
+@torch.no_grad()
+def begin(held: Mapping[str, Tensor], loaded: Collection[str] = ()) -> None:
+    """Let nothing be left over, but in the buffers that were ``loaded``."""
+    for name, tensor in held.items():
+        if is_residual(name) and name not in loaded:
+            tensor.zero_()
+
+
+def fitted(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """What is left over, for another number of ranks: ``f32[4,8448] -> f32[2,8320]``.
+
+    Every rank gets an equal part of the sum over ranks. Elements behind the gradients are zeros, of
+    which there may be more or fewer.
+    """
+    if len(shape) == 2:
+        whole = (whole.sum(0, keepdim=True) / shape[0]).expand(shape[0], -1)
+    size = min(whole.shape[-1], shape[-1])
+    found = whole.new_zeros(shape)
+    found[..., :size] = whole[..., :size]
+    return found
+
+
+def check_same_sums(path: Path, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """LoadError if a checkpoint's residuals are of other sums than a stage's.
+
+    A stage may begin with nothing left over, and so take a checkpoint that has none. One that keeps
+    none drops what a checkpoint has, with a warning.
+    """
+    if saved and not mine:
+        warnings.warn(
+            f"{path}: what rounded sums had left over is dropped, as this program keeps none: the "
+            "gradients of one step more or less, rounded", stacklevel=4,
+        )  # fmt: skip
+    differing = [name for name in mine if saved and saved.get(name) != mine[name]]
+    if differing:
+        name = differing[0]
+        raise LoadError(
+            where=str(path), what="what rounded sums have left over is of other sums",
+            why=f"{name} was {saved.get(name)} in the plan, and is {mine[name]}",
+            do=f"Compile with {name} as it was, or take the weights alone: compile with what the "
+            "checkpoint has, load it there, and load_full its full_state_dict().",
+        )  # fmt: skip
