@@ -27,7 +27,8 @@ class NarrowSum(dist.Work):
     ) -> None:
         super().__init__()
         self.flat, self.num, self.block, self.group = flat, num, block, group
-        self.state, self.lost, self.passed = state, [], False
+        self.state, self.passed = state, False
+        self.lost: list[Tensor] = []
         missing = -flat.numel() % (num * block)
         x = nn.functional.pad(flat.flatten().to(torch.float32), (0, missing)).view(num, -1)
         self.size = x.shape[1]
@@ -99,13 +100,14 @@ class Int8Sum(NarrowSum):
 
     def decode(self, sent: Tensor) -> Tensor:
         whole, scale = sent[:, : self.size], sent[:, self.size :].view(torch.float32)
-        return (whole.unflatten(1, (-1, self.block)) * scale[:, :, None]).flatten(1)
+        numbers: Tensor = whole.unflatten(1, (-1, self.block)) * scale[:, :, None]
+        return numbers.flatten(1)
 
 
 class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
     def pass_on(self) -> list[tuple[dict[nn.Parameter, Tensor], dist.Work]]:
         """Start the second transfers of sums, which are returned, and finish all others."""
-        passed = []
+        passed: list[tuple[dict[nn.Parameter, Tensor], dist.Work]] = []
         while self:
             grads, done = self.pop(0)
             if isinstance(done, NarrowSum) and not done.passed:

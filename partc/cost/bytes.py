@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from partc.cost.storage import Replay, replay
 from partc.graph import Graph, collectives, fake_of, results_of, tensor_args
-from partc.graph.moves import kind_of, moved, moves, wire_of
+from partc.graph.moves import kind_in_words, kind_of, moved, moves, wire_of
 from partc.plan.wires import wire_bytes
 
 CODING = 5  # how often numbers are read or written to encode or decode them: scale, round, cast
@@ -128,7 +128,7 @@ def traffic(graph: Graph) -> list[Traffic]:
     sent: Counter[tuple[str, str]] = Counter()
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES:
-            key = (str(node.kwargs["axis"]), kind_of(node))
+            key = (str(node.kwargs["axis"]), kind_in_words(node))
             counts[key] += graph.times(node)
             sent[key] += graph.times(node) * sent_bytes(node)
     order = sorted(counts, key=lambda key: (graph.mesh.names.index(key[0]), key[1]))

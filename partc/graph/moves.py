@@ -94,6 +94,11 @@ def gathers_param(node: fx.Node) -> bool:
     )
 
 
+def kind_in_words(node: fx.Node) -> str:
+    """The kind of a collective for people: ``all_reduce``, ``all_reduce in int8``."""
+    return f"{kind_of(node)} in {wire_of(node)}" if wire_of(node) else kind_of(node)
+
+
 def kind_of(node: fx.Node) -> str:
     """The kind of a collective: ``all_gather`` for an all_gather and for a bucket of them."""
     target: Any = node.target

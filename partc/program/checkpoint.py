@@ -266,8 +266,7 @@ def _check_model(saved: Saved, stage: Stage) -> None:
 
     Tensors of other ranks are checked too, so that all ranks raise if one does.
     """
-    shards = stage.shards.items()
-    wanted = {f"model/{name}": s.shape for name, s in shards if not is_residual(name)}
+    wanted = {f"model/{n}": s.shape for n, s in stage.shards.items() if not is_residual(n)}
     missing = sorted(set(wanted) - set(saved.shards))
     if missing:
         refuse(saved.path, f"it lacks {', '.join(missing[:5])}", "Load one of this model.")
@@ -323,8 +322,8 @@ def _manifest(stage: Stage, contents: Mapping[str, Any], digests: list[str], ste
         "random": {"seed": seed, "step": taken},
         "tensors": dict(sorted(contents["tensors"].items())), "files": digests,
         "optimizer": contents["optimizer"], "data": contents["data"],
+        **({SUMS: dict(stage.sums)} if stage.sums else {}),
     }  # fmt: skip
-    fields |= {SUMS: dict(stage.sums)} if stage.sums else {}
     return json.dumps({**fields, "sha256": digest_of(fields)}, indent=1) + "\n"
 
 
@@ -395,8 +394,7 @@ def _flush(path: Path) -> None:
 
 def _refuse_field(field: str, value: Any) -> NoReturn:
     raise RunError(
-        where=f"optimizer state {field!r}",
-        what=f"is a {type(value).__name__}, not a tensor",
+        where=f"optimizer state {field!r}", what=f"is a {type(value).__name__}, not a tensor",
         why="checkpoints hold tensors only, never pickled objects",
         do="Save this optimizer's state yourself.",
-    )
+    )  # fmt: skip
