@@ -111,8 +111,7 @@ class Definition:
         self, flat: Tensor, num: int, block: int, state: list[Tensor], group: Any
     ) -> Arrived:
         """The sum, written to ``flat``; ``state`` gets what is left over, to be compared."""
-        wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        mine = flat.reshape(1, -1).to(wide)
+        mine = flat.reshape(1, -1).to(torch.float32)  # which raises to float64 where verify does
         every = mine.new_empty(self.num, mine.numel())
         self.dist.all_gather_single(every, mine, group=group)
         parts = padded(every, self.how)
@@ -191,7 +190,9 @@ class Narrow:
     def _after(
         self, step: nn.Module, run: Callable[[], object], begin: Callable[[], None]
     ) -> dict[tuple[str, str], Tensor]:
-        """The gradients that STEPS steps have added up, and what is left over behind them."""
+        """The gradients that STEPS steps have added up, and what is left over behind them, and
+        behind a step more whose gradients are not finite.
+        """
         held = self.role.tensors(step)
         left = {name: x for name, x in held.items() if is_residual(name)}
         for tensor in held.values():
@@ -203,7 +204,20 @@ class Narrow:
             run()
         grads = {n: x.grad.clone() for n, x in held.items() if x.grad is not None}
         found = {("rounded gradient", name): x for name, x in grads.items()}
-        return found | {("left over", name): x.clone() for name, x in left.items()}
+        found |= {("left over", name): x.clone() for name, x in left.items()}
+        begin()
+        self._spoiled(held, run)
+        return found | {("left over behind inf", name): x.clone() for name, x in left.items()}
+
+    def _spoiled(self, held: Mapping[str, Tensor], run: Callable[[], object]) -> None:
+        """A step from weights of which all are infinite; they are put back behind it."""
+        params = [held[shard.name] for shard in self.role.params]
+        before = [param.detach().clone() for param in params]
+        for param in params:
+            param.data.fill_(inf)
+        run()
+        for param, values in zip(params, before, strict=True):
+            param.data.copy_(values)
 
 
 def _error(mine: Tensor, wanted: Tensor) -> float:

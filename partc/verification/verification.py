@@ -257,6 +257,9 @@ class _Rank:
         """What this rank is given of the batch."""
         coords = self.job.program.mesh.coords(self.rank)
         pieces = self.role.pieces(self.job.reference.inputs, coords)
+        if self.job.dtype is None:  # the reference may be in float64 all the same
+            dtypes = [each.dtype for each in self.role.batch]
+            pieces = [x.to(dtype) for x, dtype in zip(pieces, dtypes, strict=True)]
         return [x.contiguous().to(self.job.device) for x in pieces]
 
     def _optimized(self, optimizer: str) -> Iterator[Row]:

@@ -1,0 +1,143 @@
+"""Which sums are sent in narrow numbers, what they send, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partc.api import compile
+from partc.errors import PlanError
+from partc.plan import Plan
+from partc.plan.wires import is_residual, wire_bytes
+from partc.program import Program
+from partc.program.residuals import fitted
+from partc.program.role import Role
+from partc.verification.threads import ThreadMesh, run_ranks
+
+ROWS, WIDE = 8, 24
+TABLE = '[compress]\nwire = "int8"\nblock = 32\nleast_mb = 0.001\n'
+PLAN = f'preset = "ddp"\nallow = ["compress"]\n{TABLE}'
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(3)), nn.Linear(WIDE, 7))
+
+
+def compiled(plan: str = PLAN, mesh: str = "dp=4", **named: Any) -> Program:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    return compile(model(), mesh, (torch.randn(ROWS, WIDE),), loss=loss, plan=plan, **named)
+
+
+class Counting:
+    """Functions of ``torch.distributed`` for threads, with the bytes that each sends."""
+
+    def __init__(self, dist: Any, num: int) -> None:
+        self.dist, self.num, self.sent = dist, num, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dist, name)
+
+    def all_reduce(self, x: Tensor, **named: Any) -> Any:
+        self.sent["all_reduce"] += 2 * (self.num - 1) * x.nbytes // self.num
+        return self.dist.all_reduce(x, **named)
+
+    def all_to_all_single(self, arrived: Tensor, x: Tensor, **named: Any) -> Any:
+        self.sent["narrow"] += (self.num - 1) * x.nbytes // self.num
+        return self.dist.all_to_all_single(arrived, x, **named)
+
+    def all_gather_single(self, arrived: Tensor, x: Tensor, **named: Any) -> Any:
+        self.sent["narrow"] += (self.num - 1) * x.nbytes
+        return self.dist.all_gather_single(arrived, x, **named)
+
+
+def counted(program: Program) -> Counter[str]:
+    """What one rank's text sends in a step."""
+
+    def rank(number: int, dist: Any) -> Counter[str]:
+        role: Role = program.role(number)
+        counting = Counting(dist, program.mesh.num_ranks)
+        role.module.__dict__["dist"] = counting
+        step: Any = role.build(ThreadMesh(program.mesh, number))
+        for tensor in role.tensors(step).values():
+            tensor.data.zero_()
+        role.run(step, [torch.ones(ROWS, WIDE)])
+        return counting.sent
+
+    return run_ranks(program.mesh.num_ranks, rank)[0]
+
+
+@pytest.mark.parametrize(("wire", "block"), [("int8", 32), ("int8", 256), ("bf16", 256)])
+def test_bytes_are_those_that_are_sent(wire: str, block: int) -> None:
+    program = compiled(PLAN.replace("int8", wire).replace("= 32", f"= {block}"))
+    traffic = {each.kind: each.sent_bytes for each in program.cost.traffic}
+    sent = counted(program)
+    assert sent["narrow"] == traffic[f"all_reduce in {wire}"]
+    assert sent["all_reduce"] == traffic["all_reduce"]
+    assert f"all_reduce in {wire} over dp" in program.source()
+
+
+def test_what_a_piece_takes() -> None:
+    """100 numbers on 4 ranks in blocks of 8: 128 bytes and 16 scales; 25 on each as bf16."""
+    assert wire_bytes("int8", 100, 4, 8) == 128 + 16 * 4
+    assert wire_bytes("bf16", 100, 4, 8) == 200
+
+
+@pytest.mark.parametrize(("least_mb", "narrow"), [("0.001", 3), ("0.0005", 4)])
+def test_small_sums_stay_exact(least_mb: str, narrow: int) -> None:
+    """The last layer's gradients have 700 bytes; the loss, that others read, is always exact."""
+    program = compiled(PLAN.replace("0.001", least_mb))
+    counts = {each.kind: each.count for each in program.cost.traffic}
+    assert counts == {"all_reduce in int8": narrow, "all_reduce": 5 - narrow}
+
+
+def test_buffers_are_known_by_their_names() -> None:
+    role = compiled().role(0)
+    assert {is_residual(shard.name) for shard in role.buffers} == {True}
+    assert all(shard.cuts == (("dp", 0, 1),) for shard in role.buffers)
+    without = compiled(f"{PLAN}error_feedback = false").role(0)
+    assert not without.buffers
+
+
+REFUSED = {
+    "nothing allows it": (f'preset = "ddp"\n{TABLE}', "dp=4", "nothing allows it"),
+    "tp": (PLAN, "dp=2,tp=2", "over one data axis"),
+    "two data axes": (PLAN, "dp_replicate=2,dp_shard=2", "over one data axis"),
+    "one rank": (PLAN, "dp=1", "over one data axis"),
+    "pp": (PLAN, "pp=2,dp=2", "over one data axis"),
+    "fsdp": (PLAN.replace("ddp", "fsdp"), "dp=4", "sharded over dp"),
+    "zero1": (PLAN.replace("ddp", "zero1"), "dp=4", "sharded over dp"),
+    "microbatches": (f"microbatches = 2\n{PLAN}", "dp=4", "2 microbatches"),
+    "none is large enough": (PLAN.replace("0.001", "5"), "dp=4", "no sum of gradients"),
+    "an unknown format": (PLAN.replace("int8", "int7"), "dp=4", "'int7' means nothing"),
+    "an odd block": (PLAN.replace("= 32", "= 12"), "dp=4", "a multiple of 8"),
+    "no format": (PLAN.replace('wire = "int8"', ""), "dp=4", "in which numbers"),
+    "an unknown entry": (f"{PLAN}scale = 2\n", "dp=4", "no entry 'scale'"),
+    "an unknown word": (PLAN.replace('["compress"]', '["speed"]'), "dp=4", "'speed'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    plan, mesh, said = REFUSED[case]
+    with pytest.raises(PlanError, match=said):
+        compiled(plan, mesh)
+
+
+def test_a_plan_as_text() -> None:
+    plan = Plan.parse(PLAN)
+    assert Plan.parse(str(plan)) == plan
+    assert Plan.parse(compiled().plan).compress == plan.compress
+
+
+def test_another_number_of_ranks_has_the_same_sum_left_over() -> None:
+    whole = torch.randn(4, 12)
+    two = fitted(whole, (2, 10))
+    assert torch.allclose(two.sum(0), whole.sum(0)[:10])
+    assert torch.equal(two[0], two[1])
+    assert fitted(whole[0], (16,)).tolist() == [*whole[0].tolist(), 0, 0, 0, 0]

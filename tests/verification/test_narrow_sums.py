@@ -1,0 +1,184 @@
+"""Sums in narrow numbers: they are what the format defines, and what is not is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from partc.api import compile
+from partc.audit.audit import audit
+from partc.checks.local_graph import check
+from partc.errors import CheckError
+from partc.graph import Graph, collectives, fake_of, update, value
+from partc.graph.moves import state_of, wire_of
+from partc.lowering import partition
+from partc.plan import Plan
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import R, Sharding
+from partc.plan.wires import Compress
+from partc.program import Program
+from partc.verification.narrow_sums import Site, padded
+from partc.verification.verification import verify
+from tests.zoo import MODELS, Case
+
+PLAN = 'preset = "ddp"\nallow = ["compress"]\n[compress]\nleast_mb = 0.0001\nwire = '
+INT8 = f'{PLAN}"int8"\nblock = 64'
+
+
+@cache
+def llama() -> Case:
+    return MODELS["llama"]()
+
+
+@cache
+def small() -> Case:
+    """Two equal blocks, whose sums blocks of 64 do not divide."""
+    layers = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(2)]
+    model = nn.Sequential(*layers, nn.Linear(12, 9))
+    return Case(model, (torch.randn(8, 12),), lambda m, x: m(x).square().mean())
+
+
+@cache
+def compiled(plan: str = INT8, case: Case | None = None) -> Program:
+    case = case or small()
+    return compile(case.model, "dp=4", case.inputs, loss=case.loss, plan=Plan.parse(plan))
+
+
+def verified(program: Program, case: Case | None = None) -> set[str]:
+    case = case or small()
+    rows = verify(program, case.model, case.inputs, loss=case.loss).check().rows
+    return {row.kind for row in rows}
+
+
+# the definition -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+def test_what_was_applied_and_what_is_left_are_the_exact_sum(wire: str) -> None:
+    """Error feedback's identity, in float64: pieces of 4 ranks that blocks do not divide."""
+    how, steps = Compress(wire, block=8), torch.randn(6, 4, 100, dtype=torch.float64)
+    site, applied = Site.of(padded(steps[0], how)), torch.zeros(128, dtype=torch.float64)
+    for parts in steps:
+        applied[: how.padded(100, 4)] += site.add(padded(parts, how), how)
+    left = site.of_ranks.sum(0) + site.of_sum
+    exact = steps.sum((0, 1))
+    assert (applied[:100] + left[:100] - exact).abs().max() < 1e-12
+    assert (applied[:100] - exact).abs().max() > 1e-4  # it does round
+    assert not left[100:].any()
+
+
+def test_int8_by_hand() -> None:
+    """One rank's 254 is sent as 127 whole numbers of 2; a tie becomes the larger one."""
+    how = Compress("int8", block=8, error_feedback=False)
+    x = torch.tensor([[254.0, 1.0, -1.0, 3.0, 0.9, 0.0, -254.0, 2.0]])
+    assert Site.of(x).add(x, how).tolist() == [254.0, 2.0, 0.0, 4.0, 0.0, 0.0, -254.0, 2.0]
+    zeros = torch.zeros(1, 8)
+    assert Site.of(zeros).add(zeros, how).tolist() == [0.0] * 8
+
+
+# programs -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("feedback", ["true", "false"])
+def test_programs_sum_as_defined(wire: str, feedback: str) -> None:
+    program = compiled(f'{PLAN}"{wire}"\nerror_feedback = {feedback}')
+    kinds = verified(program)
+    assert "rounded gradient" in kinds
+    assert ("left over" in kinds) == (feedback == "true")
+
+
+def test_a_llama_whose_blocks_share_a_loop() -> None:
+    """The second transfer of a block's sum starts behind the next block's backward."""
+    program = compiled(f'{PLAN}"int8"\nblock = 512', llama())
+    assert "            reduced += before.pass_on()" in program.source()
+    verified(program, llama())
+    assert "what int8 makes" in str(audit(program))
+
+
+OWN = """        pieces = self.decode(self.arrived)
+        pieces[dist.get_rank(self.group)] = self.own
+        total = pieces.flatten()"""
+ADDED = "self.decode(self.arrived).sum(0, keepdim=True)"
+TEXT = "[self._1_residual_dp, self._1_residual_of_sum_dp]"
+MISTAKES = {  # in the text of a program -> what is wrong then
+    "what is left over is forgotten": ("kept.copy_(torch.where(", "(torch.where("),
+    "one sum forgets it": (TEXT, "[]"),
+    "half of it is lost": ("x + self.state[", "x + 0.5 * self.state["),
+    "a mean": (ADDED, ADDED.replace(".sum(", ".mean(")),
+    "twice the sum": (ADDED, f"2 * {ADDED}"),
+    "a rank is left out": (ADDED, ADDED.replace(".sum(", "[1:].sum(")),
+    "a sum goes nowhere": ("Int8Sum(flat,", "Int8Sum(flat.clone(),"),
+    "the owner keeps what it did not send": (
+        "        total = self.decode(self.arrived).flatten()", OWN
+    ),
+    "it is kept before the sum is known to be finite": (
+        "torch.where(finite, lost.view(kept.shape), kept)", "lost.view(kept.shape)"
+    ),
+    "rounded down": ("+ 0.5).floor()", ").floor()"),
+    "another block": (", 4, 64, [", ", 4, 32, ["),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str) -> None:
+    """By verify; and by the check of the text, which knows the printed one."""
+    old, new = MISTAKES[mistake]
+    text = compiled().source()
+    assert old in text
+    text = text.replace(old, new)
+    if new is OWN:
+        text = text.replace(
+            "sent = self.rounded(self",
+            "self.own = self.rounded_sum()\n        sent = self.rounded(self",
+        ).replace("    def wait(self) -> bool:", KEEPS)
+    wrong = replace(compiled(), sources=dict.fromkeys(compiled().sources, text))
+    with pytest.raises((CheckError, RuntimeError)):
+        verified(wrong)
+    with pytest.raises(CheckError):
+        audit(replace(wrong, fixed=compiled().fixed))
+
+
+KEEPS = """    def rounded_sum(self) -> Tensor:
+        return self.decode(self.arrived).sum(0) + self.state[1].view(-1)
+
+    def wait(self) -> bool:"""
+
+
+def local_graph() -> Graph:
+    graph = llama().step.graph()
+    graph.mesh = Mesh.parse("dp=4")
+    return partition(graph, Plan.parse(INT8))[1]
+
+
+# the graph ----------------------------------------------------------------------------------------
+def test_buffers_of_their_own() -> None:
+    """Each of a sum's two buffers has its size and layout, and one reader."""
+    graph = local_graph()
+    sums = [node for node in graph.calls() if wire_of(node)]
+    first, second = sums[:2]
+    check(graph)
+    mine, others = state_of(first), state_of(second)
+    first.kwargs = {**first.kwargs, "state": others}
+    with pytest.raises(CheckError, match="each rank has its own"):
+        check(graph)
+    first.kwargs = {**first.kwargs, "state": []}
+    with pytest.raises(CheckError, match="0 calls read"):
+        check(graph)
+    first.kwargs = {**first.kwargs, "state": mine}
+    known = value(mine[1]).sharding
+    update(mine[1], sharding=Sharding.of({"dp": R}, graph.mesh))
+    with pytest.raises(CheckError):
+        check(graph)
+    update(mine[1], sharding=known)
+    first.kwargs = {**first.kwargs, "wire": "int7"}
+    with pytest.raises(CheckError, match="int7"):
+        check(graph)
+
+
+def test_sums_that_others_read_stay_exact() -> None:
+    """That of the loss, and those of a count."""
+    graph = local_graph()
+    exact = [n for n in graph.calls() if n.target is collectives.all_reduce and not wire_of(n)]
+    assert graph.loss is not None
+    assert {fake_of(n).dim() for n in exact} == {0}
