@@ -48,7 +48,7 @@ class NarrowSum(dist.Work):
         """Numbers as they are sent; what that loses is noted, to be kept if the sum is finite."""
         if not self.state:
             return self.encode(x)
-        x = x + self.state[len(self.lost)].view(x.shape)
+        x = x + self.state[len(self.lost)].to(torch.float32).view(x.shape)
         sent = self.encode(x)
         self.lost.append(x - self.decode(sent))
         return sent
