@@ -46,7 +46,7 @@ WIRES: Mapping[str, Wire] = {
 }  # fmt: skip
 BASE = "NarrowSum"  # the printed class that those of the formats are made from
 HELPERS = frozenset(wire.helper for wire in WIRES.values())
-MARK = "@"  # in the name of a residual, "layers.0.residual@dp"; no tensor of a model has it
+MARK = "@"  # in the name of a residual, "layers.0.w_residual@dp"; no tensor of a model has it
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What rounded sums of gradients have left over: where it begins, and what becomes of it elsewhere.
 
-In a stage it stands in buffers of its own (``layers.0.residual@dp``), a row for each data rank. All
-of these rows together are a part of the gradients that no rank has applied yet, so that only their
-sum means something to a stage with another number of ranks.
+In a stage it stands in buffers of its own (``layers.0.w_residual@dp``), a row for each data rank.
+All of these rows together are a part of the gradients that no rank has applied yet, so that only
+their sum means something to a stage with another number of ranks.
 """
 
 from __future__ import annotations

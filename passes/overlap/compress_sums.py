@@ -7,9 +7,9 @@ A sum is compressed if nothing but the optimizer reads it, and if it has enough 
 such as that of the loss, stay exact. With error feedback a rank keeps what rounding has lost, and
 adds it to what it sends in the next step. That is state of the program, in two buffers:
 
-- ``residual@dp`` of this rank's own numbers. It is an unfinished sum, of which every data rank has
-  another part, so the buffer has a row for each rank: ``f32[4@dp,8448]``.
-- ``residual_of_sum@dp`` of the piece that this rank sums up for all: ``f32[8448@dp]``.
+- ``w_residual@dp`` of this rank's own numbers. It is an unfinished sum, of which every data rank
+  has another part, so the buffer has a row for each rank: ``f32[4@dp,8448]``.
+- ``w_residual_of_sum@dp`` of the piece that this rank sums up for all: ``f32[8448@dp]``.
 
 Both begin as zeros. Runs behind bucketing, as a bucket is one sum, and before waits are placed.
 """
@@ -36,8 +36,8 @@ from partc.graph import (
     value,
 )
 from partc.graph.graph_edits import fake_like
-from partc.graph.moves import moved
-from partc.passes.overlap.bucket_collectives import BYTES_PER_MB, stack_block_of
+from partc.graph.moves import moved, results
+from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.plan import Plan
 from partc.plan.batch import DATA_AXES
 from partc.plan.field_kinds import plan_error
@@ -87,7 +87,6 @@ def compress_sums(graph: Graph, plan: Plan, mesh: Mesh) -> Graph:
     """Give the sums of gradients the plan's wire format, and buffers for what rounding loses."""
     how = plan.compress
     assert how is not None
-    block_of, taken = stack_block_of(graph), {*graph.buffers}
     sizes = {node: sum(int(fake_of(x).nbytes) for x in moved(node)) for node in _sums(graph)}
     large = [node for node, size in sizes.items() if size >= how.least_mb * BYTES_PER_MB]
     if not large:
@@ -97,10 +96,9 @@ def compress_sums(graph: Graph, plan: Plan, mesh: Mesh) -> Graph:
             f"{how.least_mb:g}", "Write a smaller least_mb, or leave [compress] out.",
         )  # fmt: skip
     for node in large:
-        block = block_of(node) or ""
         named = {**node.kwargs, "wire": how.wire, "block": how.block}
         if how.error_feedback:
-            named["state"] = _state(graph, node, how, f"{block}." if block else "", taken)
+            named["state"] = _state(graph, node, how)
         node.kwargs = named
     graph.fx.lint()
     return graph
@@ -122,28 +120,23 @@ def _sums(graph: Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _state(
-    graph: Graph, node: fx.Node, how: Compress, inside: str, taken: set[str]
-) -> list[fx.Node]:
-    """The two buffers of one sum, as placeholders behind those of the model."""
+def _state(graph: Graph, node: fx.Node, how: Compress) -> list[fx.Node]:
+    """The two buffers of one sum, as placeholders behind those of the model.
+
+    They are named after the sum's first parameter, which is in no other sum: so programs of other
+    batches or losses, which share buffers by name, share those of the same gradients.
+    """
     axis, num = str(node.kwargs["axis"]), int(str(node.kwargs["num"]))
     padded = how.padded(sum(fake_of(x).numel() for x in moved(node)), num)
-    found = []
-    for word, shape in (("residual", (num, padded)), ("residual_of_sum", (padded,))):
-        name = _free(f"{inside}{word}", f"{MARK}{axis}", taken)
-        found.append(_buffer(graph, name, shape, axis, moved(node)[0]))
-    return found
+    words = {"residual": (num, padded), "residual_of_sum": (padded,)}
+    first = node if is_tensor(node) else results(node, len(moved(node)))[0]
+    param = next(name for name, grad in graph.grads.items() if grad is first)
+    return [
+        _buffer(graph, f"{param}_{word}{MARK}{axis}", shape, axis) for word, shape in words.items()
+    ]
 
 
-def _free(word: str, end: str, taken: set[str]) -> str:
-    """A name that no other buffer has: ``layers.0.residual@dp``, ``layers.0.residual_1@dp``."""
-    names = (f"{word}{f'_{i}' * (i > 0)}{end}" for i in range(len(taken) + 1))
-    name = next(name for name in names if name not in taken)
-    taken.add(name)
-    return name
-
-
-def _buffer(graph: Graph, name: str, shape: tuple[int, ...], axis: str, like: fx.Node) -> fx.Node:
+def _buffer(graph: Graph, name: str, shape: tuple[int, ...], axis: str) -> fx.Node:
     last = [n for n in graph.fx.nodes if n.op == "placeholder" and value(n).kind != "input"][-1]
     with graph.fx.inserting_after(last):
         node = graph.fx.placeholder(name.replace(".", "_").replace(MARK, "_"))

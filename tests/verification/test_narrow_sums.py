@@ -100,7 +100,7 @@ OWN = """        pieces = self.decode(self.arrived)
         pieces[dist.get_rank(self.group)] = self.own
         total = pieces.flatten()"""
 ADDED = "self.decode(self.arrived).sum(0, keepdim=True)"
-TEXT = "[self._1_residual_dp, self._1_residual_of_sum_dp]"
+TEXT = "[self._2_weight_residual_dp, self._2_weight_residual_of_sum_dp]"
 MISTAKES = {  # in the text of a program -> what is wrong then
     "what is left over is forgotten": ("kept.copy_(torch.where(", "(torch.where("),
     "one sum forgets it": (TEXT, "[]"),
@@ -116,7 +116,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
         "torch.where(finite, lost.view(kept.shape), kept)", "lost.view(kept.shape)"
     ),
     "rounded down": ("+ 0.5).floor()", ").floor()"),
-    "another block": (", 4, 64, [", ", 4, 32, ["),
+    "another block": (", 4, 64,", ", 4, 32,"),
 }  # fmt: skip
 
 
