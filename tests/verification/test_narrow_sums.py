@@ -115,6 +115,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
     "it is kept before the sum is known to be finite": (
         "torch.where(finite, lost.view(kept.shape), kept)", "lost.view(kept.shape)"
     ),
+    "added twice": ("                self.add(grads)", 2 * "                self.add(grads)\n"),
     "rounded down": ("+ 0.5).floor()", ").floor()"),
     "another block": (", 4, 64,", ", 4, 32,"),
 }  # fmt: skip
