@@ -88,20 +88,46 @@ class Float16Sum(NarrowSum):
         return x.to(torch.float16)
 
 
-class Int8Sum(NarrowSum):
-    """Whole numbers from -127 to 127, and a scale for each block of them behind its row."""
+class BlockSum(NarrowSum):
+    """Numbers of one byte, and a scale for each block of them behind its row."""
+
+    most = 127.0
 
     def encode(self, x: Tensor) -> Tensor:
         parts = x.unflatten(1, (-1, self.block))
-        scale = parts.abs().amax(2, keepdim=True) / 127
+        scale = parts.abs().amax(2, keepdim=True) / self.most
         scale = torch.where(scale == 0, 1, scale)
-        whole = (parts / scale + 0.5).floor().clamp(-127, 127).to(torch.int8)
-        return torch.cat([whole.flatten(1), scale.flatten(1).view(torch.int8)], 1)
+        small = self.as_bytes(parts / scale)
+        return torch.cat([small.flatten(1), scale.flatten(1).view(torch.int8)], 1)
 
     def decode(self, sent: Tensor) -> Tensor:
-        whole, scale = sent[:, : self.size], sent[:, self.size :].view(torch.float32)
-        numbers: Tensor = whole.unflatten(1, (-1, self.block)) * scale[:, :, None]
+        small, scale = sent[:, : self.size], sent[:, self.size :].view(torch.float32)
+        numbers: Tensor = self.of_bytes(small).unflatten(1, (-1, self.block)) * scale[:, :, None]
         return numbers.flatten(1)
+
+    def as_bytes(self, x: Tensor) -> Tensor:
+        """Numbers up to `most` as bytes; here as the nearest whole ones."""
+        return (x + 0.5).floor().clamp(-127, 127).to(torch.int8)
+
+    def of_bytes(self, sent: Tensor) -> Tensor:
+        """The numbers that bytes stand for."""
+        return sent
+
+
+class Int8Sum(BlockSum):
+    """Whole numbers from -127 to 127."""
+
+
+class Float8Sum(BlockSum):
+    """Numbers of 8 bits up to 448, 4 of them for the exponent."""
+
+    most = 448.0
+
+    def as_bytes(self, x: Tensor) -> Tensor:
+        return x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.int8)
+
+    def of_bytes(self, sent: Tensor) -> Tensor:
+        return sent.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
 
 
 class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):

@@ -41,10 +41,12 @@ WIRES: Mapping[str, Wire] = {
     "bf16": Wire("BFloat16Sum", lambda num, block: 2 * num, False, "8 bits of each number"),
     "fp16": Wire("Float16Sum", lambda num, block: 2 * num, False, "11 bits of each number, up to "
                  "65504"),
+    "fp8": Wire("Float8Sum", lambda num, block: num + BYTES_OF_SCALE * (num // block), True,
+                "4 bits of each number"),
     "int8": Wire("Int8Sum", lambda num, block: num + BYTES_OF_SCALE * (num // block), True,
                  "1/254 of the largest number of a block"),
 }  # fmt: skip
-BASE = "NarrowSum"  # the printed class that those of the formats are made from
+BASES = ("NarrowSum", "BlockSum")  # printed classes that those of the formats are made from
 HELPERS = frozenset(wire.helper for wire in WIRES.values())
 MARK = "@"  # in the name of a residual, "layers.0.w_residual@dp"; no tensor of a model has it
 

@@ -21,7 +21,7 @@ from partc.plan.wires import HELPERS, WIRES, Compress, is_residual
 from partc.program.role import Role
 
 STEPS = 3  # in which what is left over is sent twice
-LARGEST = 127  # of a byte's whole numbers, of which as many are negative
+LARGEST = {"int8": 127, "fp8": 448}  # of what a byte stands for, of which as much is negative
 
 
 def rounded(x: Tensor, how: Compress) -> Tensor:
@@ -29,20 +29,22 @@ def rounded(x: Tensor, how: Compress) -> Tensor:
     block.
 
     int8: a block is divided by its largest absolute value over 127, and each quotient becomes the
-    nearest whole number, of two the larger one. A block of zeros arrives as zeros.
+    nearest whole number, of two the larger one. A block of zeros arrives as zeros. fp8: the same
+    with 448, and each quotient becomes the nearest float8_e4m3fn.
     """
     if how.wire == "bf16":
         return x.to(torch.bfloat16).to(x.dtype)
     if how.wire == "fp16":
         return x.to(torch.float16).to(x.dtype)
-    found = torch.zeros_like(x)
+    found, most = torch.zeros_like(x), LARGEST[how.wire]
     for at in range(0, x.numel(), how.block):
         block = x[at : at + how.block]
-        scale = block.abs().max() / LARGEST
+        scale = block.abs().max() / most
         if scale == 0:
             continue
-        whole = torch.floor(block / scale + 0.5)
-        found[at : at + how.block] = whole.clamp(-LARGEST, LARGEST) * scale
+        small = (block / scale).clamp(-most, most)
+        small = small.to(torch.float8_e4m3fn) if how.wire == "fp8" else torch.floor(small + 0.5)
+        found[at : at + how.block] = small.to(x.dtype) * scale
     return found
 
 

@@ -55,7 +55,7 @@ def verified(program: Program, case: Case | None = None) -> set[str]:
 
 
 # the definition -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8", "int8"])
 def test_what_was_applied_and_what_is_left_are_the_exact_sum(wire: str) -> None:
     """Error feedback's identity, in float64: pieces of 4 ranks that blocks do not divide."""
     how, steps = Compress(wire, block=8), torch.randn(6, 4, 100, dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_int8_by_hand() -> None:
 
 
 # programs -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8", "int8"])
 @pytest.mark.parametrize("feedback", ["true", "false"])
 def test_programs_sum_as_defined(wire: str, feedback: str) -> None:
     program = compiled(f'{PLAN}"{wire}"\nerror_feedback = {feedback}')
@@ -116,7 +116,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
         "torch.where(finite, lost.view(kept.shape), kept)", "lost.view(kept.shape)"
     ),
     "added twice": ("                self.add(grads)", 2 * "                self.add(grads)\n"),
-    "rounded down": ("+ 0.5).floor()", ").floor()"),
+    "rounded down": ("(x + 0.5).floor()", "x.floor()"),
     "another block": (", 4, 64,", ", 4, 32,"),
 }  # fmt: skip
 
