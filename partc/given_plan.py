@@ -15,6 +15,7 @@ from partc.plan.decided import NCCL
 from partc.plan.field_kinds import PLAIN, check_fields
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout
+from partc.plan.wires import Compress, read_compress
 from partc.program import Program
 from partc.program.start import group_backend
 from partc.trace.no_model import check_model
@@ -67,6 +68,9 @@ def check_made(plan: Plan) -> None:
     left_out = vars(Plan())
     said = {name: given for name, given in vars(plan).items() if given != left_out[name]}
     check_fields({name: given for name, given in said.items() if name in PLAIN}, "Plan")
+    if plan.compress is not None:
+        own = isinstance(plan.compress, Compress)
+        read_compress(vars(plan.compress) if own else {"a table": plan.compress}, "Plan")
     tables = (plan.params, plan.inputs)
     layouts = [x for table in tables for cuts in table.values() for x in _entries(cuts)]
     meshes = isinstance(plan.mesh, Mesh | None)

@@ -25,29 +25,31 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 8, 65_536  # a block's scale stands at a multipl
 
 @dataclass(frozen=True)
 class Wire:
-    """A format: the class that is printed for its sums, and the bytes of a piece of elements.
-
-    ``blocks``: elements share a scale in blocks. ``keeps``: the least part of a value that one
-    rounding may lose, as a text for people.
+    """A format: the class that is printed for its sums, the bytes of so many elements in blocks of
+    a size, and whether it has blocks, whose elements share a scale.
     """
 
     helper: str
-    bytes_of: Callable[[int, int], int]  # of elements, in blocks of so many
+    bytes_of: Callable[[int, int], int]
     blocks: bool
-    keeps: str
+
+
+def _of_two_bytes(num: int, block: int) -> int:
+    return 2 * num
+
+
+def _of_a_byte(num: int, block: int) -> int:
+    return num + BYTES_OF_SCALE * (num // block)
 
 
 WIRES: Mapping[str, Wire] = {
-    "bf16": Wire("BFloat16Sum", lambda num, block: 2 * num, False, "8 bits of each number"),
-    "fp16": Wire("Float16Sum", lambda num, block: 2 * num, False, "11 bits of each number, up to "
-                 "65504"),
-    "fp8": Wire("Float8Sum", lambda num, block: num + BYTES_OF_SCALE * (num // block), True,
-                "4 bits of each number"),
-    "int8": Wire("Int8Sum", lambda num, block: num + BYTES_OF_SCALE * (num // block), True,
-                 "1/254 of the largest number of a block"),
-}  # fmt: skip
-BASES = ("NarrowSum", "BlockSum")  # printed classes that those of the formats are made from
+    "bf16": Wire("BFloat16Sum", _of_two_bytes, blocks=False),
+    "fp16": Wire("Float16Sum", _of_two_bytes, blocks=False),
+    "fp8": Wire("Float8Sum", _of_a_byte, blocks=True),
+    "int8": Wire("Int8Sum", _of_a_byte, blocks=True),
+}
 HELPERS = frozenset(wire.helper for wire in WIRES.values())
+BASES = ("NarrowSum", "BlockSum")  # printed classes that those of the formats are made from
 MARK = "@"  # in the name of a residual, "layers.0.w_residual@dp"; no tensor of a model has it
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from partc.api import compile
 from partc.errors import PlanError
 from partc.plan import Plan
-from partc.plan.wires import is_residual, wire_bytes
+from partc.plan.wires import Compress, is_residual, wire_bytes
 from partc.program import Program
 from partc.program.residuals import fitted
 from partc.program.role import Role
@@ -27,7 +27,7 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(3)), nn.Linear(WIDE, 7))
 
 
-def compiled(plan: str = PLAN, mesh: str = "dp=4", **named: Any) -> Program:
+def compiled(plan: str | Plan = PLAN, mesh: str = "dp=4", **named: Any) -> Program:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         mean: Tensor = model(x).square().mean()
         return mean
@@ -128,6 +128,12 @@ def test_refused(case: str) -> None:
     plan, mesh, said = REFUSED[case]
     with pytest.raises(PlanError, match=said):
         compiled(plan, mesh)
+
+
+@pytest.mark.parametrize("given", [Compress("int7"), {"wire": "int8"}, Compress("int8", block=9)])
+def test_a_plan_in_python(given: Any) -> None:
+    with pytest.raises(PlanError, match="compress"):
+        compiled(Plan(preset="ddp", allow=("compress",), compress=given))
 
 
 def test_a_plan_as_text() -> None:
