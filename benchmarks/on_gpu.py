@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -27,11 +28,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 import partc
+from benchmarks.peer_table import ratio
+from benchmarks.single import Model, loss_of
 from partc.plan.mesh import Mesh
 from partc.verification.rendezvous import Group
 from partc.verification.threads import ThreadMesh
 
 VOCAB, SEQ, IMAGE, CLASSES = 32000, 2048, 224, 1000
+WARM_UP = 3  # steps before the first that counts
 Step = Callable[[], Any]
 
 
@@ -69,34 +73,6 @@ class Idle:
     all_gather_single = reduce_scatter_single = _nothing
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model of a family's own configuration, and how many samples a step has."""
-
-    auto: Any
-    family: str
-    batch: int
-    config: dict[str, Any]
-
-    def build(self, device: str) -> nn.Module:
-        torch.manual_seed(0)
-        with torch.device(device):
-            model: nn.Module = self.auto.from_config(
-                AutoConfig.for_model(self.family, **self.config)
-            )
-        return model.to(torch.bfloat16).train()
-
-    def inputs(self, device: str) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(1)
-        if self.auto is AutoModelForImageClassification:
-            images = torch.randn(self.batch, 3, IMAGE, IMAGE, device=device, dtype=torch.bfloat16)
-            return images, torch.zeros(self.batch, dtype=torch.long, device=device)
-        tokens = torch.zeros(self.batch, SEQ, dtype=torch.long, device=device)
-        if device != "meta":
-            tokens.random_(VOCAB)
-        return tokens, tokens
-
-
 _LLAMA = {"hidden_size": 2048, "num_hidden_layers": 8, "intermediate_size": 5632,
           "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": VOCAB,
           "use_cache": False}  # fmt: skip
@@ -106,18 +82,34 @@ _VIT = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "
         "intermediate_size": 3072, "num_labels": CLASSES, "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0}  # fmt: skip
 MODELS = {
-    "llama": Model(AutoModelForCausalLM, "llama", 8, _LLAMA),
-    "gpt2": Model(AutoModelForCausalLM, "gpt2", 8, _GPT),
-    "vit": Model(AutoModelForImageClassification, "vit", 64, _VIT),
-    "resnet": Model(AutoModelForImageClassification, "resnet", 64, {"num_labels": CLASSES}),
+    "llama": Model(AutoModelForCausalLM, 8, _LLAMA),
+    "gpt2": Model(AutoModelForCausalLM, 8, _GPT),
+    "vit": Model(AutoModelForImageClassification, 64, _VIT),
+    "resnet": Model(AutoModelForImageClassification, 64, {"num_labels": CLASSES}),
 }
 LAYOUTS = {"dp=8": "fsdp", "tp=8": "megatron-sp", "dp=4,tp=2": "fsdp+megatron-sp"}
 
 
-def loss_of(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-    """The model's own loss."""
-    loss: Tensor = model(x, labels=labels).loss
-    return loss
+def build_model(name: str, device: str = "cuda") -> nn.Module:
+    """The model in bf16, with the same weights every time."""
+    torch.manual_seed(0)
+    found = MODELS[name]
+    with torch.device(device):
+        model: nn.Module = found.auto.from_config(AutoConfig.for_model(name, **found.config))
+    return model.to(torch.bfloat16).train()
+
+
+def build_batch(name: str, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    """Tokens, or images, and what is to be said of them."""
+    torch.manual_seed(1)
+    num = MODELS[name].batch
+    if MODELS[name].auto is AutoModelForImageClassification:
+        images = torch.randn(num, 3, IMAGE, IMAGE, device=device, dtype=torch.bfloat16)
+        return images, torch.zeros(num, dtype=torch.long, device=device)
+    tokens = torch.zeros(num, SEQ, dtype=torch.long, device=device)
+    if device != "meta":
+        tokens.random_(VOCAB)
+    return tokens, tokens
 
 
 @dataclass(frozen=True)
@@ -131,16 +123,11 @@ class Build:
 
     def save(self, machine: str, folder: str) -> None:
         """Compile it, and save it in a folder."""
-        num = Mesh.of(self.axes).num_ranks if self.axes else 1
-        mesh = Mesh(Mesh.of(self.axes).axes if self.axes else (), partc.Topology.load(machine, num))
-        model = MODELS[self.model]
+        plain = Mesh.of(self.axes) if self.axes else Mesh(())
+        mesh = Mesh(plain.axes, partc.Topology.load(machine, plain.num_ranks))
+        batch, how = build_batch(self.model, "meta"), "inductor" if self.inductor else "none"
         partc.compile(
-            model.build("meta"),
-            mesh,
-            model.inputs("meta"),
-            loss=loss_of,
-            plan=self.plan,
-            compile="inductor" if self.inductor else "none",
+            build_model(self.model, "meta"), mesh, batch, loss=loss_of, plan=self.plan, compile=how
         ).save(folder)
 
 
@@ -157,9 +144,9 @@ def programs(names: Sequence[str], machine: str, folder: str) -> dict[Build, par
     return {build: partc.load(place) for build, place in places.items()}
 
 
-def own_step(model: Model) -> Step:
+def own_step(name: str) -> Step:
     """Forward and backward of the model as it is."""
-    held, batch = model.build("cuda"), model.inputs("cuda")
+    held, batch = build_model(name), build_batch(name)
 
     def step() -> Tensor:
         held.zero_grad()
@@ -170,19 +157,19 @@ def own_step(model: Model) -> Step:
     return step
 
 
-def rank_step(program: partc.Program, model: Model) -> Step:
+def rank_step(program: partc.Program, name: str) -> Step:
     """The first rank's step, with the weights of the model, cut as the program cuts them."""
     role, mesh = program.role(0), program.mesh
     role.module.dist = Idle()  # type: ignore[attr-defined]
     step = role.build(ThreadMesh(mesh, 0) if mesh.num_ranks > 1 else None, "cuda")
-    whole_model = model.build("cuda")
-    known = {**dict(whole_model.named_parameters()), **dict(whole_model.named_buffers())}
+    model = build_model(name)
+    known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for shard in role.shards:
             if shard.name in known:
                 whole = known[shard.name].detach()
                 role.tensors(step)[shard.name].copy_(shard.take(whole, mesh, mesh.coords(0)))
-    batch = [x.contiguous() for x in role.pieces(model.inputs("cuda"), mesh.coords(0))]
+    batch = [x.contiguous() for x in role.pieces(build_batch(name), mesh.coords(0))]
 
     def run() -> Any:
         for param in step.parameters():
@@ -195,14 +182,14 @@ def rank_step(program: partc.Program, model: Model) -> Step:
 def timed(steps: dict[str, Step], num: int) -> dict[str, list[float]]:
     """Milliseconds of each step, in turns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(num + 3):
+    for turn in range(WARM_UP + num):
         for name, step in steps.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             step()
             end.record()
             torch.cuda.synchronize()
-            if turn >= 3:
+            if turn >= WARM_UP:
                 times[name].append(begin.elapsed_time(end))
     return times
 
@@ -238,28 +225,25 @@ def said(name: str, program: partc.Program, times: list[float], peak: int) -> st
 
 def one_device(name: str, built: dict[Build, partc.Program], num: int) -> None:
     """The model and its programs for one device in turns."""
-    model = MODELS[name]
     mine = {b: each for b, each in built.items() if b.model == name and not b.axes}
     titles = {b: "  program, inductor" if b.inductor else "  program" for b in mine}
-    sides = {"model": own_step(model)}
-    sides |= {titles[b]: rank_step(each, model) for b, each in mine.items()}
+    sides = {"model": own_step(name)}
+    sides |= {titles[b]: rank_step(each, name) for b, each in mine.items()}
     losses = {title.strip(): float(step()) for title, step in sides.items()}
     times = timed(sides, num)
     del sides
-    own_peak = peak_bytes(lambda: own_step(model))
+    own_peak = peak_bytes(partial(own_step, name))
     print(f"{name:<26} {spread(times['model'])}  peak {own_peak / 1e6:.0f} MB  losses {losses}")
     for b, program in mine.items():
-        peak = peak_bytes(lambda program=program: rank_step(program, model))  # type: ignore[misc]
-        ratio = median(times[titles[b]]) / median(times["model"])
-        row = said(titles[b], program, times[titles[b]], peak)
-        print(row, f" to the model {ratio:.3f}", flush=True)
+        ours, peak = times[titles[b]], peak_bytes(partial(rank_step, program, name))
+        row = said(titles[b], program, ours, peak)
+        print(row, f" to the model {ratio(ours, times['model'])}", flush=True)
 
 
 def of_many(build: Build, program: partc.Program, num: int) -> None:
     """The first rank of a mesh, whose transfers do nothing."""
-    model = MODELS[build.model]
-    peak = peak_bytes(lambda: rank_step(program, model))
-    times = timed({"rank": rank_step(program, model)}, num)["rank"]
+    peak = peak_bytes(partial(rank_step, program, build.model))
+    times = timed({"rank": rank_step(program, build.model)}, num)["rank"]
     print(said(f"  {build.axes} {build.plan}", program, times, peak), flush=True)
 
 
@@ -271,11 +255,13 @@ def main() -> int:
     parser.add_argument("--programs", help="folder of programs that an earlier run has compiled")
     parser.add_argument("--compile", action="store_true", help="only compile them")
     args = parser.parse_args()
+    names = args.names or [*MODELS]
     if args.compile:
-        programs(args.names or [*MODELS], args.machine, args.programs)
+        if args.programs is None:
+            parser.error("--compile keeps programs for a later run: say where by --programs")
+        programs(names, args.machine, args.programs)
         return 0
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "machine file", args.machine)
-    names = args.names or [*MODELS]
     with tempfile.TemporaryDirectory() as folder:
         built = programs(names, args.machine, args.programs or folder)
     for name in names:

@@ -57,9 +57,11 @@ def file_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 def text_of(content: bytes) -> str:
     """Bytes as UTF-8 with the line ends of Unix; Unreadable if they are none."""
     try:
-        return content.decode("utf-8").replace("\r\n", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"byte {error.start} is no text in UTF-8") from None
+        raise Unreadable(
+            f"byte {error.start} is no text in UTF-8: save the file in that encoding"
+        ) from None
 
 
 def toml_table(text: str) -> dict[str, Any]:

@@ -67,15 +67,27 @@ def check_made(plan: Plan) -> None:
     """PlanError for a Plan whose fields have other types than those that a plan's text gives."""
     left_out = vars(Plan())
     said = {name: given for name, given in vars(plan).items() if given != left_out[name]}
-    check_fields({name: given for name, given in said.items() if name in PLAIN}, "Plan")
+    of_text = {*PLAIN, "gather", "scatter"}  # as they stand in a plan's text
+    check_fields({name: given for name, given in said.items() if name in of_text}, "Plan")
     if plan.compress is not None:
         own = isinstance(plan.compress, Compress)
         read_compress(vars(plan.compress) if own else {"a table": plan.compress}, "Plan")
-    tables = (plan.params, plan.inputs)
-    layouts = [x for table in tables for cuts in table.values() for x in _entries(cuts)]
+    for name, lies in plan.values.items() if isinstance(plan.values, Mapping) else ():
+        if not isinstance(lies, Mapping):
+            raise PlanError(
+                where="Plan(...)", what=f"values[{name!r}] is {quoted(lies)}",
+                why="a plan in Python has partc's own types",
+                do="Write a plan.toml, or its text: partc.Plan.parse(text).",
+            )  # fmt: skip
+    tables = {"params": plan.params, "inputs": plan.inputs}
+    wrong = [
+        f"{table}[{name!r}] has {quoted(x)}, which is no Layout"
+        for table, entries in tables.items() for name, cuts in entries.items()
+        for x in _entries(cuts) if not isinstance(x, Layout)
+    ]  # fmt: skip
     meshes = isinstance(plan.mesh, Mesh | None)
-    if not meshes or not all(isinstance(x, Layout) for x in layouts):
-        what = "a cut is no Layout" if meshes else f"mesh is {quoted(plan.mesh)}"
+    if not meshes or wrong:
+        what = wrong[0] if meshes else f"mesh is {quoted(plan.mesh)}"
         raise PlanError(
             where="Plan(...)", what=what, why="a plan in Python has partc's own types",
             do="Write a plan.toml, or its text: partc.Plan.parse(text). The mesh is an argument of "
@@ -114,11 +126,28 @@ def check_texts(name: str, given: object) -> None:
         raise UsageError(where="compile", what=what, why="it is a list of texts", do=do)
 
 
+def _cuts_something(plan: Plan) -> bool:
+    """Whether a plan shards any tensor, or has nothing to shard over but pipeline stages."""
+    axes = plan.mesh.without_pipeline().axes if plan.mesh else ()
+    return (
+        all(size == 1 for _, size in axes)
+        or any(plan.params.values())
+        or any(plan.inputs.values())
+        or bool(plan.values)
+    )
+
+
 def warn_of_idle(plan: str, step: Traced) -> None:
     """Warn of axes whose ranks all compute the same, and of a step that trains nothing."""
-    for note in Plan.parse(plan).notes:
+    made = Plan.parse(plan)
+    for note in made.notes:
         if IDLE in note:
             warnings.warn(note, stacklevel=5)
+    if made.mesh is not None and not made.preset and not _cuts_something(made):
+        warnings.warn(
+            f"the plan names no preset and cuts nothing over {made.mesh}, {IDLE}. Write "
+            'preset = "ddp", or another.', stacklevel=5,
+        )  # fmt: skip
     params = list(step.model.parameters())
     if params and step.trains and not any(param.requires_grad for param in params):
         name = type(step.model).__name__

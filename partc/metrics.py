@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from partc.wrong_calls import known_arguments
+from partc.errors import UsageError
+from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
 
 GIB = 1 << 30
 Batch = TypeVar("Batch")
@@ -40,7 +41,12 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = as_path(path, "JsonLines")
+        if self.path.is_dir():
+            raise UsageError(
+                where=str(path), what="it is a folder", why="lines are added to one file",
+                do=f"Name a file in it: {self.path / 'metrics.jsonl'}.",
+            )  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -71,6 +77,13 @@ class Meter:
     def __init__(
         self, loggers: Iterable[Logger], *, tokens: int = 0, devices: int = 1, start: int = 0
     ) -> None:
+        _check_loggers(loggers)
+        for name, given, least in (
+            ("tokens", tokens, 0),
+            ("devices", devices, 1),
+            ("start", start, 0),
+        ):
+            check_whole_number(given, f"Meter({name}=...)", least)
         self.loggers, self.tokens, self.devices = list(loggers), tokens, devices
         self._begun, self._waited_s, self._since = perf_counter(), 0.0, start
 
@@ -96,7 +109,8 @@ class Meter:
         Returns:
             What the loggers were told.
         """
-        told = {name: float(each) for name, each in numbers.items()}
+        check_whole_number(step, "Meter.log, step")
+        told = _floats(numbers)
         now, steps = perf_counter(), max(step - self._since, 1)
         seconds = max((now - self._begun) / steps, 1e-9)
         waited = self._waited_s / steps
@@ -111,6 +125,38 @@ class Meter:
         for logger in self.loggers:
             logger.log(told, step)
         return told
+
+
+def _floats(numbers: Any) -> dict[str, float]:
+    """The numbers of a step by name; UsageError for what is no table of numbers."""
+    if not isinstance(numbers, Mapping):
+        raise UsageError(
+            where="Meter.log, numbers", what=f"it is {quoted(numbers)}",
+            why="it has numbers by name", do='Write meter.log(step, {"loss": loss}).',
+        )  # fmt: skip
+    told = {}
+    for name, each in numbers.items():
+        try:
+            told[name] = float(each)
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(
+                where=f"Meter.log, {name}", what=f"{quoted(each)} is not one number",
+                why="a logger is told numbers", do="Pass a number, or a tensor of one: x.mean().",
+            ) from None  # fmt: skip
+    return told
+
+
+def _check_loggers(given: object) -> None:
+    """UsageError for a path in the place of a list, and for what has no ``log``."""
+    each = given if isinstance(given, list | tuple) else []
+    wrong = next((one for one in each if not callable(getattr(one, "log", None))), None)
+    if wrong is not None or isinstance(given, str | Path) or not isinstance(given, Iterable):
+        named = quoted(given if wrong is None else wrong)
+        raise UsageError(
+            where="Meter(loggers)", what=f"{named} is no logger",
+            why="a logger has .log(numbers, step), and they stand in a list",
+            do='Pass a list: Meter([JsonLines("metrics.jsonl")]).',
+        )  # fmt: skip
 
 
 def _memory() -> dict[str, float]:

@@ -33,6 +33,11 @@ _TOLD = {
     "optimizer": "an optimizer is made over stage.parameters(), and steps behind stage.step(...)",
 }
 _READ = {"Mesh": 'Mesh.of("dp=2,tp=4") reads axes from a text'}
+_SURPLUS = {  # what somebody means who passes more by place than there is
+    "graph_pass": '@graph_pass(after="insert_collectives") says behind which pass yours runs',
+    "load": "partc.with_model(program, model, loss) gives a loaded program the loss of the model",
+}
+MOST_NAMED = 6
 _MISSING = {
     "after": '@graph_pass(after="insert_collectives") names the pass that runs before',
     "axes": 'Mesh.of("dp=2,tp=4") reads axes from a text',
@@ -50,9 +55,12 @@ def known_arguments(call: Callable[P, R]) -> Callable[P, R]:
     ``compile(microbatch=2)`` then says that ``microbatches`` may be meant.
     """
     signature = inspect.signature(call)
+    flags = [name for name, p in signature.parameters.items() if p.annotation == "bool"]
 
     @wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in flags:
+            check_flag(kwargs.get(name), f"{_name_of(call, signature)}({name}=...)")
         try:
             return call(*args, **kwargs)
         except TypeError:
@@ -74,15 +82,14 @@ def known_fields(cls: type[Made]) -> type[Made]:
 def _unbound(
     call: Callable[..., Any], of: inspect.Signature, named: Iterable[str], error: TypeError
 ) -> UsageError:
-    name = call.__qualname__.removesuffix(".__init__")
-    name = name if "cls" in of.parameters else name.rpartition(".")[-1]
+    name = _name_of(call, of)
     each = [p for p in of.parameters if p not in ("self", "cls") and not p.startswith("_")]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in of.parameters.values())
     unknown = None if takes_any else next((n for n in named if n not in each), None)
     if unknown is None:
         missing = str(error).rpartition(": ")[2].strip("'")
         what, told = str(error), _MISSING.get(missing, f"help(partc.{name}) says what each is")
-        do = f"Pass what is missing: {told}." if "missing" in what else f"See help(partc.{name})."
+        do = f"Pass what is missing: {told}." if "missing" in what else _surplus(name, of)
     else:
         what = f"there is no argument {unknown!r}"
         told = _TOLD.get(unknown) or _READ.get(name, "")
@@ -93,6 +100,22 @@ def _unbound(
         where=f"{name}()", what=what, why=f"it takes {', '.join(each)}",
         do=do or f"Leave it out, or see help(partc.{name}).",
     )  # fmt: skip
+
+
+def _name_of(call: Callable[..., Any], of: inspect.Signature) -> str:
+    """A function as messages name it: ``compile``; ``Mesh.of`` of a class's own."""
+    name = call.__qualname__.removesuffix(".__init__")
+    return name if "cls" in of.parameters else name.rpartition(".")[-1]
+
+
+def _surplus(name: str, of: inspect.Signature) -> str:
+    """What to do about more arguments by place than a function takes."""
+    if name in _SURPLUS:
+        return f"{_SURPLUS[name]}."
+    named = [p.name for p in of.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    named = [n for n in named if not n.startswith("_")]
+    listed = ", ".join(f"{n}=..." for n in named[:MOST_NAMED])
+    return f"Pass by name: {listed}." if named else f"See help(partc.{name})."
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -126,6 +149,15 @@ def as_path(given: Any, where: str) -> Path:
             do='Name a file or folder, for example "build".',
         )  # fmt: skip
     return Path(given)
+
+
+def check_flag(given: Any, where: str) -> None:
+    """UsageError for what is no truth value, nor left out: the text "no" would count as yes."""
+    if not isinstance(given, bool | int | None):
+        raise UsageError(
+            where=where, what=f"it is {quoted(given)}", why="it is True or False",
+            do="Write True or False.",
+        )  # fmt: skip
 
 
 def check_whole_number(given: Any, where: str, least: int = 0) -> int:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from partc.errors import PlanError, UsageError
 from partc.passes.runner import OTHERS, Pass, State, Table
 from partc.plan import Plan
-from partc.wrong_calls import known_arguments
+from partc.wrong_calls import known_arguments, quoted
 
 GROUP = "partc.passes"
 PROOF = "check"  # from this pass on a graph stays as it was proved
@@ -52,6 +52,12 @@ def graph_pass(*, after: str, why: str = "") -> Callable[[Function], Function]:
         @partc.graph_pass(after="name_calls", why="mul takes less time than div")
         def multiply_by_powers(graph: Graph) -> None: ...
     """
+
+    if not isinstance(after, str):
+        raise UsageError(
+            where="graph_pass(after=...)", what=f"it is {quoted(after)}",
+            why="it is the name of one pass", do='Write after="insert_collectives".',
+        )  # fmt: skip
 
     def add(function: Function) -> Function:
         row = Pass(function, "as before", why or _first_line(function), own=False, optional=True)

@@ -160,11 +160,11 @@ class BlockClass:
 
     def attributes(self) -> dict[str, str]:
         """For each parameter and buffer of all blocks its path in the step: ``layers.0.w``."""
+        paths = [f"{self.attribute}.{i}" for i in range(len(self.run.layers))]
+        blocks = [self.attribute] if self.run.is_single else paths
         return {
-            name_in(
-                layer, suffix
-            ): f"{self.attribute}{'' if self.run.is_single else f'.{i}'}.{attribute}"
-            for i, layer in enumerate(self.run.layers)
+            name_in(layer, suffix): f"{block}.{attribute}"
+            for layer, block in zip(self.run.layers, blocks, strict=True)
             for suffix, attribute in self.suffixes.items()
         }
 

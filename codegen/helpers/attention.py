@@ -45,7 +45,7 @@ def has_cudnn_attention(q: Tensor) -> bool:
     """Whether a GPU has cuDNN's attention, faster from Hopper on, for heads of up to 128."""
     if not q.is_cuda or q.shape[-1] > 128 or torch.version.cuda is None:
         return False
-    return torch.cuda.get_device_capability(q.device)[0] in (9, 10)
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
 
 
 def efficient_attention(

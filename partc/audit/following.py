@@ -172,7 +172,8 @@ class Following(TorchDispatchMode):
 
     def _note_parts(self, whole: Tensor, args: Sequence[Any]) -> None:
         """Note the parts that a concatenation consists of, for those who split it again."""
-        tensors = args[0]
+        # torch takes lists of no entries beside tensors of any dims
+        tensors = [each for each in args[0] if each.dim() == whole.dim()]
         dim = (args[1] if len(args) > 1 else 0) % max(whole.dim(), 1)
         at, parts = 0, []
         with self.quietly():

@@ -46,10 +46,10 @@ def compile_command(args: argparse.Namespace) -> int:
             target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
             microbatches=args.microbatches, schedule=args.schedule,
             virtual_stages=args.virtual_stages,
-            stages=args.stages.split(",") if args.stages else None, recompute=_recompute(args),
+            stages=_listed(args.stages) or None, recompute=_recompute(args),
             memory_bytes=args.memory_bytes, objective=args.objective, compile=args.compile,
             backend=args.backend, batch="local" if args.local_batch else None,
-            dump=args.dump, disable=args.disable.split(",") if args.disable else (),
+            dump=args.dump, disable=_listed(args.disable),
         )  # fmt: skip
     program.save(args.out)
     lines = {name: text.count("\n") for name, text in sorted(program.sources.items())}
@@ -62,6 +62,11 @@ def compile_command(args: argparse.Namespace) -> int:
     run = f"run it: torchrun --nproc-per-node {num} {args.out.rstrip('/')}/run.py"
     _tell(args, f"{program.cost}\n{args.out}: {files}\n{run}", told)
     return 0
+
+
+def _listed(said: str | None) -> list[str]:
+    """The names in an option such as ``A,B``; blanks beside commas do not count."""
+    return [each.strip() for each in (said or "").split(",") if each.strip()]
 
 
 def _recompute(args: argparse.Namespace) -> str | list[str] | None:

@@ -177,8 +177,11 @@ def _configured(name: str, sizes: Sizes, values: bool) -> Target:
         config.use_cache = False
     auto, argument = _auto_class(transformers, config, name)
     torch.manual_seed(0)
-    with nullcontext() if values else parameters_on_meta():
-        model = auto.from_config(config).to(sizes.dtype).train()
+    try:
+        with nullcontext() if values else parameters_on_meta():
+            model = auto.from_config(config).to(sizes.dtype).train()
+    except Exception as error:
+        raise _no_config(name, error) from error
     make = _images if argument == "pixel_values" else _tokens
     try:
         return Target(model, make(config, sizes), _labelled(argument), labels=1)
@@ -198,8 +201,10 @@ def _config(transformers: Any, name: str) -> Any:
         if name.endswith(".json") or Path(name).is_dir():
             return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         return transformers.AutoConfig.for_model(name)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, KeyError) as error:
         raise _unknown(f"hf:{name}", str(error).splitlines()[0]) from error
+    except Exception as error:  # the configurations check themselves, by classes of their own
+        raise _no_config(name, error) from error
 
 
 def _auto_class(transformers: Any, config: Any, name: str) -> tuple[Any, str]:
@@ -208,6 +213,15 @@ def _auto_class(transformers: Any, config: Any, name: str) -> tuple[Any, str]:
         if type(config) in found._model_mapping:
             return found, argument
     raise _no_inputs(name, f"{type(config).__name__} fits none of {', '.join(a for a, _ in AUTO)}")
+
+
+def _no_config(name: str, error: Exception) -> UsageError:
+    """The refusal of a configuration with numbers of which no model can be made."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return UsageError(
+        where=f"hf:{name}", what="transformers makes no model of this configuration",
+        why=f"{type(error).__name__}: {said[-1]}", do="Correct the config.json.",
+    )  # fmt: skip
 
 
 def _no_inputs(name: str, why: str) -> UsageError:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from operator import index
 from typing import Any
 
 from partc.errors import LoadError
-from partc.wrong_calls import check_whole_number
+from partc.wrong_calls import check_whole_number, quoted
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class Course:
     """
 
     def __init__(self, seed: int, same: Mapping[str, Any]) -> None:
-        self.position, self.same = Position(index(seed)), same
+        whole = check_whole_number(seed, "seed", -(2**63))
+        self.position, self.same = Position(whole), same
         self._iteration = 0
         self._is_open = False  # whether an iteration has begun, and not ended
 
@@ -89,13 +89,15 @@ class Course:
 
         LoadError if the state is none of partc's, or where its rows would be others.
         """
-        numbers = [state.get(name) for name in FIELDS]
+        known = state if isinstance(state, Mapping) else {}
+        numbers = [known.get(name) for name in FIELDS]
         if not all(type(number) is int for number in numbers):
+            has = ", ".join(map(str, known)) or "nothing"
             raise LoadError(
                 where="load_state_dict",
                 what="the state has no position in the rows of a dataset",
-                why=f"it has {', '.join(map(str, state)) or 'nothing'}; a position is "
-                f"{', '.join(FIELDS)}",
+                why=f"it {f'has {has}' if known is state else f'is {quoted(state)}'}; a position "
+                f"is {', '.join(FIELDS)}",
                 do="Load what state_dict() of a loader or sampler of partc gave.",
             )
         for name in (name for name in {**self.same, **state} if name not in FIELDS):

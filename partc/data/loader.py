@@ -154,13 +154,26 @@ class _Batches(Wrapped, Dataset[Any]):
     def __getitem__(self, span: Span) -> Any:
         rows = self._rows.rows(span)
         if not self._seed_samples:
-            return self._collate(_read_together(self._inside, [row.row for row in rows]))
+            return self._joined(_read_together(self._inside, [row.row for row in rows]))
         # without workers this is the script's own process
         with nullcontext() if get_worker_info() else self._aside.used():
             items = [self._sample(row) for row in rows]
             # by the first row of the piece, so that ranks with one piece draw alike
             seed_process(seed_of("collate", *astuple(rows[0].place)))
+            return self._joined(items)
+
+    def _joined(self, items: list[Any]) -> Any:
+        """A batch of rows; UsageError where torch's default makes none of them."""
+        if self._collate is not default_collate:
             return self._collate(items)
+        try:
+            return default_collate(items)
+        except (RuntimeError, TypeError) as error:
+            raise UsageError(
+                where=f"loader, {type(self._inside).__name__}",
+                what="its rows make no batch", why=str(error).partition("\n")[0],
+                do="Give rows of one shape and form, or pass collate_fn=, which fills them up.",
+            ) from None  # fmt: skip
 
     def _sample(self, row: Row) -> Any:
         seed_process(seed_of("sample", *astuple(row.place)))

@@ -261,8 +261,11 @@ class Topology:
         check_name(where, self.name)
         if not self.groups or not self.levels:
             raise refusal(
-                where, "it has no devices or no levels", "a fleet has one of each or more"
-            )
+                where, f"it has no {'levels' if self.groups else 'devices'}",
+                "a fleet has one of each or more, also where all devices are in one machine",
+                "Write the table: [[devices]] has name, count and speed of some devices, "
+                "[[levels]] name, size and speed of the links that join them.",
+            )  # fmt: skip
         for device, count in self.groups:
             check_whole(f"{where}, count of {device.name}", count, 1e9)
         if prod(level.size for level in self.levels) != self.num_devices:

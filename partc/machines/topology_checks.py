@@ -13,7 +13,9 @@ def check_number(where: str, number: Any, most: float) -> None:
     """PlanError unless ``number`` is above 0 and at most ``most``."""
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or not 0 < number <= most:  # NaN is neither
-        raise refusal(where, f"{number!r} cannot be", f"it is above 0 and at most {most:g}")
+        do = "Write a number, without a unit and quotation marks: 2.5e10." * (not is_number)
+        why = f"it is a number above 0 and at most {most:g}"
+        raise refusal(where, f"{number!r} cannot be", why, do or "Correct the figure.")
 
 
 def check_whole(where: str, number: Any, most: float) -> None:

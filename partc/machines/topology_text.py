@@ -41,6 +41,8 @@ def read_shipped(name: str) -> Topology:
 def _instead(name: str) -> str:
     if str(name).endswith(".toml"):
         return f"Pass the path of a file for the mesh itself: mesh={name!r}."
+    if "=" in str(name):
+        return f"These are axes: Mesh.of({str(name)!r}), or mesh={str(name)!r} itself."
     return did_you_mean(name, shipped()) or "Take one of these, or write a mesh.toml of your own."
 
 

@@ -154,6 +154,7 @@ def _ranks(ranks: int | None, backend: str, effort: Effort) -> Iterator[tuple[in
             why=f"torchrun has started {num}",
             do="Leave it out under torchrun.",
         )
+    _check_devices(1, backend)
     dist.init_process_group("gloo")
     try:
         yield num, partial(_measure, backend, effort)

@@ -12,7 +12,7 @@ from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from partc.errors import PlanError
+from partc.errors import PlanError, UsageError
 from partc.machines.topology import Topology
 from partc.machines.topology_text import shipped
 from partc.wrong_calls import known_arguments, known_fields, quoted
@@ -122,6 +122,8 @@ class Mesh:
     @known_arguments
     def parse(cls, text: str) -> Mesh:
         """Read ``"dp=2,tp=4"`` (commas or blanks between axes)."""
+        if not isinstance(text, str):
+            raise _no_mesh(text)
         axes = []
         for part in re.split(r"[,\s]+", text.strip()):
             name, equals, size = part.partition("=")
@@ -182,16 +184,28 @@ class Mesh:
         )
 
     def coords(self, rank: int) -> dict[str, int]:
-        """A rank's coordinate on each axis."""
+        """A rank's coordinate on each axis; UsageError for a rank that the mesh has not."""
+        if not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
+            raise UsageError(
+                where=f"rank {quoted(rank)}", what="there is no such rank",
+                why=f"the mesh {self} has {self.num_ranks}",
+                do=f"Give a rank from 0 to {self.num_ranks - 1}.",
+            )  # fmt: skip
         at = {}
         for name, size in reversed(self.axes):  # the last axis is the fastest in rank order
             rank, at[name] = divmod(rank, size)
         return {name: at[name] for name in self.names}
 
     def rank(self, coords: Mapping[str, int]) -> int:
-        """The rank at these coordinates."""
+        """The rank at these coordinates; UsageError where the mesh has none."""
         rank = 0
         for name, size in self.axes:
+            if name not in coords or not 0 <= coords[name] < size:
+                raise UsageError(
+                    where=f"mesh {self}", what=f"there is no place {dict(coords)}",
+                    why=f"it has coordinates from 0 to {size - 1} along {name}",
+                    do=f"Give each of {', '.join(self.names)} such a coordinate.",
+                )  # fmt: skip
             rank = rank * size + coords[name]
         return rank
 
@@ -232,8 +246,8 @@ class Mesh:
 
         Groups differ if axes and levels do not nest; then the widest spread counts.
         """
-        units = self.hardware.unit_sizes
-        return _crosses(self._stride(axis), self.size(axis), units, self.num_ranks)
+        size, units = self.size(axis), self.hardware.unit_sizes
+        return _crosses(self._stride(axis), size, units, self.num_ranks)
 
     def _stride(self, axis: str) -> int:
         """The difference of rank between neighbours along an axis."""

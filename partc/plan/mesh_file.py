@@ -17,7 +17,9 @@ from partc.machines.topology import Topology
 from partc.machines.topology_checks import check_keys, refusal
 from partc.machines.topology_text import TOPOLOGY_KEYS, read_toml, topology_of
 from partc.plan.mesh import Mesh
+from partc.wrong_calls import quoted
 
+PLAN = ("preset", "params", "schedule", "recompute", "notes", "backend")  # keys of a plan.toml
 _AXES = "Write a line [axes], and below it for example dp = 2."
 
 
@@ -38,6 +40,14 @@ def read_mesh(path: Path) -> Mesh:
     if name:
         why = "the sizes of axes stand under [axes], or alone in the file"
         raise refusal(where, f"[{name}] is unknown", why, _AXES)
+    word = next((name for name, size in table.items() if isinstance(size, str | list)), "")
+    if word:
+        do = (
+            'Pass a plan as plan=, and the mesh by its axes: mesh="dp=2".'
+            if word in PLAN
+            else _AXES
+        )
+        raise refusal(where, f"{word} = {quoted(table[word])} is no axis", "an axis has a size", do)
     if not (axes or table):
         raise refusal(where, "it is empty", "it has axes, machines, or both", _AXES)
     return Mesh(tuple((axes or table).items()))

@@ -15,47 +15,60 @@ from partc.errors import RunError
 from partc.trace.arguments import Arguments
 from partc.trace.returns import LOSS, loss_name
 from partc.trace.trees import Tree, TreeError
+from partc.wrong_calls import did_you_mean
 
 MOST_NAMED = 8
 
 
 def tensors_given(
-    arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]
+    arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any], call: str = "step"
 ) -> Sequence[Tensor]:
     """The tensors in the arguments of a step, in the order in which its program takes them.
 
-    RunError for an argument that is missing, unknown, given twice, or not as it was compiled.
+    ``call`` is the method that was called, as messages name it. RunError for an argument that is
+    missing, unknown, given twice, or not as it was compiled.
     """
     try:
         return arguments.tensors(args, kwargs)
     except TypeError as error:
-        raise _unbound(arguments, args, error) from None
+        raise _unbound(arguments, args, kwargs, call, error) from None
     except TreeError as error:
-        raise _differs(error) from None
+        raise _differs(error, call) from None
 
 
-def _unbound(arguments: Arguments, args: Sequence[Any], error: TypeError) -> RunError:
+def _unbound(
+    arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any], call: str,
+    error: TypeError,
+) -> RunError:  # fmt: skip
+    known = [a.name for a in arguments.each]
     needed = [a.name for a in arguments.each if a.default is None or [*a.tree.names()]]
     more = ", ..." if len(needed) > MOST_NAMED else ""
+    what, do = str(error), "Pass these, by place or by name"
+    unknown = next((name for name in kwargs if name not in known), None)
+    if unknown is not None:
+        what = f"there is no argument {unknown!r}"
+        do = did_you_mean(unknown, known).rstrip(".") or do
+    elif len(args) == 1 and isinstance(args[0], Mapping):
+        do += f": {call}(**batch)"
+    elif len(args) == 1 and isinstance(args[0], list | tuple):
+        do += f": {call}(*batch)"
     return RunError(
-        where="step",
-        what=str(error),
+        where=call, what=what,
         why=f"it takes ({', '.join(needed[:MOST_NAMED])}{more}), as the loss that was compiled",
-        do="Pass these, by place or by name"
-        + (": step(**batch)." if any(isinstance(a, Mapping) for a in args) else "."),
-    )
+        do=do if do.endswith("?") else f"{do}.",
+    )  # fmt: skip
 
 
-def _differs(error: TreeError) -> RunError:
+def _differs(error: TreeError, call: str) -> RunError:
     do = "Pass what was compiled, or compile again."
     if "the number" in error.what or "the string" in error.what or "None" in error.what:
         do = "Pass what was compiled, make it a tensor and compile again, or compile for it."
     if "is a ndarray now" in error.what or "is a list now" in error.what:
         do = "Pass a tensor, torch.as_tensor(...), or compile for it."
     if "is a dict now" in error.what:
-        do = "Pass a dict as its entries, step(**batch), or compile for it."
+        do = f"Pass a dict as its entries, {call}(**batch), or compile for it."
     return RunError(
-        where=f"step, {error.where}",
+        where=f"{call}, {error.where}",
         what=error.what,
         why="a program computes with tensors; all else is as it was when it was compiled",
         do=do,

@@ -11,6 +11,7 @@ from torch import Tensor
 from partc.errors import RunError
 from partc.program import Program
 from partc.program.arguments import tensors_given
+from partc.program.wanted import WORDS
 from partc.trace.record import Kind
 from partc.trace.trees import TreeError
 
@@ -34,7 +35,7 @@ class Calls:
         RunError for arguments that are not as they were compiled.
         """
         if kind != "forward" or self.first.wanted.kind == "forward":
-            return tensors_given(self.first.arguments, args, named), ""
+            return tensors_given(self.first.arguments, args, named, WORDS[kind]), ""
         forwards = [each for each in self.programs() if each.wanted.kind == "forward"]
         for each in forwards:
             try:

@@ -141,6 +141,7 @@ def load_checkpoint(
     ranks.check_alike({"step": saved.step, "content of a step": saved.digest, **given})
     ranks.do(lambda: saved.verify(_wanted(saved, stage, optimizer), stage))
     if loader is not None:
+        ranks.do(lambda: _check_saved_position(saved))
         ranks.do(lambda: loader.load_state_dict(saved.data or {}))
     for key, (shard, piece) in _model(stage).items():
         with torch.no_grad():
@@ -151,6 +152,15 @@ def load_checkpoint(
     return saved.step
 
 
+def _check_saved_position(saved: Saved) -> None:
+    """LoadError for a loader where the checkpoint was saved without one."""
+    if not saved.data:
+        refuse(
+            saved.path, "it was saved without a loader, so that it has no position in the data",
+            "Leave loader= out, or save with it: save_checkpoint(..., loader=loader).",
+        )  # fmt: skip
+
+
 def latest(folder: str | Path) -> Path:
     """The directory of the newest committed checkpoint in a folder; LoadError if there is none."""
     path = Path(folder)
@@ -158,7 +168,11 @@ def latest(folder: str | Path) -> Path:
         return path
     steps = [p for p in path.glob("step-*") if STEP.match(p.name) and (p / MANIFEST).is_file()]
     if not steps:
-        refuse(path, "there is no committed step in it", "Name the folder that was saved to.")
+        why, do = "there is no committed step in it", "Name the folder that was saved to."
+        if cut_off := [each.name for each in path.glob("step-*")]:
+            why += f": {cut_off[0]} has no {MANIFEST}"
+            do = "Copy the checkpoint with all of its files, or name another."
+        refuse(path, why, do)
     return max(steps, key=lambda p: int(p.name.removeprefix("step-")))
 
 

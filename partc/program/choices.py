@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -41,19 +41,28 @@ def check_partial(partial: str | None) -> None:
         )
 
 
-def check_pad(pad: object, inputs: Mapping[str, Any]) -> None:
-    """UsageError unless ``pad`` has numbers by the names of inputs."""
-    if pad is None:
-        return
-    known = ", ".join(inputs)
+def check_fillers(call: str, pad: object, inputs: Iterable[str] = ()) -> None:
+    """UsageError unless ``pad`` has numbers by name; ``inputs`` are the names that there are."""
     numbers = pad.values() if isinstance(pad, Mapping) else [pad]
-    if not isinstance(pad, Mapping) or not all(isinstance(x, int | float) for x in numbers):
-        raise UsageError(
-            where="module(pad=...)", what=f"it is {quoted(pad)}",
-            why="it has the number with which each input is filled up, by its name",
-            do=f"Write pad={{{next(iter(inputs), 'ids')!r}: 0}}; the inputs are {known}.",
-        )  # fmt: skip
-    unknown = next((name for name in pad if name not in inputs), None)
+    wrong = next((x for x in numbers if not isinstance(x, int | float)), None)
+    if pad is None or (isinstance(pad, Mapping) and wrong is None):
+        return
+    known = [*inputs]
+    named = isinstance(pad, Mapping)
+    listed = f"; the inputs are {', '.join(known)}" if known else ""
+    raise UsageError(
+        where=f"{call}(pad=...)",
+        what=f"{quoted(wrong)} is no number" if named else f"it is {quoted(pad)}",
+        why="it has the number with which each input is filled up, by its name",
+        do=f"Write pad={{{(known or ['input_ids'])[0]!r}: 0}}{listed}.",
+    )  # fmt: skip
+
+
+def check_pad(pad: Mapping[str, Any] | None, inputs: Mapping[str, Any]) -> None:
+    """UsageError unless ``pad`` has numbers by the names of inputs."""
+    check_fillers("module", pad, inputs)
+    known = ", ".join(inputs)
+    unknown = next((name for name in pad or () if name not in inputs), None)
     if unknown is not None:
         raise UsageError(
             where=f"module(pad={{{quoted(unknown)}: ...}})", what="there is no such input",

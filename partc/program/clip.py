@@ -46,10 +46,15 @@ def check_norm(name: str, given: object) -> None:
     """UsageError unless an argument of ``clip_grad_norm_`` is a number."""
     numbers = isinstance(given, int | float) or (isinstance(given, Tensor) and given.dim() == 0)
     if not numbers or isinstance(given, bool):
-        raise UsageError(
-            where="clip_grad_norm_", what=f"{name} is {quoted(given)}", why="it is a number",
-            do=f"Write {name}=1.0, or max_norm=math.inf for the norm alone.",
-        )  # fmt: skip
+        why = "it is a number"
+    elif name == "max_norm" and not float(given) >= 0:  # type: ignore[arg-type]
+        why = "gradients times a number below zero would lead uphill"
+    else:
+        return
+    raise UsageError(
+        where="clip_grad_norm_", what=f"{name} is {quoted(given)}", why=why,
+        do=f"Write {name}=1.0, or max_norm=math.inf for the norm alone.",
+    )  # fmt: skip
 
 
 def total_norm(

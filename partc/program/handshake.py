@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 
@@ -15,6 +14,7 @@ from partc.errors import RunError
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.manifest import sha256
+from partc.program.meeting import NotMetError, number_of
 
 PART_BYTES = 8  # four parts make 32 bytes; they catch accidents, not attackers
 
@@ -44,7 +44,13 @@ def world_size() -> int:
     """The number of processes of this run, known before any process group exists."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        return number_of("WORLD_SIZE", "1")
+    except NotMetError as error:
+        raise RunError(
+            where="WORLD_SIZE", what="this process was not started as one of several ranks",
+            why=str(error).rstrip("."), do="Start the script with torchrun, or unset WORLD_SIZE.",
+        ) from None  # fmt: skip
 
 
 def parts_of(program: Program) -> dict[str, str]:

@@ -10,6 +10,7 @@ import ast
 import linecache
 import re
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -124,8 +125,24 @@ def _run(text: str) -> dict[str, Any]:
     return names
 
 
+def _check_takes_one(name: str, function: Callable[..., Any]) -> None:
+    """RunError for a function that cannot be called with one tensor."""
+    try:
+        signature(function).bind(None)
+    except TypeError as error:
+        raise RunError(
+            where=f"{NAME}, {name}", what=f"it is not called with one tensor: {error}",
+            why="the program gives it this rank's piece, and nothing else",
+            do=f"Write def {name}(x): return x.",
+        ) from None  # fmt: skip
+    except ValueError:  # a builtin that does not tell its parameters
+        return
+
+
 def _checked(name: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A function of the user's; RunError where it gives no such value, or writes to its own."""
+
+    _check_takes_one(name, function)
 
     def hook(x: Tensor) -> Tensor:
         version = x._version

@@ -241,6 +241,11 @@ def _check_file(path: Path, digest: str | None) -> None:
         )
     if digest is not None and sha256_of(path) != digest:
         do = f"Undo the change, or accept it with `partc check {path.parent} --accept-edits`."
+        if path.name == "plan.toml":
+            do = (
+                f"Undo the change, or compile again: plan={str(path)!r}. The programs here are "
+                "of the plan as it was."
+            )
         refuse(path, "was changed or damaged after it was saved", "its digest differs", do)
 
 

@@ -68,6 +68,14 @@ def answered(ask: Callable[[], T], seconds: float, beat: Beat | None = None) -> 
     return found[0]
 
 
+def number_of(name: str, otherwise: str = "") -> int:
+    """A number that the launcher sets; NotMetError for another text."""
+    text = os.environ.get(name, otherwise)
+    if not text.isdecimal():
+        raise NotMetError(f"{name} is {text!r}, which is no whole number. torchrun sets it.")
+    return int(text)
+
+
 def is_alone() -> bool:
     """Whether this process was started without a launcher, or as the only rank."""
     return "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1"
@@ -87,6 +95,11 @@ def open_store(seconds: float, keeps: bool, number: int = 0) -> PrefixStore:
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         if not os.environ.get(name):
             raise NotMetError(f"{name} is not set, which every rank needs. torchrun sets it.")
+    rank, world, number_of_port = map(number_of, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if number_of_port > 65535:
+        raise NotMetError(f"MASTER_PORT is {number_of_port}: ports are numbers from 1 to 65535.")
+    if rank >= world:
+        raise NotMetError(f"RANK is {rank} of WORLD_SIZE {world}: ranks are counted from 0.")
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
     def opened() -> PrefixStore:

@@ -117,17 +117,22 @@ class Stepping:
         self._entered = []
 
 
+def check_is_optimizer(given: Any) -> None:
+    """UsageError for what is no optimizer, as its class or the parameters."""
+    if isinstance(given, type) or not hasattr(given, "param_groups"):
+        raise UsageError(
+            where="optimizer", what=f"it is {quoted(given)}",
+            why="an optimizer has groups of parameters",
+            do="Make one, and pass it itself: torch.optim.AdamW(stage.parameters()).",
+        )  # fmt: skip
+
+
 def check_of_stage(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
     """RunError if an optimizer has a parameter that is none of the stage's.
 
     Stand-ins of parameters that other ranks have are taken out of its groups.
     """
-    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
-        raise UsageError(
-            where="optimizer", what=f"it is {quoted(optimizer)}",
-            why="an optimizer has groups of parameters",
-            do="Make one, and pass it itself: torch.optim.AdamW(stage.parameters()).",
-        )  # fmt: skip
+    check_is_optimizer(optimizer)
     drop_stand_ins(optimizer)
     known = {id(param) for param in params}
     for group in optimizer.param_groups:

@@ -19,7 +19,7 @@ from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.holders import exchange_texts
 from partc.program.no_dataset import check_loader, of_dataloader
-from partc.wrong_calls import check_whole_number, quoted
+from partc.wrong_calls import check_flag, check_whole_number, quoted
 
 if TYPE_CHECKING:
     from partc.program import Program
@@ -110,6 +110,8 @@ def loader(
             loss = stage.step(ids, labels)
     """
     check_whole_number(seed, "loader(seed=...)", -(2**63))
+    check_flag(shuffle, "loader(shuffle=...)")
+    check_flag(seed_samples, "loader(seed_samples=...)")
     check_loader(dataset, rows_per_step, {**options, "collate_fn": collate_fn})
     _check_word(split)
     shuffle = not _is_stream(dataset) if shuffle is None else shuffle

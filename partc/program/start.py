@@ -20,7 +20,7 @@ from partc.program.choices import NO_CHOICES, Choices
 from partc.program.farewell import has_joined, tell_at_exit
 from partc.program.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.program.hooks import check_hooks
-from partc.program.meeting import NotMetError, is_alone, keeps_store, meet, open_store
+from partc.program.meeting import NotMetError, is_alone, keeps_store, meet, number_of, open_store
 from partc.program.runtime import Stage
 from partc.wrong_calls import quoted
 
@@ -137,6 +137,8 @@ def device_of(device: str, call: str = "module") -> torch.device:
         here = torch.device(device)
     except (RuntimeError, TypeError):
         raise _no_device(call, device, "there is no such device") from None
+    if here.type == "meta":
+        raise _no_device(call, device, "its tensors have no values")
     if here.type == "cuda" and not torch.cuda.is_available():
         raise _no_device(call, device, "this process sees no GPU")
     if here.type == "cuda" and here.index is None:
@@ -164,7 +166,7 @@ def _join(device: torch.device) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return
     try:
-        rank, world = int(os.environ["RANK"]), world_size()
+        rank, world = number_of("RANK"), world_size()
         store = open_store(JOIN_S, keeps_store(), next(_JOINS))
         meet(store, {}, JOIN_S)
     except NotMetError as error:

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from partc.errors import RunError
+from partc.errors import RunError, UsageError
 from partc.program.elsewhere import ElsewhereError, Table
+from partc.wrong_calls import did_you_mean
 
 TABLES = ("_parameters", "_buffers", "_modules")
 OF_PARTS = (  # what a module of a stage cannot do
@@ -25,6 +26,10 @@ OF_PARTS = (  # what a module of a stage cannot do
     "register_full_backward_hook", "register_full_backward_pre_hook", "_apply",
 )  # fmt: skip
 FIRST_STEPS, EVERY = 3, 50  # steps that look at all attributes
+
+
+class NoAttributeError(UsageError, AttributeError):
+    """A stage was asked for what neither it nor its model has; ``hasattr`` says no."""
 
 
 class UserModules(nn.Module):
@@ -86,7 +91,27 @@ class UserModules(nn.Module):
                     "its attributes and methods are the stage's too."
                 )
                 raise
-            return getattr(root, name)
+            try:
+                return getattr(root, name)
+            except AttributeError:
+                near = did_you_mean(name, [*dir(type(self)), *dir(root)])
+                raise NoAttributeError(
+                    where=f"stage.{name}", what=f"no stage and no {type(root).__name__} has it",
+                    why="a stage has methods of its own, and the attributes of its model",
+                    do=near or "See dir(stage).",
+                ) from None  # fmt: skip
+
+    def __getitem__(self, key: Any) -> Any:
+        """The part of a model that has parts by number or name, as nn.Sequential has."""
+        root: Any = self.like_model
+        if not hasattr(type(root), "__getitem__"):
+            kind = "the model is not in this process" if root is None else type(root).__name__
+            raise RunError(
+                where=f"stage[{key!r}]", what="this stage has no parts by number or name",
+                why=f"it has those of its model: {kind}",
+                do="Take stage.get_submodule(path), or an attribute.",
+            )  # fmt: skip
+        return root[key]
 
     # refused ---------------------------------------------------------------------------------
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:

@@ -18,8 +18,9 @@ from partc.errors import LoadError, RunError
 from partc.plan.sharding import dtype_name
 from partc.program.holders import exchange_texts, from_first
 from partc.program.optimizer_states import OptimizerStates
-from partc.program.optimizers import check_of_stage
+from partc.program.optimizers import check_is_optimizer, check_of_stage
 from partc.program.role import Shard, dtype_of
+from partc.wrong_calls import known_arguments, quoted
 
 Optimizer = torch.optim.Optimizer
 StateDict = dict[str, Any]
@@ -31,6 +32,7 @@ class WholeStates(nn.Module):
 
     states_of: Callable[[Optimizer], OptimizerStates]
 
+    @known_arguments
     def full_optim_state_dict(self, optimizer: Optimizer) -> StateDict:
         """The state dict of an optimizer over the single-device model, with whole tensors.
 
@@ -39,9 +41,11 @@ class WholeStates(nn.Module):
         ``load_full_optim_state_dict`` under any mesh. RunError for states that are no tensors or
         plain values.
         """
+        check_is_optimizer(optimizer)
         params = dict(self.named_parameters())
         return whole_states(self.states_of(optimizer), optimizer, params)
 
+    @known_arguments
     def load_full_optim_state_dict(self, optimizer: Optimizer, state_dict: StateDict) -> None:
         """Take this rank's pieces of the states of an optimizer over the single-device model.
 
@@ -53,8 +57,22 @@ class WholeStates(nn.Module):
         Raises:
             LoadError: it has other groups, other numbers of parameters or other shapes.
         """
+        check_is_optimizer(optimizer)
+        _check_state(state_dict)
         params = dict(self.named_parameters())
         load_whole_states(self.states_of(optimizer), optimizer, params, state_dict)
+
+
+def _check_state(given: Any) -> None:
+    """LoadError for what is no state dict of an optimizer."""
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        has = ", ".join(map(str, list(given)[:4])) if isinstance(given, Mapping) else quoted(given)
+        raise LoadError(
+            where="load_full_optim_state_dict", what="the state is none of an optimizer",
+            why=f"it {'has' if isinstance(given, Mapping) else 'is'} {has or 'nothing'}, and that "
+            "of an optimizer has state and param_groups",
+            do="Pass the optimizer, and then what full_optim_state_dict gave.",
+        )  # fmt: skip
 
 
 def whole_states(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
 import torch
 
+from partc.errors import UsageError
 from partc.registry import Registry
 from partc.rules.call import Call
+from partc.wrong_calls import did_you_mean, quoted
 
 Written = str | Callable[[Call], str]
 Reduce = Literal["sum", "max", "mean"]
@@ -97,6 +100,22 @@ def rule(ops: str, notation: Written, **fields: Any) -> None:
     ``aten.add.Tensor`` names one overload, ``aten.add`` all overloads. ``fields`` are those of
     `Rule`. UsageError if an op has a rule already.
     """
+    if not isinstance(ops, str):
+        raise UsageError(
+            where="rule", what=f"the op is {str(ops) or quoted(ops)!r}, and no text",
+            why="rules are found by names", do='Write its name: rule("aten.mm", "mk,kn->mn").',
+        )  # fmt: skip
+    known = [
+        each.name for each in dataclass_fields(Rule) if each.name not in ("notation", "module")
+    ]
+    unknown = next((name for name in fields if name not in known), None)
+    if unknown is not None or not (isinstance(notation, str) or callable(notation)):
+        what = f"there is no field {unknown!r}" if unknown else f"the rule is {quoted(notation)}"
+        raise UsageError(
+            where=f"rule({ops!r}, ...)", what=what,
+            why=f"a rule is a text such as 'mk,kn->mn', or a function of the call; its fields are "
+            f"{', '.join(known)}", do=did_you_mean(unknown, known) if unknown else "Write a text.",
+        )  # fmt: skip
     entry = Rule(notation, **fields, module=sys._getframe(1).f_globals["__name__"])
     for name in ops.split():
         RULES.add(name, entry)

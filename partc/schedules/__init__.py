@@ -11,10 +11,11 @@ runs the result in simulated time. Never: a graph or torch.
 
 from __future__ import annotations
 
-from partc.errors import PlanError
+from partc.errors import PartcError, PlanError
 from partc.schedules import orders as _orders  # noqa: F401  (each file there registers its schedule)
 from partc.schedules.actions import Action, Schedule
 from partc.schedules.named import NAMES, Needs
+from partc.wrong_calls import quoted
 
 __all__ = ["NAMES", "Action", "Needs", "Schedule", "make", "needs_of"]
 
@@ -37,17 +38,45 @@ def make(name: str, *, ranks: int, microbatches: int, chunks: int | None = None)
     """
     needs = needs_of(name)
     for count, what in ((ranks, "pipeline ranks"), (microbatches, "microbatches")):
-        if count < 1:
+        if not isinstance(count, int) or count < 1:
             raise PlanError(
-                where=f"schedule={name!r}", what=f"it cannot be made for {count} {what}", why="",
-                do="Ask for at least 1.",
+                where=f"schedule={name!r}", what=f"it cannot be made for {quoted(count)} {what}",
+                why="it is a whole number", do="Ask for at least 1.",
             )  # fmt: skip
     chunks = needs.usual_chunks if chunks is None else chunks
     least, most = needs.chunks
     if chunks < least or (most is not None and chunks > most):
         raise _wrong_chunks(name, needs, chunks)
-    orders = tuple(needs.orders(ranks, microbatches, chunks))
+    orders = _orders_of(name, needs, ranks, microbatches, chunks)
     return Schedule(name, orders, needs.rank_of(ranks, chunks), microbatches)
+
+
+def _orders_of(
+    name: str, needs: Needs, ranks: int, microbatches: int, chunks: int
+) -> tuple[tuple[Action, ...], ...]:
+    """What a schedule's function gives; PlanError names the function that fails, or what is no
+    action in it.
+    """
+    at = f"schedule={name!r}, {needs.orders.__module__}.{needs.orders.__qualname__}"
+    try:
+        rows = tuple(map(tuple, needs.orders(ranks, microbatches, chunks)))
+    except PartcError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            where=at, what=f"the function failed: {type(error).__name__}: {error}",
+            why=f"it was called as orders({ranks}, {microbatches}, {chunks}): the ranks, the "
+            "microbatches and the stages on each rank",
+            do="Mend it: it gives a row of actions for each rank.",
+        ) from error  # fmt: skip
+    wrong = [one for row in rows for one in row if not isinstance(one, Action)]
+    if wrong:
+        raise PlanError(
+            where=at, what=f"{quoted(wrong[0])} is no action",
+            why="a row has partc.schedules.actions.Action of stage, kind and microbatch",
+            do='Write Action(0, "F", 2), or Action.parse("0F2").',
+        )  # fmt: skip
+    return rows
 
 
 def _wrong_chunks(name: str, needs: Needs, chunks: int) -> PlanError:

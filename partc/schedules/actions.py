@@ -29,14 +29,14 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read an action such as ``0F2``; PlanError if the text is none."""
-        found = _WRITTEN.fullmatch(text.strip())
+        found = _WRITTEN.fullmatch(str(text).strip())
         if not found:
             raise PlanError(
                 where=f"schedule, action {text!r}",
                 what="this is not an action",
                 why="an action is a stage, a kind and a microbatch",
                 do="Write for example 0F2: stage 0, forward, microbatch 2. Kinds are F, B (whole "
-                "backward), I (input gradient) and W (weight gradients).",
+                "backward), I (input gradient) and W (weight gradients), in capitals.",
             )
         stage, kind, microbatch = found.groups()
         return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]

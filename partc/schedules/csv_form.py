@@ -16,6 +16,7 @@ from pathlib import Path
 from partc.errors import PlanError
 from partc.file_text import Unreadable, file_text
 from partc.schedules.actions import Action, Schedule, check_schedule
+from partc.wrong_calls import quoted
 
 CSV = ".csv"  # how the name of a schedule that is a file ends
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -60,7 +61,11 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     orders = tuple(
-        tuple(action for column, cell in enumerate(row, 1) for action in _cell(cell, line, column))
+        tuple(
+            action
+            for column, cell in enumerate(row, 1)
+            for action in _cell(cell, f"{name}, row {line}, column {column}")
+        )
         for line, row in enumerate(rows, 1)
     )
     actions = [action for order in orders for action in order]
@@ -75,14 +80,17 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
     return schedule
 
 
-def _cell(cell: str, line: int, column: int) -> list[Action]:
+def _cell(cell: str, where: str) -> list[Action]:
     pair = _PAIR.fullmatch(cell.strip())
     parts = pair.group(1).split(";") if pair else [cell]
     try:
         return [Action.parse(part) for part in parts if part.strip()]
     except PlanError as error:
-        where = f"row {line}, column {column}: {cell.strip()!r}"
-        raise PlanError(where=where, what=error.what, why=error.why, do=error.do) from None
+        do = error.do
+        if not pair and len(re.findall(r"[0-9][FBIW][0-9]", cell)) > 1:
+            do = "Write a comma between two actions: 0F0,0F1."
+        where = f"schedule {where}: {quoted(cell.strip())}"
+        raise PlanError(where=where, what=error.what, why=error.why, do=do) from None
 
 
 def _ranks(orders: tuple[tuple[Action, ...], ...], name: str) -> tuple[int, ...]:

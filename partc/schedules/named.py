@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from partc.errors import UsageError
 from partc.registry import Registry
 from partc.schedules.actions import looped, v_shaped
 from partc.schedules.blocks import Orders
+from partc.wrong_calls import quoted
 
 MakeOrders = Callable[[int, int, int], Orders]  # (ranks, microbatches, chunks)
 
@@ -48,6 +50,12 @@ def schedule(name: str, **needs: Any) -> Callable[[MakeOrders], MakeOrders]:
         @schedule("zb-v", chunks=(2, 2), split=True, placement="v")
         def orders(ranks: int, microbatches: int, chunks: int = 2) -> Orders: ...
     """
+
+    if not isinstance(name, str) or not name:
+        raise UsageError(
+            where="@schedule", what=f"the name is {quoted(name)}", why="it is a text",
+            do='Write @schedule("my-schedule") above the function.',
+        )  # fmt: skip
 
     def add(orders: MakeOrders) -> MakeOrders:
         NAMES.add(name, Needs(orders, **needs))

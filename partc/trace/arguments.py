@@ -8,7 +8,7 @@ says the same of the arguments without any values.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import BoundArguments, Signature
@@ -301,8 +301,14 @@ def _unbound(
         do = f"Pass example tensors for ({taken})."
     elif len(args) == 1 and isinstance(args[0], int | float | str):
         do += " Inputs are tensors of the shapes of a batch: (torch.zeros(8, 256), ...)."
+    elif len(args) == 1 and isinstance(args[0], Iterator):
+        do += " Several inputs are a tuple: tuple(inputs)."
     elif len(args) == 1 and not isinstance(args[0], Tensor):
         do += " Inputs are a tuple, of one batch: next(iter(loader))."
+    elif len(args) > 1 and all(
+        isinstance(a, list | tuple) and len(a) == len(args[0]) for a in args
+    ):
+        do += " A list of samples becomes a batch by torch.utils.data.default_collate(samples)."
     elif len(args) == 1 and str(error).startswith("missing"):
         do += " Several inputs are a tuple: (x, y)."
     if kwargs:

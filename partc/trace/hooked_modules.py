@@ -84,7 +84,7 @@ def _names(pattern: str, path: str) -> bool:
 
 
 def _check(entry: str, pattern: str, paths: Collection[str]) -> None:
-    if any(part.isdigit() for part in pattern.split(".")):
+    if pattern in paths and any(part.isdigit() for part in pattern.split(".")):
         raise PlanError(
             where=f"plan, hooks, {entry}", what="it names one module of a list",
             why="equal blocks share one text, and a hook is called in it",

@@ -34,6 +34,12 @@ _KNOWN = (
      "the code asks for a device that this machine has not got",
      "Leave devices out of the model and its loss, or take that of a tensor at hand "
      "(x.to(y.device)): program.module(device=...) says where ranks compute."),
+    (r"'(Fake)?Tensor' object is not callable", "a tensor is called as a function",
+     "The model comes first in a loss: def loss(model, x, y), which is called as "
+     "loss(model, *inputs)."),
+    ("Expected all tensors to be on the same device", "tensors lie on several devices",
+     "Make new tensors on the device of one at hand, torch.zeros(4, device=x.device), and pass "
+     "model and inputs on one device."),
     (r"must be Tensor, not (str|list|tuple|dict)|'(str|list)' object has no attribute",
      "a text or a list stands where a tensor is needed",
      "Give tensors for what is computed with: of texts the ids that the tokenizer gives "

@@ -38,17 +38,26 @@ def check_carried(program: Program, device: torch.device) -> None:
         )  # fmt: skip
 
 
-def check_numbers(lr: Any, dtype: Any) -> None:
-    """UsageError for a learning rate that is no number, and for a text in the place of a dtype."""
+def check_numbers(lr: Any, dtype: Any, timeout: Any) -> None:
+    """UsageError for a learning rate or seconds that are no such number, and for what is no dtype
+    to compute gradients in.
+    """
     wrong = None if isinstance(lr, int | float) else ("lr", lr, "a number, such as 1e-3")
-    if not isinstance(dtype, torch.dtype | None):
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        wrong = "timeout", timeout, "a number of seconds above 0"
+    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if dtype is not None and not floats:
         wrong = "dtype", dtype, "torch.float64, or None for the model's own"
     if wrong:
         name, given, right = wrong
         raise UsageError(
-            where=f"verify({name}=...)", what=f"it is {quoted(given)}", why=f"it is {right}",
+            where=f"verify({name}=...)", what=f"it is {_said(given)}", why=f"it should be {right}",
             do=f"Leave it out, or pass {right}.",
         )  # fmt: skip
+
+
+def _said(given: Any) -> str:
+    return str(given) if isinstance(given, torch.dtype) else quoted(given)
 
 
 def other_shapes(program: Program, model: nn.Module) -> bool:

@@ -103,7 +103,7 @@ def verify(
         partc.verify(program, model, batch, loss=loss_of).check()
     """
     check_program(program)
-    check_numbers(lr, dtype)
+    check_numbers(lr, dtype, timeout)
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     place = device_of(device, "verify")

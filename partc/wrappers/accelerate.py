@@ -14,12 +14,13 @@ from torch.utils.data import DataLoader
 
 from partc.errors import RunError, UsageError
 from partc.plan.mesh import MeshLike
+from partc.program.choices import check_fillers
 from partc.trace.no_model import check_model
 from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
 from partc.wrappers.optimizer import Optimizer, Scheduler
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.ranks import OnMesh
-from partc.wrappers.said import check_names, check_no_plugins, check_said
+from partc.wrappers.said import check_loss, check_names, check_no_plugins, check_said
 from partc.wrong_calls import known_arguments
 
 OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "deepspeed_plugins")
@@ -56,6 +57,8 @@ class Accelerator(OnMesh):
     ) -> None:  # fmt: skip
         check_said("Accelerator", mesh, plan, options)
         check_names("Accelerator(outputs=...)", outputs)
+        check_loss("Accelerator", loss)
+        check_fillers("Accelerator", pad)
         check_no_plugins("Accelerator", named, lambda name: name in OTHER_WAYS)
         self.how = How(mesh, plan, loss, outputs, pad or {}, options or {})
         self.ranks = DataRanks.of(mesh)

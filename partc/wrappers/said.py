@@ -46,6 +46,16 @@ def check_names(where: str, given: Any) -> None:
         )  # fmt: skip
 
 
+def check_loss(where: str, loss: Any) -> None:
+    """UsageError for what is no function of model and inputs, such as a word."""
+    if loss is not None and not callable(loss):
+        raise UsageError(
+            where=f"{where}(loss=...)", what=f"it is {quoted(loss)}",
+            why="a loss is called as loss(model, *inputs), and computes predictions too",
+            do="Pass a function: def loss(model, x, y): return criterion(model(x), y).",
+        )  # fmt: skip
+
+
 def check_no_plugins(where: str, named: Mapping[str, Any], plugins: Callable[[str], bool]) -> None:
     """UsageError for other ways to distribute a model."""
     other = next((name for name, given in named.items() if given and plugins(name)), None)

@@ -1,4 +1,7 @@
-"""Drop calls whose result equals their argument: detach, clone, a cast to the same dtype, x * 1."""
+"""Drop calls whose result equals their argument: detach, clone, a cast to the same dtype, x * 1.
+
+A concatenation loses the parts that have no entries.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,8 @@ def drop_noops(graph: Graph) -> None:
         _plain_kwargs(node)
         if node.target is aten._conj.default:
             _conjugate(node)
+        elif node.target is aten.cat.default and (parts := _filled(node)):
+            _join(node, parts)
         elif _hands_on(node):
             same: Any = node.args[0]
             replace_by(node, same)
@@ -63,6 +68,20 @@ def _conjugate(node: fx.Node) -> None:
             user.args = fx.node.map_aggregate(
                 user.args, lambda a: of.conjugate() if a is node else a
             )
+
+
+def _filled(node: fx.Node) -> list[fx.Node]:
+    """The parts of a concatenation that have entries: all that it needs, if they give its dtype."""
+    parts: Any = node.args[0]
+    filled = [each for each in parts if 0 not in shape_of(each)]
+    return filled if {fake_of(each).dtype for each in filled} == {fake_of(node).dtype} else []
+
+
+def _join(node: fx.Node, parts: list[fx.Node]) -> None:
+    if len(parts) == 1:
+        replace_by(node, parts[0])
+    else:
+        node.args = (parts, *node.args[1:])
 
 
 def _hands_on(node: fx.Node) -> bool:

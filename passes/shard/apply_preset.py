@@ -8,6 +8,7 @@ tensor axes ``megatron``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from torch import fx
@@ -336,21 +337,22 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
     """ShardingError, with the sizes that would do, where an axis does not divide its dim."""
     known, taken = value(node), {}
     for axis, layout in cuts.items():
+        do = "Pad it, or leave it out of the plan."
         num = mesh.size(axis)
         taken[axis] = layout
         typed = f"{DTYPE_NAMES.get(known.dtype, known.dtype)}{list(known.shape)}".replace(" ", "")
         if layout.dim >= len(known.shape):
             what, why = f"{typed} has no dim {layout.dim}", f"it has {len(known.shape)} dims"
+            do = f"Write a dim from 0 to {len(known.shape) - 1}, or leave it out of the plan."
         elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
             size = known.shape[layout.dim]
             what = f"dim {layout.dim} of {typed} cannot be cut by {axis}={num}"
-            why = f"{size} is not a multiple of {num * layout.outer}"
-            why += f"; {axis} could be {_divisors(size)}"
+            pieces = prod(mesh.size(a) for a, each in taken.items() if each.dim == layout.dim)
+            why = f"{size} is not a multiple of {pieces * layout.outer}"
+            why += f"; {axis} could be {_divisors(size * num // pieces)}"
         else:
             continue
-        raise ShardingError(
-            where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan."
-        )
+        raise ShardingError(where=known.name, what=what, why=why, do=do)
 
 
 def _divisors(size: int) -> str:

@@ -11,7 +11,7 @@ from partc.graph import Graph
 from partc.passes.stages.cut_virtual_stages import balance_ranks
 from partc.passes.stages.stage_units import stage_units
 from partc.plan import Plan
-from partc.plan.mesh import Mesh
+from partc.plan.mesh import PP, Mesh
 from partc.schedules import NAMES, Schedule, make
 from partc.schedules.actions import check_schedule
 from partc.schedules.csv_form import read_csv
@@ -107,6 +107,12 @@ def virtual_stages_of(plan: Plan) -> int:
     PlanError if the named stages cannot be divided evenly among the ranks.
     """
     ranks, stages = pipeline_ranks(plan), len(plan.stages) + 1
+    if plan.stages and plan.mesh is not None and PP not in plan.mesh.names:
+        raise PlanError(
+            where="plan, stages", what=f"the mesh {plan.mesh} has no axis {PP}",
+            why="stages are dealt out to the ranks along it",
+            do="Add it to the mesh, pp=2, or leave stages out.",
+        )  # fmt: skip
     if not plan.stages:
         return plan.virtual_stages or 1
     if stages % ranks or plan.virtual_stages not in (0, stages // ranks):

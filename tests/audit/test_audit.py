@@ -162,6 +162,25 @@ def test_refused_edits_leave_the_folder_as_it_is(
     assert (folder / "program.json").read_bytes() == before
 
 
+class EmptyFirst(nn.Module):
+    """Begins a list with an entry of no dims and another dtype, as caches of keys do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.tensor([], dtype=torch.float64), self.up(x)], dim=-1)
+
+
+def test_a_concatenation_with_an_empty_list_is_followed() -> None:
+    program = partc.compile(
+        EmptyFirst(), "dp=2", (torch.ones(4, 4),), loss=lambda m, x: m(x).sum(), plan="ddp"
+    )
+    assert "torch.cat([" in "".join(program.sources.values())
+    assert any(line.startswith("numbers:") for line in audit(program).checked)
+
+
 def test_a_model_decides_where_a_program_has_no_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,8 +40,11 @@ forward (loss)
   none = constant_pad_nd(shift, [0, 0], 0.0) : f64[4,6]
   flat = view(none, [24]) : f64[24]
   twice = mul.Tensor(flat, 2) : f64[24]
+  empty = zeros([0], dtype=f64) : f64[0]
+  alone = cat([empty, twice]) : f64[24]
+  both = cat([alone, empty, flat]) : f64[48]
 outputs
-  result y = twice
+  result y = both
 """,
     ),
     "cast_first": (

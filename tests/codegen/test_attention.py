@@ -83,12 +83,17 @@ def test_what_no_kernel_computes(is_causal: bool, scale: float | None) -> None:
     torch.testing.assert_close(grads, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_on_a_gpu_calls_and_shapes_are_those_of_its_kernels() -> None:
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_on_a_gpu_calls_and_shapes_are_those_of_its_kernels(
+    cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a GPU's kernels take and give, by torch's shape functions: no GPU is needed."""
+    monkeypatch.setattr(attention, "has_cudnn_attention", lambda q: cudnn)
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 4, 70, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
         y, logsumexp = flash_attention(q, k, v, is_causal=True)
-        assert (y.shape, logsumexp.shape, y.device.type) == (q.shape, q.shape[:3], "cuda")
+        sums = q.shape[:3] + (1,) * cudnn
+        assert (y.shape, logsumexp.shape, y.device.type) == (q.shape, sums, "cuda")
         grads = flash_attention_backward(y, q, k, v, y, logsumexp, is_causal=True)
         assert [g.shape for g in grads] == [q.shape] * 3
 

@@ -1,7 +1,8 @@
 """Run programs on a GPU and compare them with their models; print a row for each that is not right.
 
 ``python -m tests.gpu [WORD ...]``: of the cases whose names have one of the words, or all; with
-``--device cpu`` the same cases run where there is no GPU. The exit code is 1 if one is not right.
+``--device cpu`` the same cases run where there is no GPU. The exit code is 1 if one is
+neither right nor refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from tests.gpu.cases import CASES, outcome
+from tests.gpu.cases import cases, run
 
 
 def main() -> int:
@@ -24,11 +25,11 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     args = parser.parse_args()
-    names = [name for name in CASES if not args.words or any(word in name for word in args.words)]
+    names = [name for name in cases() if not args.words or any(word in name for word in args.words)]
     counts, start = Counter[str](), time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
-        waiting = {pool.submit(outcome, name, args.device): name for name in names}
+        waiting = {pool.submit(run, name, args.device): name for name in names}
         for done in as_completed(waiting):
             word, text = done.result()
             counts[word] += 1

@@ -7,82 +7,67 @@ device, since each rounds in its own order.
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 import partc
-from partc.errors import CheckError, PartcError
+from partc.errors import CheckError
 from partc.verification.reference import Reference, eager, is_noise
 from tests.patience import patience
-from tests.styles import STYLES
-from tests.zoo import FAMILIES, MODELS
+from tests.styles import LAYOUTS, STYLES, Style, outcome
+from tests.zoo import MODELS
 
-Outcome = tuple[str, str]
 Layout = tuple[str, dict[str, Any]]
-AS_THREADS: dict[str, Layout] = {
-    "ddp": ("dp=2", {"plan": "ddp"}),
-    "ddp, microbatches": ("dp=2", {"plan": "ddp", "microbatches": 2}),
-    "fsdp": ("dp=2", {"plan": "fsdp"}),
-    "megatron": ("tp=2", {"plan": "megatron"}),
-    "1f1b": ("pp=2", {"plan": "ddp", "microbatches": 2}),
-}
-OF_FAMILIES: dict[str, Layout] = AS_THREADS | {
+Case = Callable[[str], object]  # given the device
+OF_STYLES: dict[str, Layout] = {name: LAYOUTS[name] for name in LAYOUTS if name != "auto"}
+OF_FAMILIES: dict[str, Layout] = OF_STYLES | {
     "fsdp+megatron-sp": ("dp=2,tp=2", {"plan": "fsdp+megatron-sp"}),
     "zb-v x fsdp": ("pp=2,dp=2", {"plan": "fsdp", "schedule": "zb-v", "microbatches": 2}),
 }
 AS_PROCESSES = ("ddp", "fsdp", "megatron", "fsdp+megatron-sp")
+ROUNDED: Layout = ("dp=2,tp=2", {"plan": "fsdp+megatron"})
 ROUNDING = 3.0  # times the error of the model's own step
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model with its batch and loss."""
-
-    model: nn.Module
-    inputs: Any
-    loss: Any
-
-
-def family(name: str, dtype: torch.dtype = torch.float64) -> Subject:
+def family(name: str, dtype: torch.dtype = torch.float64) -> Style:
     """A model of the zoo, in another dtype if one is given."""
     made = MODELS[name]()
     inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in made.inputs)
-    return Subject(made.model.to(dtype), inputs, made.loss)
+    return Style(made.model.to(dtype), inputs, made.loss)
 
 
-def style(name: str) -> Subject:
+def hand_written(name: str) -> Style:
+    """A model of a style, with the same weights every time."""
     torch.manual_seed(0)
-    return Subject(*STYLES[name]())
+    return STYLES[name]()
 
 
-def compiled(of: Subject, layout: Layout, **fields: Any) -> partc.Program:
+def compiled(of: Style, layout: Layout, backend: str) -> partc.Program:
     mesh, given = layout
-    return partc.compile(of.model, mesh, of.inputs, loss=of.loss, **given, **fields)
+    return partc.compile(of.model, mesh, of.inputs, loss=of.loss, backend=backend, **given)
 
 
-def equal(make: Callable[[], Subject], layout: Layout, device: str, **fields: Any) -> Outcome:
-    """In float64 as the model, as threads."""
+def equal(make: Callable[[], Style], layout: Layout, backend: str, device: str) -> None:
+    """CheckError unless a program is in float64 as its model: over gloo its ranks are processes,
+    else threads.
+    """
     of = make()
-    program = compiled(of, layout, **fields)
-    report = partc.verify(
+    program = compiled(of, layout, backend)
+    partc.verify(
         program, of.model, of.inputs, loss=of.loss, device=device, timeout=patience(),
-        processes=fields["backend"] == "gloo",
-    )  # fmt: skip
-    report.check()
-    return "right", ""
+        processes=backend == "gloo",
+    ).check()  # fmt: skip
 
 
-def rounded(name: str, dtype: torch.dtype, layout: Layout, device: str) -> Outcome:
-    """In its own precision no further from float64 than the model's own step is."""
+def rounded(name: str, dtype: torch.dtype, device: str) -> None:
+    """CheckError if a program in its own precision is further from float64 than its model is."""
     of = family(name, dtype)
-    program = compiled(of, layout, backend="nccl")
+    program = compiled(of, ROUNDED, "nccl")
     exact = replace(eager(of.model, of.inputs, of.loss), inputs=of.inputs)
     found = partc.verify(
         program, of.model, of.inputs, loss=of.loss, dtype=None, reference=exact, device=device,
@@ -90,12 +75,16 @@ def rounded(name: str, dtype: torch.dtype, layout: Layout, device: str) -> Outco
     )  # fmt: skip
     ours = max(row.error for row in found.rows if row.kind == "gradient")
     theirs = own_error(of, exact, device)
-    told = f"largest error of a gradient {ours:.1e}, of the model's own step {theirs:.1e}"
-    return ("right" if ours <= ROUNDING * theirs else "WRONG"), told
+    if not ours <= ROUNDING * theirs:
+        raise CheckError(
+            where=name, what=f"the largest error of a gradient is {ours:.1e}",
+            why=f"that of the model's own step is {theirs:.1e}", do="Look for a sum in few bits.",
+        )  # fmt: skip
 
 
-def own_error(of: Subject, exact: Reference, device: str) -> float:
+def own_error(of: Style, exact: Reference, device: str) -> float:
     """The largest error of a gradient of the model's own step on the device."""
+    assert of.loss is not None
     model = of.model.to(device)
     of.loss(model, *(x.to(device) for x in of.inputs)).backward()
     found = {name: param.grad for name, param in model.named_parameters()}
@@ -108,44 +97,28 @@ def own_error(of: Subject, exact: Reference, device: str) -> float:
     )
 
 
-CASES: dict[str, Callable[[str], Outcome]] = {}
-for _layout, _how in OF_FAMILIES.items():
-    for _name in MODELS:
-        CASES[f"{_name} {_layout} float64"] = partial(
-            lambda name, how, device: equal(partial(family, name), how, device, backend="nccl"),
-            _name, _how,
-        )  # fmt: skip
-for _layout, _how in AS_THREADS.items():
-    for _name in STYLES:
-        CASES[f"{_name}, {_layout}, style"] = partial(
-            lambda name, how, device: equal(partial(style, name), how, device, backend="nccl"),
-            _name, _how,
-        )  # fmt: skip
-for _layout in AS_PROCESSES:
-    for _name in MODELS:
-        CASES[f"{_name} {_layout} processes"] = partial(
-            lambda name, how, device: equal(partial(family, name), how, device, backend="gloo"),
-            _name, OF_FAMILIES[_layout],
-        )  # fmt: skip
-for _dtype in (torch.float32, torch.bfloat16):
-    for _name in FAMILIES:
-        CASES[f"{_name} fsdp+megatron {str(_dtype).removeprefix('torch.')}"] = partial(
-            lambda name, dtype, device: rounded(
-                name, dtype, ("dp=2,tp=2", {"plan": "fsdp+megatron"}), device
-            ),
-            _name, _dtype,
-        )  # fmt: skip
+def cases() -> dict[str, Case]:
+    """Every case by its name."""
+    found: dict[str, Case] = {}
+    for layout, how in OF_FAMILIES.items():
+        for name in MODELS:
+            made = partial(family, name)
+            found[f"{name} {layout} float64"] = partial(equal, made, how, "nccl")
+            if layout in AS_PROCESSES:
+                found[f"{name} {layout} processes"] = partial(equal, made, how, "gloo")
+    for layout, how in OF_STYLES.items():
+        for name in STYLES:
+            made = partial(hand_written, name)
+            found[f"{name}, {layout}, style"] = partial(equal, made, how, "nccl")
+    for dtype in (torch.float32, torch.bfloat16):
+        word = str(dtype).removeprefix("torch.")
+        for name in MODELS:
+            found[f"{name} fsdp+megatron {word}"] = partial(rounded, name, dtype)
+    return found
 
 
-def outcome(name: str, device: str) -> Outcome:
-    """ "right", "refused", "WRONG" or "RAW", and the message."""
+def run(name: str, device: str) -> tuple[str, str]:
+    """What becomes of a case, in a process of its own, and the message."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    try:
-        return CASES[name](device)
-    except CheckError as error:
-        return "WRONG", str(error)
-    except PartcError as error:
-        return "refused", str(error)
-    except Exception:
-        return "RAW", traceback.format_exc()[-600:]
+    return outcome(partial(cases()[name], device))

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from partc.errors import CheckError, PartcError
+
 BATCH = 8
 
 
@@ -24,6 +26,31 @@ class Style(NamedTuple):
 
 
 STYLES: dict[str, Callable[[], Style]] = {}
+
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {  # mesh, and what else compile is told
+    "ddp": ("dp=2", {"plan": "ddp"}),
+    "ddp, microbatches": ("dp=2", {"plan": "ddp", "microbatches": 2}),
+    "fsdp": ("dp=2", {"plan": "fsdp"}),
+    "megatron": ("tp=2", {"plan": "megatron"}),
+    "pipeline": ("pp=2", {"plan": "ddp", "microbatches": 2}),
+    "auto": ("dp=2,tp=2", {"plan": "auto"}),
+}
+
+
+def outcome(run: Callable[[], object]) -> tuple[str, str]:
+    """What becomes of a program that ``run`` compiles and compares: "right", "refused" by name,
+    "WRONG" or "RAW", and the message.
+    """
+    try:
+        run()
+    except CheckError as error:
+        return "WRONG", str(error)
+    except PartcError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "RAW", f"{type(error).__name__}: {error}"
+    return "right", ""
 
 
 def style(made: Callable[[], Style]) -> Callable[[], Style]:

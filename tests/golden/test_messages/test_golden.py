@@ -160,7 +160,8 @@ def gather_into(flat: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.Wo
 def scatter_into(total: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to sum `x` over the group, of which this rank keeps its piece."""
     if not by_messages(x, group):
-        return dist.reduce_scatter_single(total, x, group=group, async_op=True)
+        flat = total.view(-1), x.view(-1)  # gloo divides dim 0, which is one piece's in total
+        return dist.reduce_scatter_single(*flat, group=group, async_op=True)
     return SumOfPieces(total, [*x.view(-1, *total.shape)], group)
 
 
