@@ -11,11 +11,11 @@ from partc.errors import PlanError, UsageError
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.idle_axes import IDLE
 from partc.plan import Plan
+from partc.plan.compress import Compress, read_compress
 from partc.plan.decided import NCCL
 from partc.plan.field_kinds import PLAIN, check_fields
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout
-from partc.plan.wires import Compress, read_compress
 from partc.program import Program
 from partc.program.start import group_backend
 from partc.trace.no_model import check_model

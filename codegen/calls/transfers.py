@@ -73,7 +73,7 @@ class Transfers(Expressions):
         waited = self._waited(node)
         grads = "" if waited is None else f"{{{self.stored[waited][0]}: {name}}}"
         if grads and overwrites:
-            call = self._summed(node, name)
+            call = self._summed(node, name, f"[{name}]")
             lines.append(Line(f"reduced.append(({grads}, {call}))", comment(typed(node))))
             return Statement(lines, binds=[node])
         self.scope.taken.add(f"{name}_done")
@@ -157,7 +157,7 @@ class Transfers(Expressions):
         missing = self.joint.missing(node)
         lines = [Line(put.format(entry, self.text(operand))) for operand, entry in missing]
         if grads in self.joint.rooms:
-            done = self._summed(node, self.joint.rooms[grads])
+            done = self._summed(node, self.joint.rooms[grads], f"[*{grads}.values()]")
             return Statement([*lines, Line(f"reduced.append(({grads}, {done}))")])
         call = self._moved(node, grads)
         if self._waited(node) is not None:
@@ -171,12 +171,12 @@ class Transfers(Expressions):
         self.scope.taken.add(f"{grads}_done")
         return Statement([*lines, Line(f"{grads}, {grads}_done = {call}")], binds=[node])
 
-    def _summed(self, node: fx.Node, flat: str) -> str:
-        """The call that starts to sum gradients in the memory named ``flat``."""
+    def _summed(self, node: fx.Node, flat: str, grads: str) -> str:
+        """The call that starts to sum gradients in the memory named ``flat``; ``grads``: a list."""
         if not wire_of(node):
             return c10d.all_reduce(node, flat, at_once=False)
         state = [str(self.text(kept)) for kept in state_of(node)]
-        return c10d.narrow_sum(node, flat, state, self.helpers)
+        return c10d.narrow_sum(node, flat, grads, state, self.helpers)
 
     def _moved(self, node: fx.Node, grads: str) -> str:
         """The call that starts to reduce the dict of gradients named ``grads``."""

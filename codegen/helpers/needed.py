@@ -19,16 +19,20 @@ from partc.codegen.helpers import (
     attention,
     draws,
     links,
+    low_rank_sums,
     messages,
     narrow_sums,
     nccl,
+    picked_sums,
     printed,
+    rounded_sums,
 )
 from partc.codegen.text import Line, Origin, block, origins, wrap
 from partc.graph import ops
 
 # In which functions are printed: `arrived` needs what `links` has.
-ORDER = (printed, draws, nccl, messages, links, arrived, narrow_sums, attention, ops)
+NARROW = (narrow_sums, rounded_sums, picked_sums, low_rank_sums)  # send less than all numbers
+ORDER = (printed, draws, nccl, messages, links, arrived, *NARROW, attention, ops)
 COMMON = (printed, draws, links, attention, ops)
 # In which functions are looked for: what comes first has some of the names of `printed` and
 # replaces them in a program for NCCL, or in one that sends messages over gloo.
@@ -78,7 +82,7 @@ class Helpers:
         self.ranges, self.hooks = ranges, hooks
         self.in_pieces = backend == "gloo" and not messages  # scattered sums, to be added up
         self.modules = MESSAGES if messages else MODULES[backend or "gloo"]
-        self.modules = (narrow_sums, *self.modules) if narrow else self.modules
+        self.modules = (*NARROW, *self.modules) if narrow else self.modules
         self.used: set[str] = set()
         self.outlined: list[Outlined] = []
         self.bodies: dict[str, list[Origin | None]] = {}  # of functions: their rows' origins

@@ -1,12 +1,10 @@
-"""Check sums that ranks send in narrow numbers: their format, and the buffers for what that loses.
+"""Check sums that send fewer bytes: their scheme, and the buffers for what they have not sent.
 
-Every such buffer belongs to one sum, which alone reads and writes it, and has room for all that the
-sum's ranks lose: a row for each rank of its own numbers, or its piece of the sum.
+Every such buffer belongs to one sum, which alone reads and writes it, and has the shape and the
+layout that the scheme says: a row for each rank, a piece for each, or the same for all.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from torch import fx
 
@@ -15,7 +13,7 @@ from partc.errors import CheckError
 from partc.graph import Graph, fake_of, typed, value
 from partc.graph.moves import moved, state_of, wire_of
 from partc.plan.sharding import Sharding, cut
-from partc.plan.wires import WIRES, Compress, is_residual
+from partc.plan.wires import ALIKE, WIRES, Kept, is_residual
 
 
 def check_narrow_sums(graph: Graph) -> None:
@@ -35,25 +33,27 @@ def check_narrow_sums(graph: Graph) -> None:
 
 def _check_sum(node: fx.Node, graph: Graph) -> None:
     if wire_of(node) not in WIRES:
-        raise wrong(node, f"there is no format {wire_of(node)!r}", f"Take one of {[*WIRES]}.")
-    state, wanted = state_of(node), [*_wanted(node)]
-    if state and len(state) != len(wanted):
-        raise wrong(node, f"it has {len(state)} buffers for what is left over", "Give it two.")
-    axis = str(node.kwargs["axis"])
-    own = Sharding.of({axis: cut(0)}, graph.mesh)
-    for kept, shape in zip(state, wanted, strict=False):
-        known = value(kept)
-        if known.kind != "buffer" or known.shape != shape or known.sharding != own:
-            why = f"{kept.name} is to be {own.typed(shape, known.dtype)}: each rank has its own"
-            raise wrong(node, why, "Make it so; padding counts.")
-        if known.name in graph.outputs.buffers:
-            raise wrong(node, f"{kept.name} is written by another call too", "Leave it to the sum.")
+        raise wrong(node, f"there is no scheme {wire_of(node)!r}", f"Take one of {[*WIRES]}.")
+    state, wanted = state_of(node), [*_wanted(node).values()]
+    if (state or WIRES[wire_of(node)].needs_rest) and len(state) != len(wanted):
+        does = f"it has {len(state)} buffers for what is left over"
+        raise wrong(node, does, f"Give it {len(wanted)}.")
+    for buffer, kept in zip(state, wanted, strict=False):
+        _check_buffer(node, buffer, kept, graph)
 
 
-def _wanted(node: fx.Node) -> Iterator[tuple[int, ...]]:
-    """The whole shapes of a sum's buffers."""
-    num, block = int(str(node.kwargs["num"])), int(str(node.kwargs["block"]))
-    size = sum(fake_of(x).numel() for x in moved(node))
-    padded = Compress(wire_of(node), block=block).padded(size, num)
-    yield num, padded
-    yield (padded,)
+def _check_buffer(node: fx.Node, buffer: fx.Node, kept: Kept, graph: Graph) -> None:
+    known, axis = value(buffer), str(node.kwargs["axis"])
+    own = Sharding.of({} if kept.whose == ALIKE else {axis: cut(0)}, graph.mesh)
+    if known.kind != "buffer" or known.shape != kept.shape or known.sharding != own:
+        why = f"{buffer.name} is to be {own.typed(kept.shape, known.dtype)}, {kept.whose}"
+        raise wrong(node, why, "Make it so; padding counts.")
+    if known.name in graph.outputs.buffers:
+        raise wrong(node, f"{buffer.name} is written by another call too", "Leave it to the sum.")
+
+
+def _wanted(node: fx.Node) -> dict[str, Kept]:
+    """A sum's buffers."""
+    num, size = int(str(node.kwargs["num"])), int(str(node.kwargs["size"]))
+    shapes = [fake_of(x).shape for x in moved(node)]
+    return WIRES[wire_of(node)].kept(shapes, num, size)

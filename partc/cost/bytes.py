@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from partc.cost.storage import Replay, replay
 from partc.graph import Graph, collectives, fake_of, results_of, tensor_args
 from partc.graph.moves import kind_in_words, kind_of, moved, moves, wire_of
-from partc.plan.wires import wire_bytes
+from partc.plan.wires import WIRES
 
 CODING = 5  # how often numbers are read or written to encode or decode them: scale, round, cast
 
@@ -50,19 +50,31 @@ def sent_bytes(node: fx.Node) -> int:
     """Bytes one rank sends for a collective by the ring algorithm; 0 for a call that is none."""
     if node.target not in collectives.COLLECTIVES:
         return 0
-    top, bottom = sent_share(kind_of(node), node.kwargs["num"])
-    return int(put_in_bytes(node) * top // bottom)
+    num = int(str(node.kwargs["num"]))
+    shares = ((size, sent_share(kind, num)) for kind, size in transfers(node))
+    return sum(int(size * top // bottom) for size, (top, bottom) in shares)
+
+
+def transfers(node: fx.Node) -> list[tuple[str, int]]:
+    """The transfers that a collective takes: the kind of each, and the bytes a rank puts in.
+
+    One of its own kind, but for a sum that is sent with fewer bytes.
+    """
+    if wire := wire_of(node):
+        shapes = [fake_of(x).shape for x in moved(node)]
+        num, size = int(str(node.kwargs["num"])), int(str(node.kwargs["size"]))
+        return [*WIRES[wire].sent(shapes, num, size)]
+    return [(kind_of(node), put_in_bytes(node))]
 
 
 def put_in_bytes(node: fx.Node) -> int:
     """Bytes that one rank puts into a collective: its operands, in the dtype that is sent.
 
-    A sum in narrow numbers takes two transfers, each of which sends as much of these bytes as half
-    of an all-reduce.
+    For a sum that is sent with fewer bytes these are the bytes of an all-reduce that sends as many.
     """
-    if wire := wire_of(node):
-        size, block = sum(fake_of(x).numel() for x in moved(node)), node.kwargs["block"]
-        return wire_bytes(wire, size, int(str(node.kwargs["num"])), int(str(block)))
+    if wire_of(node):
+        top, bottom = sent_share("all_reduce", int(str(node.kwargs["num"])))
+        return int(sent_bytes(node) * bottom // top)
     sent: torch.dtype | None = node.kwargs.get("dtype")  # type: ignore[assignment]
     fakes = map(fake_of, tensor_args(node))
     return sum(fake.numel() * (sent or fake.dtype).itemsize for fake in fakes)

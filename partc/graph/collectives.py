@@ -7,9 +7,9 @@ their meaning for all ranks at once. A ``joined`` collective is a bucket: it mov
 of one dtype in one transfer, and getitem nodes pick its results. ``wait`` marks where a started
 collective's result is needed first; before waits are placed, a collective's node is its result.
 
-A sum with a ``wire`` is sent in narrow numbers (``partc/plan/wires.py``), in blocks of ``block``
-elements, and is that of the rounded numbers. It writes to the buffers in ``state``, which nothing
-else reads: what rounding has lost, of this rank's numbers and of its piece of the sum.
+A sum with a ``wire`` is sent with fewer bytes (``partc/plan/wires.py``, where ``size`` has its
+meaning), and is what the scheme makes of it. It writes to the buffers in ``state``, which nothing
+else reads: what it has not sent, of which some is sent in the next step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from partc.plan.sharding import take_piece
 
 
 def all_reduce(
-    x: Tensor, *, axis: str, num: int, op: str = "sum", wire: str = "", block: int = 0,
+    x: Tensor, *, axis: str, num: int, op: str = "sum", wire: str = "", size: int = 0,
     state: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """Sum (or ``op="max"``) over the axis: ``f32[8]{U:axis} -> f32[8]``."""
@@ -60,7 +60,7 @@ def all_to_all(
 
 
 def all_reduce_joined(
-    xs: Sequence[Tensor], *, axis: str, num: int, wire: str = "", block: int = 0,
+    xs: Sequence[Tensor], *, axis: str, num: int, wire: str = "", size: int = 0,
     state: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """A bucket of all_reduces: ``(f32[8]{U:axis}, f32[4]{U:axis}) -> (f32[8], f32[4])``."""

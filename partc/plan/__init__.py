@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from partc.file_text import Unreadable, file_text
+from partc.plan.compress import COMPRESS, Compress
 from partc.plan.decided import Sends, Sizes, decided_lines, number_text
 from partc.plan.field_kinds import OWN_ORDER, plan_error
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
@@ -30,7 +31,6 @@ from partc.plan.plan_text import (
 )
 from partc.plan.plan_values import PlannedLayout, Values, write_value
 from partc.plan.sharding import Layout, R, Sharding
-from partc.plan.wires import COMPRESS, Compress
 from partc.schedules.csv_form import CSV, load_csv, write_csv
 from partc.wrong_calls import as_path, known_arguments, known_fields, quoted
 

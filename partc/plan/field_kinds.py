@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from partc.errors import PlanError
+from partc.plan.compress import COMPRESS
 from partc.plan.decided import BACKENDS, DECIDED, flaw_of
-from partc.plan.wires import COMPRESS
 from partc.schedules import NAMES
 from partc.schedules.csv_form import CSV
 from partc.wrong_calls import did_you_mean, quoted

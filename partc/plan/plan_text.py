@@ -10,12 +10,12 @@ from itertools import takewhile
 from typing import Any
 
 from partc.file_text import Unreadable, toml_table
+from partc.plan.compress import COMPRESS, read_compress
 from partc.plan.decided import read_decided
 from partc.plan.field_kinds import FIELDS, check_fields, check_places, plan_error
 from partc.plan.mesh import Mesh
 from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
-from partc.plan.wires import COMPRESS, read_compress
 from partc.wrong_calls import RENAMED, did_you_mean
 
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.

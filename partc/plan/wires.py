@@ -1,131 +1,130 @@
-"""In which numbers gradients may be summed over ranks: the formats, what they send, their limits.
+"""How gradients may be summed over ranks with fewer bytes: the schemes, what they send and keep.
 
-In: the table ``[compress]`` of a plan. Out: a ``Compress``, which passes, costs and printed text
-read. Start: ``WIRES``. Never: a graph, since a plan is read without one.
+In: the shapes of gradients that leave together. Out: ``WIRES``, the table of schemes, which plans
+(``compress.py``), passes, costs, checks and printed text read. Never: a graph.
 
-A sum in a narrow format takes two transfers. Each rank has ``n`` elements, seen as one piece for
-each of the ``num`` ranks, each padded to whole blocks. Piece ``i`` of all ranks goes to rank ``i``,
-which decodes and adds them in float32; its sum is encoded once more and goes to all ranks. All
-ranks decode what was sent, the one that made it too, so that all have the same bits.
+A *rounded* sum takes two transfers. Each rank has ``n`` elements, seen as one piece for each of the
+``num`` ranks, each padded to whole blocks. Piece ``i`` of all ranks goes to rank ``i``, which
+decodes and adds them in float32; its sum is encoded once more and goes to all ranks. All ranks
+decode what was sent, the one that made it too, so that all have the same bits.
+
+A *picked* sum takes one: of a few elements of each rank, which all ranks add in the same order.
+
+A *low-rank* sum takes two all-reduces of thin matrices (PowerSGD, Vogels et al. 2019).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
 
-from partc.errors import PlanError
-
-COMPRESS = "compress"  # the word of ``allow``, and the name of the table
+BLOCK, SHARE, RANK = "block", "share", "rank"  # entries of [compress], of which a scheme has one
 BYTES_OF_SCALE = 4  # float32, one for each block
-LEAST_MB, BLOCK = 0.01, 256  # of a plan that does not say more
-SMALLEST_BLOCK, LARGEST_BLOCK = 8, 65_536  # a block's scale stands at a multiple of 8 bytes
+BYTES_OF_NUMBER = BYTES_OF_PLACE = 4  # float32, and int32
+MARK = "@"  # in the name of a residual, "layers.0.w_residual@dp"; no tensor of a model has it
+OWN, PIECE, ALIKE = "of each rank", "a piece on each rank", "the same on all ranks"
+
+Shapes = Sequence[Sequence[int]]  # of the gradients that one sum has
+Sent = tuple[tuple[str, int], ...]  # the transfers of a sum: their kinds, the bytes a rank puts in
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A buffer for what a sum has not sent, or needs again: the shape of all ranks' buffers
+    together, and which of its parts is whose.
+    """
+
+    shape: tuple[int, ...]
+    whose: str = OWN
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A format: the class that is printed for its sums, the bytes of so many elements in blocks of
-    a size, and whether it has blocks, whose elements share a scale.
+    """A scheme: the class that is printed for its sums, and what these send and keep.
+
+    ``sent`` and ``kept`` follow from the gradients' shapes, the number of ranks, and a size: that
+    of a block, how many elements are sent, or how many columns thin matrices have.
     """
 
     helper: str
-    bytes_of: Callable[[int, int], int]
-    blocks: bool
+    entry: str  # of [compress], which decides on the size; "" for a scheme without one
+    sent: Callable[[Shapes, int, int], Sent]
+    kept: Callable[[Shapes, int, int], dict[str, Kept]]
+    needs_rest: bool = False  # whether it means nothing without error feedback
+    casts: bool = False  # whether it does nothing where all floats are of one dtype
+    takes_grads: bool = False  # whether the class is given the gradients, and not their number
 
 
-def _of_two_bytes(num: int, block: int) -> int:
-    return 2 * num
+def elements(shapes: Shapes) -> int:
+    """How many numbers gradients of these shapes have."""
+    return sum(map(prod, shapes))
 
 
-def _of_a_byte(num: int, block: int) -> int:
-    return num + BYTES_OF_SCALE * (num // block)
+# rounded sums -------------------------------------------------------------------------------------
+def padded(shapes: Shapes, num: int, block: int) -> int:
+    """The number of elements of a rounded sum: ``num`` equal pieces of whole blocks."""
+    unit = num * block
+    return -(-elements(shapes) // unit) * unit
+
+
+def _rounded(helper: str, bits: int, *, blocks: bool = True) -> Wire:
+    def sent(shapes: Shapes, num: int, block: int) -> Sent:
+        size = padded(shapes, num, block)
+        whole = size * bits // 8 + (BYTES_OF_SCALE * (size // block) if blocks else 0)
+        return ("all_to_all", whole), ("all_gather", whole // num)
+
+    def kept(shapes: Shapes, num: int, block: int) -> dict[str, Kept]:
+        size = padded(shapes, num, block)
+        return {"residual": Kept((num, size)), "residual_of_sum": Kept((size,), PIECE)}
+
+    return Wire(helper, BLOCK if blocks else "", sent, kept, casts=not blocks)
+
+
+# picked sums --------------------------------------------------------------------------------------
+def _sent_top(shapes: Shapes, num: int, k: int) -> Sent:
+    return (("all_gather", (BYTES_OF_NUMBER + BYTES_OF_PLACE) * k),)
+
+
+def _kept_whole(shapes: Shapes, num: int, size: int) -> dict[str, Kept]:
+    return {"residual": Kept((num, elements(shapes)))}
+
+
+# low-rank sums ------------------------------------------------------------------------------------
+def thick(shapes: Shapes, rank: int) -> list[tuple[int, int]]:
+    """The gradients that are sent as products, as matrices: those of which that is not half."""
+    matrices = [(shape[0], prod(shape[1:])) for shape in shapes if len(shape) > 1]
+    return [(a, b) for a, b in matrices if 2 * rank * (a + b) < a * b]
+
+
+def _sent_low_rank(shapes: Shapes, num: int, rank: int) -> Sent:
+    matrices = thick(shapes, rank)
+    others = elements(shapes) - elements(matrices)
+    first, second = (rank * sum(m[i] for m in matrices) for i in (0, 1))
+    of_number = BYTES_OF_NUMBER
+    return ("all_reduce", of_number * (first + others)), ("all_reduce", of_number * second)
+
+
+def _kept_low_rank(shapes: Shapes, num: int, rank: int) -> dict[str, Kept]:
+    columns = (sum(b for _, b in thick(shapes, rank)), rank)
+    return {**_kept_whole(shapes, num, rank), "last_columns": Kept(columns, ALIKE)}
 
 
 WIRES: Mapping[str, Wire] = {
-    "bf16": Wire("BFloat16Sum", _of_two_bytes, blocks=False),
-    "fp16": Wire("Float16Sum", _of_two_bytes, blocks=False),
-    "fp8": Wire("Float8Sum", _of_a_byte, blocks=True),
-    "int8": Wire("Int8Sum", _of_a_byte, blocks=True),
-}
+    "bf16": _rounded("BFloat16Sum", 16, blocks=False),
+    "fp16": _rounded("Float16Sum", 16, blocks=False),
+    "fp8": _rounded("Float8Sum", 8),
+    "int8": _rounded("Int8Sum", 8),
+    "sign": _rounded("SignSum", 1),
+    "top-k": Wire("TopSum", SHARE, _sent_top, _kept_whole),
+    "power-sgd": Wire(
+        "LowRankSum", RANK, _sent_low_rank, _kept_low_rank, needs_rest=True, takes_grads=True
+    ),
+}  # fmt: skip
 HELPERS = frozenset(wire.helper for wire in WIRES.values())
-BASES = ("NarrowSum", "BlockSum")  # printed classes that those of the formats are made from
-MARK = "@"  # in the name of a residual, "layers.0.w_residual@dp"; no tensor of a model has it
-
-
-@dataclass(frozen=True)
-class Compress:
-    """How gradients are summed over data ranks: the plan's table ``[compress]``.
-
-    ``wire``: the format. ``least_mb``: transfers with fewer megabytes of gradients stay exact.
-    ``block``: how many elements share a scale. ``error_feedback``: whether ranks keep what rounding
-    has lost, and add it to what they send in the next step.
-    """
-
-    wire: str
-    least_mb: float = LEAST_MB
-    block: int = BLOCK
-    error_feedback: bool = True
-
-    def padded(self, size: int, num: int) -> int:
-        """The number of elements that ``size`` become: ``num`` equal pieces of whole blocks."""
-        unit = num * (self.block if WIRES[self.wire].blocks else 1)
-        return -(-size // unit) * unit
-
-    def lines(self) -> dict[str, str]:
-        """The entries of the table as TOML, by name."""
-        return {
-            "wire": f'"{self.wire}"', "least_mb": repr(self.least_mb), "block": str(self.block),
-            "error_feedback": str(self.error_feedback).lower(),
-        }  # fmt: skip
-
-
-def wire_bytes(wire: str, size: int, num: int, block: int) -> int:
-    """The bytes of ``size`` elements on the wire, for ``num`` ranks; each of both transfers sends
-    ``(num - 1) / num`` of them.
-    """
-    padded = Compress(wire, block=block).padded(size, num)
-    return WIRES[wire].bytes_of(padded, block)
-
-
-def read_compress(table: Mapping[str, Any], where: str) -> Compress:
-    """The table of a plan.toml as a Compress; PlanError for an unknown or wrong entry."""
-    known = {"wire": _is_wire, "least_mb": _is_size, "block": _is_block, "error_feedback": _is_flag}
-    for name, given in table.items():
-        if name not in known:
-            raise _wrong(where, f"there is no entry {name!r}", f"entries are {', '.join(known)}")
-        if why := known[name](given):
-            raise _wrong(where, f"{name} = {given!r} means nothing", why)
-    if "wire" not in table:
-        raise _wrong(where, "it does not say in which numbers", _is_wire(None))
-    return Compress(**table)
-
-
-def _is_wire(given: Any) -> str:
-    known = isinstance(given, str) and given in WIRES
-    return "" if known else f"wire is one of {', '.join(map(repr, WIRES))}"
-
-
-def _is_size(given: Any) -> str:
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    return "" if number and 0 <= given < 1e6 else "it is a number of megabytes"
-
-
-def _is_block(given: Any) -> str:
-    number = isinstance(given, int) and not isinstance(given, bool)
-    fits = number and SMALLEST_BLOCK <= given <= LARGEST_BLOCK and given % SMALLEST_BLOCK == 0
-    return "" if fits else f"it is a multiple of 8, from {SMALLEST_BLOCK} to {LARGEST_BLOCK:,}"
-
-
-def _is_flag(given: Any) -> str:
-    return "" if isinstance(given, bool) else "it is true or false"
-
-
-def _wrong(where: str, what: str, why: str) -> PlanError:
-    do = 'Write [compress], and below it wire = "int8"; docs/reference/plan.md has all entries.'
-    return PlanError(where=f"{where}, compress", what=what, why=why, do=do)
+BASES = ("NarrowSum", "RoundedSum", "BlockSum")  # printed classes that those are made from
 
 
 def is_residual(name: str) -> bool:
-    """Whether a buffer of a program is what rounding has left over, and none of the model's."""
+    """Whether a buffer of a program is what its sums have not sent, and none of the model's."""
     return MARK in name

@@ -1,9 +1,8 @@
-"""What sums in narrow numbers have to give, computed from all ranks' numbers by the definition.
+"""Compare the classes of a text that send sums with fewer bytes with the schemes' definitions.
 
-In: a loaded role whose text sends sums in narrow numbers. Out: the same role with stand-ins for the
-classes of these sums: exact ones, with which the rest of the text is compared with the model, and
-those of the definition, with which the classes themselves are compared. Never: the printed classes,
-or what prints them; both would share their mistakes.
+In: a loaded role whose text has such classes. Out: the same role with stand-ins for them: exact
+sums, with which the rest of the text is compared with the model, and those of the definition
+(``defined_sums.py``), with which the classes themselves are compared.
 """
 
 from __future__ import annotations
@@ -17,70 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from partc.plan import Plan
-from partc.plan.wires import HELPERS, WIRES, Compress, is_residual
+from partc.plan.compress import Compress
+from partc.plan.wires import HELPERS, WIRES, is_residual
 from partc.program.role import Role
+from partc.verification.defined_sums import Site
 
 STEPS = 3  # in which what is left over is sent twice
-LARGEST = {"int8": 127, "fp8": 448}  # of what a byte stands for, of which as much is negative
-
-
-def rounded(x: Tensor, how: Compress) -> Tensor:
-    """Numbers ``[n]`` as they arrive when they are sent in a format; ``n`` is a multiple of the
-    block.
-
-    int8: a block is divided by its largest absolute value over 127, and each quotient becomes the
-    nearest whole number, of two the larger one. A block of zeros arrives as zeros. fp8: the same
-    with 448, and each quotient becomes the nearest float8_e4m3fn.
-    """
-    if how.wire == "bf16":
-        return x.to(torch.bfloat16).to(x.dtype)
-    if how.wire == "fp16":
-        return x.to(torch.float16).to(x.dtype)
-    found, most = torch.zeros_like(x), LARGEST[how.wire]
-    for at in range(0, x.numel(), how.block):
-        block = x[at : at + how.block]
-        scale = block.abs().max() / most
-        if scale == 0:
-            continue
-        small = (block / scale).clamp(-most, most)
-        small = small.to(torch.float8_e4m3fn) if how.wire == "fp8" else torch.floor(small + 0.5)
-        found[at : at + how.block] = small.to(x.dtype) * scale
-    return found
-
-
-@dataclass
-class Site:
-    """One sum of a step: what rounding has lost so far, ``[num, n]`` of all ranks' numbers, and
-    ``[n]`` of their sums.
-    """
-
-    of_ranks: Tensor
-    of_sum: Tensor
-
-    @classmethod
-    def of(cls, parts: Tensor) -> Site:
-        return cls(torch.zeros_like(parts), torch.zeros_like(parts[0]))
-
-    def add(self, parts: Tensor, how: Compress) -> Tensor:
-        """The sum ``[n]`` of all ranks' padded numbers ``[num, n]``, in one step.
-
-        What is lost is kept unless the sum is not finite; without error feedback nothing is kept.
-        """
-        wanted = parts + self.of_ranks
-        arrived = torch.stack([rounded(each, how) for each in wanted])
-        of_all = arrived.sum(0) + self.of_sum
-        total = rounded(of_all, how)
-        if how.error_feedback and bool(total.isfinite().all()):
-            self.of_ranks, self.of_sum = wanted - arrived, of_all - total
-        return total
-
-
-def padded(parts: Tensor, how: Compress) -> Tensor:
-    """Rows of numbers with zeros behind them, up to whole pieces of whole blocks."""
-    num, size = parts.shape
-    whole = parts.new_zeros(num, how.padded(size, num))
-    whole[:, :size] = parts
-    return whole
 
 
 class Arrived:
@@ -103,42 +44,60 @@ class Definition:
     num: int
     rank: int
     sites: list[Site] = field(default_factory=list)
-    at: int = 0
+    states: list[list[Tensor]] = field(default_factory=list)  # of the text, by the order of sums
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self.at = 0
-
-    def __call__(
-        self, flat: Tensor, num: int, block: int, state: list[Tensor], group: Any
-    ) -> Arrived:
-        """The sum, written to ``flat``; ``state`` gets what is left over, to be compared."""
+    def __call__(self, flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any) -> Any:
+        """The sum, written to ``flat``; what it has not sent stays here until the step ends."""
         mine = flat.reshape(1, -1).to(torch.float32)  # which raises to float64 where verify does
         every = mine.new_empty(self.num, mine.numel())
         self.dist.all_gather_single(every, mine, group=group)
-        parts = padded(every, self.how)
-        if self.at == len(self.sites):
-            self.sites.append(Site.of(parts))
-        site, self.at = self.sites[self.at], self.at + 1
-        flat.copy_(site.add(parts, self.how)[: flat.numel()].view(flat.shape))
-        left = (site.of_ranks[self.rank], site.of_sum.chunk(self.num)[self.rank])
-        for kept, lost in zip(state, left, strict=False):
-            kept.copy_(lost.view(kept.shape))
+        if len(self.states) == len(self.sites):
+            shapes = [x.shape for x in among] if isinstance(among, list) else [flat.shape]
+            self.sites.append(Site(self.how, shapes))
+        site = self.sites[len(self.states)]
+        self.states.append(state)
+        flat.copy_(site.add(every).view(flat.shape))
         return Arrived()
+
+    def end(self, finite: bool) -> None:
+        """End a step; without a finite sum all that is left over stays as it was. The text's
+        buffers get it, to be compared.
+        """
+        for site, state in zip(self.sites, self.states, strict=False):
+            if finite:
+                site.keep()
+            for buffer, kept in zip(state, site.kept, strict=False):
+                buffer.copy_(kept[self.rank].reshape(buffer.shape))
+        self.states.clear()
+
+
+@dataclass
+class Spoiled:
+    """A class of sums, of which one, by its number in a step, gets an infinite element."""
+
+    made: Callable[..., Any]
+    number: int = -1
+    count: int = 0
+
+    def __call__(self, flat: Tensor, *given: Any) -> Any:
+        self.count += 1
+        if self.count == self.number:
+            flat.view(-1)[0] = inf
+        return self.made(flat, *given)
 
 
 # the text of one rank ----------------------------------------------------------------------------
 def classes_of(role: Role) -> dict[str, Any]:
-    """The classes of a text that send sums in narrow numbers, by name."""
+    """The classes of a text that send sums with fewer bytes, by name."""
     module = role.module.__dict__
     return {name: module[name] for name in sorted(HELPERS) if name in module}
 
 
 def sum_exactly(role: Role) -> None:
-    """Let a role's text sum gradients in the numbers that it is given, in place of narrow ones."""
+    """Let a role's text sum gradients in the numbers that it is given, in place of fewer bytes."""
     module = role.module.__dict__
 
-    def exact(flat: Tensor, num: int, block: int, state: list[Tensor], group: Any) -> Any:
+    def exact(flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any) -> Any:
         return module["dist"].all_reduce(flat, group=group, async_op=True)
 
     module.update(dict.fromkeys(classes_of(role), exact))
@@ -169,32 +128,30 @@ class Narrow:
 
     @property
     def rounds_in_float64(self) -> bool:
-        """Whether the format rounds too where all narrower floats have become float64: casts to
-        them are none there.
+        """Whether the scheme changes numbers too where all narrower floats have become float64:
+        casts to them are none there.
         """
-        return WIRES[self.how.wire].blocks
-
-    def _put(self, stand_ins: Mapping[str, Any]) -> None:
-        self.role.module.__dict__.update(stand_ins)
+        return not WIRES[self.how.wire].casts
 
     def rows(self, step: nn.Module, run: Callable[[], object]) -> Iterator[tuple[str, str, float]]:
         """What was compared, of which tensor, and its relative error, after STEPS steps of the
         classes and of the definition. ``run`` takes a step from the same weights on the same batch.
         """
-        self._put(self.classes)
-        mine = self._after(step, run, lambda: None)
         defined = Definition(self.role.module.__dict__["dist"], self.how, self.num, self.place)
-        self._put(dict.fromkeys(self.classes, defined))
-        wanted = self._after(step, run, defined.begin)
+        mine = self._after(step, run, self.classes, lambda finite: None)
+        wanted = self._after(step, run, dict.fromkeys(self.classes, defined), defined.end)
         for (kind, name), tensor in wanted.items():
             yield kind, name, _error(mine[kind, name], tensor)
 
     def _after(
-        self, step: nn.Module, run: Callable[[], object], begin: Callable[[], None]
-    ) -> dict[tuple[str, str], Tensor]:
+        self, step: nn.Module, run: Callable[[], object], classes: Mapping[str, Any],
+        end: Callable[[bool], None],
+    ) -> dict[tuple[str, str], Tensor]:  # fmt: skip
         """The gradients that STEPS steps have added up, and what is left over behind them, and
-        behind a step more whose gradients are not finite.
+        behind two steps more, in which the first and the last sum are not finite.
         """
+        spoiled = {name: Spoiled(each) for name, each in classes.items()}
+        self.role.module.__dict__.update(spoiled)
         held = self.role.tensors(step)
         left = {name: x for name, x in held.items() if is_residual(name)}
         for tensor in held.values():
@@ -202,24 +159,17 @@ class Narrow:
         for tensor in left.values():
             tensor.zero_()
         for _ in range(STEPS):
-            begin()
             run()
+            end(True)
         grads = {n: x.grad.clone() for n, x in held.items() if x.grad is not None}
         found = {("rounded gradient", name): x for name, x in grads.items()}
         found |= {("left over", name): x.clone() for name, x in left.items()}
-        begin()
-        self._spoiled(held, run)
+        for each in spoiled.values():
+            for number in (1, each.count // STEPS):
+                each.count, each.number = 0, number if self.place == 0 else -1
+                run()
+                end(False)
         return found | {("left over behind inf", name): x.clone() for name, x in left.items()}
-
-    def _spoiled(self, held: Mapping[str, Tensor], run: Callable[[], object]) -> None:
-        """A step from weights of which all are infinite; they are put back behind it."""
-        params = [held[shard.name] for shard in self.role.params]
-        before = [param.detach().clone() for param in params]
-        for param in params:
-            param.data.fill_(inf)
-        run()
-        for param, values in zip(params, before, strict=True):
-            param.data.copy_(values)
 
 
 def _error(mine: Tensor, wanted: Tensor) -> float:

@@ -1,17 +1,18 @@
-"""Send sums of gradients over data ranks in narrow numbers, where the plan says so.
+"""Send sums of gradients over data ranks with fewer bytes, where the plan says so.
 
     all_reduce_joined([d_w, d_b], dp)
-        -->  all_reduce_joined([d_w, d_b], dp, wire="int8", block=256, state=[residual, of_sum])
+        -->  all_reduce_joined([d_w, d_b], dp, wire="int8", size=256, state=[residual, of_sum])
 
-A sum is compressed if nothing but the optimizer reads it, and if it has enough bytes: other sums,
-such as that of the loss, stay exact. With error feedback a rank keeps what rounding has lost, and
-adds it to what it sends in the next step. That is state of the program, in two buffers:
+A sum is compressed if nothing but the optimizer reads it, if it has enough bytes, and if that sends
+fewer: other sums, such as that of the loss, stay exact. With error feedback a rank keeps what it
+has not sent, and adds it to what it sends in the next step. That is state of the program, in
+buffers that the scheme names (``partc/plan/wires.py``); of rounded sums
 
 - ``w_residual@dp`` of this rank's own numbers. It is an unfinished sum, of which every data rank
   has another part, so the buffer has a row for each rank: ``f32[4@dp,8448]``.
 - ``w_residual_of_sum@dp`` of the piece that this rank sums up for all: ``f32[8448@dp]``.
 
-Both begin as zeros. Runs behind bucketing, as a bucket is one sum, and before waits are placed.
+All begin as zeros. Runs behind bucketing, as a bucket is one sum, and before waits are placed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
+from partc.cost.bytes import sent_bytes
 from partc.errors import PlanError
 from partc.graph import (
     Graph,
@@ -36,14 +39,15 @@ from partc.graph import (
     value,
 )
 from partc.graph.graph_edits import fake_like
-from partc.graph.moves import moved, results
+from partc.graph.moves import moved, results, wire_of
 from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.plan import Plan
 from partc.plan.batch import DATA_AXES
+from partc.plan.compress import COMPRESS, Compress
 from partc.plan.field_kinds import plan_error
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Sharding, cut
-from partc.plan.wires import COMPRESS, MARK, Compress
+from partc.plan.wires import ALIKE, MARK, WIRES, Kept
 
 SUMS = (collectives.all_reduce, collectives.all_reduce_joined)
 
@@ -84,24 +88,42 @@ def _refused(what: str, why: str, do: str) -> PlanError:
 
 # rewriting ----------------------------------------------------------------------------------------
 def compress_sums(graph: Graph, plan: Plan, mesh: Mesh) -> Graph:
-    """Give the sums of gradients the plan's wire format, and buffers for what rounding loses."""
+    """Give the sums of gradients the plan's scheme, and buffers for what that does not send."""
     how = plan.compress
     assert how is not None
-    sizes = {node: sum(int(fake_of(x).nbytes) for x in moved(node)) for node in _sums(graph)}
-    large = [node for node, size in sizes.items() if size >= how.least_mb * BYTES_PER_MB]
-    if not large:
-        most_mb = max(sizes.values(), default=0) / BYTES_PER_MB
+    sums = [*_sums(graph)]
+    large = [node for node in sums if _bytes(node) >= how.least_mb * BYTES_PER_MB]
+    chosen = [node for node in large if _sends_less(node, how)]
+    if not chosen:
+        most_mb = max(map(_bytes, sums), default=0) / BYTES_PER_MB
         raise _refused(
             "no sum of gradients is compressed", f"the largest has {most_mb:g} MB, and least_mb is "
-            f"{how.least_mb:g}", "Write a smaller least_mb, or leave [compress] out.",
+            f"{how.least_mb:g}; and {how.wire} has to send fewer bytes than the numbers themselves",
+            "Write a smaller least_mb, or leave [compress] out.",
         )  # fmt: skip
-    for node in large:
-        named = {**node.kwargs, "wire": how.wire, "block": how.block}
+    for node in chosen:
+        node.kwargs = {**node.kwargs, **_named(node, how)}
         if how.error_feedback:
-            named["state"] = _state(graph, node, how)
-        node.kwargs = named
+            node.kwargs = {**node.kwargs, "state": _state(graph, node)}
     graph.fx.lint()
     return graph
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(int(fake_of(x).nbytes) for x in moved(node))
+
+
+def _named(node: fx.Node, how: Compress) -> dict[str, Any]:
+    """The keywords of a sum of a scheme."""
+    return {"wire": how.wire, "size": how.size(sum(fake_of(x).numel() for x in moved(node)))}
+
+
+def _sends_less(node: fx.Node, how: Compress) -> bool:
+    exact, plain = sent_bytes(node), node.kwargs
+    node.kwargs = {**plain, **_named(node, how)}
+    narrow = sent_bytes(node)
+    node.kwargs = plain
+    return narrow < exact
 
 
 def _sums(graph: Graph) -> Iterator[fx.Node]:
@@ -120,29 +142,30 @@ def _sums(graph: Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _state(graph: Graph, node: fx.Node, how: Compress) -> list[fx.Node]:
-    """The two buffers of one sum, as placeholders behind those of the model.
+def _state(graph: Graph, node: fx.Node) -> list[fx.Node]:
+    """The buffers of one sum, as placeholders behind those of the model.
 
     They are named after the sum's first parameter, which is in no other sum: so programs of other
     batches or losses, which share buffers by name, share those of the same gradients.
     """
-    axis, num = str(node.kwargs["axis"]), int(str(node.kwargs["num"]))
-    padded = how.padded(sum(fake_of(x).numel() for x in moved(node)), num)
-    words = {"residual": (num, padded), "residual_of_sum": (padded,)}
-    first = node if is_tensor(node) else results(node, len(moved(node)))[0]
+    axis, num, size = (node.kwargs[name] for name in ("axis", "num", "size"))
+    shapes = [fake_of(x).shape for x in moved(node)]
+    kept = WIRES[wire_of(node)].kept(shapes, int(str(num)), int(str(size)))
+    first = node if is_tensor(node) else results(node, len(shapes))[0]
     param = next(name for name, grad in graph.grads.items() if grad is first)
     return [
-        _buffer(graph, f"{param}_{word}{MARK}{axis}", shape, axis) for word, shape in words.items()
+        _buffer(graph, f"{param}_{word}{MARK}{axis}", each, str(axis))
+        for word, each in kept.items()
     ]
 
 
-def _buffer(graph: Graph, name: str, shape: tuple[int, ...], axis: str) -> fx.Node:
+def _buffer(graph: Graph, name: str, kept: Kept, axis: str) -> fx.Node:
     last = [n for n in graph.fx.nodes if n.op == "placeholder" and value(n).kind != "input"][-1]
     with graph.fx.inserting_after(last):
         node = graph.fx.placeholder(name.replace(".", "_").replace(MARK, "_"))
-    sharding = Sharding.of({axis: cut(0)}, graph.mesh)
-    local = sharding.local_shape(shape, graph.mesh)
+    sharding = Sharding.of({} if kept.whose == ALIKE else {axis: cut(0)}, graph.mesh)
+    local = sharding.local_shape(kept.shape, graph.mesh)
     assert local is not None
-    set_value(node, Value(kind="buffer", shape=shape, name=name, sharding=sharding))
+    set_value(node, Value(kind="buffer", shape=kept.shape, name=name, sharding=sharding))
     set_fake(node, fake_like(graph.fx, torch.empty(local, device="meta")))
     return node

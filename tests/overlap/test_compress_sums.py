@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from partc.api import compile
 from partc.errors import PlanError
 from partc.plan import Plan
-from partc.plan.wires import Compress, is_residual, wire_bytes
+from partc.plan.compress import Compress
+from partc.plan.wires import WIRES, is_residual
 from partc.program import Program
 from partc.program.residuals import fitted
 from partc.program.role import Role
@@ -73,20 +74,38 @@ def counted(program: Program) -> Counter[str]:
     return run_ranks(program.mesh.num_ranks, rank)[0]
 
 
-@pytest.mark.parametrize(("wire", "block"), [("int8", 32), ("int8", 256), ("bf16", 256)])
-def test_bytes_are_those_that_are_sent(wire: str, block: int) -> None:
-    program = compiled(PLAN.replace("int8", wire).replace("= 32", f"= {block}"))
+OWN = {"int8": "block = 32", "sign": "block = 8", "top-k": "share = 0.02", "power-sgd": "rank = 2"}
+
+
+def plan_of(wire: str, own: str = "") -> str:
+    table = f'[compress]\nwire = "{wire}"\nleast_mb = 0.001\n{own or OWN.get(wire, "")}\n'
+    return f'preset = "ddp"\nallow = ["compress"]\n{table}'
+
+
+@pytest.mark.parametrize(
+    ("wire", "own"), [*OWN.items(), ("int8", "block = 256"), ("bf16", ""), ("fp8", "")]
+)
+def test_bytes_are_those_that_are_sent(wire: str, own: str) -> None:
+    program = compiled(plan_of(wire, own))
     traffic = {each["kind"]: each["sent_bytes"] for each in program.cost.as_json()["traffic"]}
-    sent = counted(program)
-    assert sent["narrow"] == traffic[f"all_reduce in {wire}"]
-    assert sent["all_reduce"] == traffic["all_reduce"]
+    assert counted(program).total() == sum(traffic.values())
     assert f"all_reduce in {wire} over dp" in program.source()
 
 
-def test_what_a_piece_takes() -> None:
-    """100 numbers on 4 ranks in blocks of 8: 128 bytes and 16 scales; 25 on each as bf16."""
-    assert wire_bytes("int8", 100, 4, 8) == 128 + 16 * 4
-    assert wire_bytes("bf16", 100, 4, 8) == 200
+@pytest.mark.parametrize(
+    ("wire", "size", "sent"),
+    [
+        # 100 numbers on 4 ranks in blocks of 8: 128 bytes and 16 scales; 25 on each as bf16
+        ("int8", 8, (("all_to_all", 192), ("all_gather", 48))),
+        ("sign", 8, (("all_to_all", 16 + 64), ("all_gather", 20))),
+        ("bf16", 1, (("all_to_all", 200), ("all_gather", 50))),
+        ("top-k", 3, (("all_gather", 24),)),
+        # of 18 x 5 and 10: rows and 10 numbers, then columns
+        ("power-sgd", 1, (("all_reduce", 4 * 28), ("all_reduce", 4 * 5))),
+    ],
+)
+def test_what_a_sum_takes(wire: str, size: int, sent: tuple[tuple[str, int], ...]) -> None:
+    assert WIRES[wire].sent([(18, 5), (10,)], 4, size) == sent
 
 
 @pytest.mark.parametrize(("least_mb", "narrow"), [("0.001", 3), ("0.0005", 4)])
@@ -117,6 +136,15 @@ REFUSED = {
     "none is large enough": (PLAN.replace("0.001", "5"), "dp=4", "no sum of gradients"),
     "an unknown format": (PLAN.replace("int8", "int7"), "dp=4", "'int7' means nothing"),
     "an odd block": (PLAN.replace("= 32", "= 12"), "dp=4", "a multiple of 8"),
+    "an entry of others": (f"{PLAN}share = 0.5\n", "dp=4", "int8 reads no share"),
+    "no share": (plan_of("top-k", "share = 0"), "dp=4", "a number above 0"),
+    "no rank": (plan_of("power-sgd", "rank = 0"), "dp=4", "from 1 to"),
+    "no fewer bytes": (plan_of("power-sgd", "rank = 9"), "dp=4", "has to send fewer bytes"),
+    "nothing kept": (
+        f"{plan_of('power-sgd')}error_feedback = false\n",
+        "dp=4",
+        "does not work without error_feedback",
+    ),
     "no format": (PLAN.replace('wire = "int8"', ""), "dp=4", "in which numbers"),
     "an unknown entry": (f"{PLAN}scale = 2\n", "dp=4", "no entry 'scale'"),
     "an unknown word": (PLAN.replace('["compress"]', '["speed"]'), "dp=4", "'speed'"),

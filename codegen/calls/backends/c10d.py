@@ -50,20 +50,23 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
     return f"{name}, {done} = {call}({', '.join(operands)})"
 
 
-def narrow_sum(node: fx.Node, flat: str, state: Sequence[str], helpers: Helpers) -> str:
-    """The call that starts a sum in narrow numbers: ``Int8Sum(flat, 4, 256, [...], self.dp)``.
+def narrow_sum(
+    node: fx.Node, flat: str, grads: str, state: Sequence[str], helpers: Helpers
+) -> str:  # fmt: skip
+    """The call that starts a sum with fewer bytes: ``Int8Sum(flat, 4, 256, [...], self.dp)``.
 
-    ``state`` has the texts of the buffers for what rounding loses.
+    ``grads`` and ``state`` have the texts of the gradients in ``flat``, and of the buffers for what
+    is not sent.
     """
     wire, k = WIRES[wire_of(node)], dict(node.kwargs)
-    sizes = [str(k["num"]), *([str(k["block"])] if wire.blocks else ["1"])]
-    operands = [flat, *sizes, f"[{', '.join(state)}]", f"self.{k['axis']}"]
+    among = grads if wire.takes_grads else str(k["num"])
+    operands = [flat, among, str(k["size"]), f"[{', '.join(state)}]", f"self.{k['axis']}"]
     return f"{helpers.use(wire.helper)}({', '.join(operands)})"
 
 
 def all_reduce(node: fx.Node, name: str, *, at_once: bool = True) -> str:
     """The call of an all_reduce, a sum or a maximum; ``at_once`` it also waits for the result."""
-    assert not wire_of(node), "a sum in narrow numbers is no all_reduce of c10d"
+    assert not wire_of(node), "a sum with fewer bytes is no all_reduce of c10d"
     op = ", op=dist.ReduceOp.MAX" if node.kwargs.get("op", "sum") == "max" else ""
     later = "" if at_once else ", async_op=True"
     return f"dist.all_reduce({name}{op}, group=self.{node.kwargs['axis']}{later})"
