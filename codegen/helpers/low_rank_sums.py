@@ -11,11 +11,6 @@ from torch import Tensor
 from partc.codegen.helpers.narrow_sums import NarrowSum
 
 
-def in_a_row(parts: list[Tensor]) -> Tensor:
-    """The numbers of all parts, one part behind the other."""
-    return torch.cat([part.flatten() for part in parts])
-
-
 class LowRankSum(NarrowSum):
     """A gradient M [a, b] is sent as M @ Q [a, rank], and then as M.T @ P [b, rank] (PowerSGD).
 
@@ -34,7 +29,7 @@ class LowRankSum(NarrowSum):
         thick, others = self.parts(self.x)
         last = state[1].to(torch.float32).split([m.shape[1] for m in thick])
         sent = [m @ torch.linalg.qr(q).Q for m, q in zip(thick, last, strict=True)]
-        self.sums = in_a_row([*sent, *others])
+        self.sums = torch.cat([m.flatten() for m in (*sent, *others)])
         self.done = dist.all_reduce(self.sums, group=group, async_op=True)
 
     def parts(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:

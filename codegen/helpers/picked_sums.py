@@ -11,15 +11,6 @@ from torch import Tensor
 from partc.codegen.helpers.narrow_sums import NarrowSum
 
 
-def largest(sizes: Tensor, k: int) -> Tensor:
-    """The places of the `k` largest sizes; of equal ones those of the first."""
-    sizes = sizes.nan_to_num(torch.inf, torch.inf)
-    least = sizes.topk(k).values[-1]
-    above, equal = sizes > least, sizes == least
-    taken = above | (equal & (equal.cumsum(0) <= k - above.sum()))
-    return taken.to(torch.int32).topk(k).indices
-
-
 class TopSum(NarrowSum):
     """Every rank sends its `k` largest numbers, and their places, to all ranks, which add them."""
 
@@ -28,8 +19,9 @@ class TopSum(NarrowSum):
     ) -> None:
         super().__init__(flat, state, group)
         x = self.with_rest(flat.flatten().to(torch.float32))
-        at = largest(x.abs(), k)
-        self.k, self.lost = k, [x.index_fill(0, at, 0.0)]
+        self.k = k
+        at = self.largest(x.abs())
+        self.lost = [x.index_fill(0, at, 0.0)]
         sent = torch.cat([x[at].view(torch.int8), at.to(torch.int32).view(torch.int8)])
         self.sums = sent.new_empty(num, len(sent))
         self.done = dist.all_gather_single(self.sums, sent, group=group, async_op=True)
@@ -45,3 +37,11 @@ class TopSum(NarrowSum):
         self.write(total)
         del self.done, self.sums
         return True
+
+    def largest(self, sizes: Tensor) -> Tensor:
+        """The places of the `k` largest sizes; of equal ones those of the first."""
+        sizes = sizes.nan_to_num(torch.inf, torch.inf)
+        least = sizes.topk(self.k).values[-1]
+        above, equal = sizes > least, sizes == least
+        taken = above | (equal & (equal.cumsum(0) <= self.k - above.sum()))
+        return taken.to(torch.int32).topk(self.k).indices

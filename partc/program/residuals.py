@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partc.errors import LoadError
 from partc.plan import Plan
-from partc.plan.wires import is_residual
+from partc.plan.wires import RANK, WIRES, is_residual
 
 BUCKETS = ("bucket_mb", "bucket_copy_mb", "grad_parts")  # decide which gradients share a sum
 
@@ -31,8 +31,10 @@ def of_sums(plan: str) -> dict[str, Any]:
     found = Plan.parse(plan)
     if found.compress is None or not found.compress.error_feedback:
         return {}
+    how = found.compress
     known: dict[str, Any] = {name: getattr(found, name) for name in BUCKETS}
-    return {**known, "least_mb": found.compress.least_mb}
+    known |= {"least_mb": how.least_mb, "keeps": [*WIRES[how.wire].kept([(1,)], 1, 1)]}
+    return {**known, RANK: how.rank} if WIRES[how.wire].entry == RANK else known
 
 
 @torch.no_grad()
