@@ -74,14 +74,19 @@ class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
             self.finite.append(grad.isfinite().all())
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
-    def finish(self) -> None:
+    def finish(self, *others: dist.ProcessGroup) -> None:
         """Wait for gradients that ranks are summing, and add them to those of the parameters.
 
-        All ranks see the same sums, so that all keep what they have not sent of them, or none does.
+        Ranks that sum see the same sums, so that all of them keep what they have not sent, or none
+        does; `others` are groups of ranks that see other sums of this step.
         """
         passed, ended = Reduced(), Reduced()
         self.pass_on(passed)
         passed.pass_on(ended)
         finite = torch.stack(ended.finite).all()
+        for group in others if ended.arrived else ():
+            unfit = (~finite).to(torch.float32)
+            dist.all_reduce(unfit, op=dist.ReduceOp.MAX, group=group)
+            finite = unfit == 0
         for done in ended.arrived:
             done.keep(finite)

@@ -8,7 +8,7 @@ from partc.errors import CheckError
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import dtype_name
-from partc.plan.wires import MARK, is_residual
+from partc.plan.wires import ALIKE, MARK, is_residual, whose
 from partc.program import Program
 from partc.program.holders import roles_of
 from partc.program.role import Role, Shard
@@ -56,11 +56,15 @@ def _differences(role: Role, program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _other_residual(shard: Shard, program: Program) -> Iterator[tuple[str, str]]:
-    """What is wrong with a buffer for what rounding loses: every data rank has its own."""
+    """What is wrong with a buffer for what sums have not sent: a row belongs to each data rank."""
     how, axis = Plan.parse(program.plan).compress, shard.name.rpartition(MARK)[2]
-    if how is None or not how.error_feedback:
-        yield f"{shard.key} is what rounding has left over", "the plan's [compress] keeps none"
-    if shard.cuts != ((axis, 0, 1),):
+    alike = whose(shard.name) == ALIKE
+    kept = how is not None and (how.error_feedback or alike)
+    if not kept:
+        yield f"{shard.key} is what sums have left over", "the plan's [compress] keeps none"
+    wanted = set() if alike else {(axis, 0, 1)}
+    others = {(each, 0 if alike else 1, 1) for each in program.mesh.names if each != axis}
+    if not wanted <= {*shard.cuts} <= wanted | others:
         yield f"{shard.key} is cut as {shard.cuts}", f"every rank of {axis} has a part of its own"
 
 

@@ -57,6 +57,11 @@ def state_of(node: fx.Node) -> list[fx.Node]:
     return list(kept)
 
 
+def cut_over(node: fx.Node) -> tuple[str, ...]:
+    """The axes over which the gradients are cut that a collective sums, so that it sums pieces."""
+    return tuple(axis for axis, _ in value(moved(node)[0]).sharding.cuts())
+
+
 def wire_of(node: fx.Node) -> str:
     """The narrow format in which a sum is sent, "" for any other collective."""
     return str(node.kwargs.get("wire", ""))

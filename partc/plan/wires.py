@@ -23,7 +23,8 @@ BLOCK, SHARE, RANK = "block", "share", "rank"  # entries of [compress], of which
 BYTES_OF_SCALE = 4  # float32, one for each block
 BYTES_OF_NUMBER = BYTES_OF_PLACE = 4  # float32, and int32
 MARK = "@"  # in the name of a residual, "layers.0.w_residual@dp"; no tensor of a model has it
-OWN, PIECE, ALIKE = "of each rank", "a piece on each rank", "the same on all ranks"
+OWN, PIECE, ALIKE = "a row of each rank", "a piece on each rank", "the same on all ranks"
+RESIDUAL, OF_SUM, COLUMNS = "residual", "residual_of_sum", "last_columns"  # words in names
 
 Shapes = Sequence[Sequence[int]]  # of the gradients that one sum has
 Sent = tuple[tuple[str, int], ...]  # the transfers of a sum: their kinds, the bytes a rank puts in
@@ -31,12 +32,17 @@ Sent = tuple[tuple[str, int], ...]  # the transfers of a sum: their kinds, the b
 
 @dataclass(frozen=True)
 class Kept:
-    """A buffer for what a sum has not sent, or needs again: the shape of all ranks' buffers
-    together, and which of its parts is whose.
+    """A buffer for what a sum has not sent, or needs again: the shape of the buffers of all ranks
+    that sum, together, and which of its parts is whose: a row, or all of it.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
     whose: str = OWN
+
+    def over(self, num: int) -> tuple[int, int]:
+        """The shape where gradients are cut in ``num`` pieces, each of which is summed apart."""
+        rows, columns = self.shape
+        return (rows * num, columns) if self.whose == ALIKE else (rows, columns * num)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def _rounded(helper: str, bits: int, *, blocks: bool = True) -> Wire:
 
     def kept(shapes: Shapes, num: int, block: int) -> dict[str, Kept]:
         size = padded(shapes, num, block)
-        return {"residual": Kept((num, size)), "residual_of_sum": Kept((size,), PIECE)}
+        return {RESIDUAL: Kept((num, size)), OF_SUM: Kept((num, size // num), PIECE)}
 
     return Wire(helper, BLOCK if blocks else "", sent, kept, casts=not blocks)
 
@@ -87,7 +93,7 @@ def _sent_top(shapes: Shapes, num: int, k: int) -> Sent:
 
 
 def _kept_whole(shapes: Shapes, num: int, size: int) -> dict[str, Kept]:
-    return {"residual": Kept((num, elements(shapes)))}
+    return {RESIDUAL: Kept((num, elements(shapes)))}
 
 
 # low-rank sums ------------------------------------------------------------------------------------
@@ -107,7 +113,7 @@ def _sent_low_rank(shapes: Shapes, num: int, rank: int) -> Sent:
 
 def _kept_low_rank(shapes: Shapes, num: int, rank: int) -> dict[str, Kept]:
     columns = (sum(b for _, b in thick(shapes, rank)), rank)
-    return {**_kept_whole(shapes, num, rank), "last_columns": Kept(columns, ALIKE)}
+    return {**_kept_whole(shapes, num, rank), COLUMNS: Kept(columns, ALIKE)}
 
 
 WIRES: Mapping[str, Wire] = {
@@ -128,3 +134,9 @@ BASES = ("NarrowSum", "RoundedSum", "BlockSum")  # printed classes that those ar
 def is_residual(name: str) -> bool:
     """Whether a buffer of a program is what its sums have not sent, and none of the model's."""
     return MARK in name
+
+
+def whose(name: str) -> str:
+    """Which part of such a buffer is whose, by its name."""
+    word = name.partition(MARK)[0]
+    return PIECE if word.endswith(OF_SUM) else ALIKE if word.endswith(COLUMNS) else OWN

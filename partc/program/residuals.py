@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partc.errors import LoadError
 from partc.plan import Plan
-from partc.plan.wires import RANK, WIRES, is_residual
+from partc.plan.mesh import TP, Mesh
+from partc.plan.wires import PIECE, RANK, WIRES, is_residual, whose
 
 BUCKETS = ("bucket_mb", "bucket_copy_mb", "grad_parts")  # decide which gradients share a sum
 
 
-def of_sums(plan: str) -> dict[str, Any]:
+def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
     """What decides of which gradients the sums of a program are, by a plan given as text; empty
     without error feedback.
 
@@ -34,7 +36,8 @@ def of_sums(plan: str) -> dict[str, Any]:
     how = found.compress
     known: dict[str, Any] = {name: getattr(found, name) for name in BUCKETS}
     known |= {"least_mb": how.least_mb, "keeps": [*WIRES[how.wire].kept([(1,)], 1, 1)]}
-    return {**known, RANK: how.rank} if WIRES[how.wire].entry == RANK else known
+    known |= {RANK: how.rank} if WIRES[how.wire].entry == RANK else {}
+    return {**known, TP: dict(mesh.axes).get(TP, 1)}
 
 
 @torch.no_grad()
@@ -45,18 +48,20 @@ def begin(held: Mapping[str, Tensor], loaded: Collection[str] = ()) -> None:
             tensor.zero_()
 
 
-def fitted(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
+def fitted(name: str, whole: Tensor, shape: tuple[int, ...], num: int) -> Tensor:
     """What is left over, for another number of ranks: ``f32[4,8448] -> f32[2,8320]``.
 
-    Every rank gets an equal part of the sum over ranks. Elements behind the gradients are zeros, of
-    which there may be more or fewer.
+    Every rank gets an equal part of the sum over ranks, or its piece of what sums have lost.
+    Elements behind the gradients are zeros, of which there may be more or fewer. ``num``: of pieces
+    of gradients, each summed apart, that stand side by side.
     """
-    if len(shape) == 2:
-        whole = (whole.sum(0, keepdim=True) / shape[0]).expand(shape[0], -1)
-    size = min(whole.shape[-1], shape[-1])
-    found = whole.new_zeros(shape)
-    found[..., :size] = whole[..., :size]
-    return found
+    of_sums, parts = whose(name) == PIECE, whole.view(len(whole), num, -1)
+    rows = parts.transpose(0, 1).flatten(1) if of_sums else parts.sum(0) / shape[0]
+    size = prod(shape) // num if of_sums else shape[1] // num
+    found = nn.functional.pad(rows, (0, size - rows.shape[1]))  # or cut off
+    if of_sums:
+        return found.view(num, shape[0], -1).transpose(0, 1).reshape(shape)
+    return found.reshape(1, -1).expand(shape)
 
 
 def check_same_sums(path: Path, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

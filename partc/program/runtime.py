@@ -219,7 +219,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     @property
     def sums(self) -> Mapping[str, Any]:
         """Of which gradients this stage's rounded sums are, which its checkpoints have to say."""
-        return residuals.of_sums(self._program.plan)
+        return residuals.of_sums(self._program.plan, self._program.mesh)
 
     @property
     def device(self) -> torch.device:

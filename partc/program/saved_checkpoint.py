@@ -158,7 +158,8 @@ class Saved:
             return self._read(key, {axis: stage.coords[axis] for axis in axes})
         whole = self._join(key, shard, 0, {})
         if is_residual(wanted.name) and shard.shape != wanted.shape:
-            whole = fitted(whole, wanted.shape)
+            beside = prod(stage.mesh.size(axis) for axis, dim, _ in wanted.cuts if dim == 1)
+            whole = fitted(wanted.name, whole, wanted.shape, beside)
         return wanted.take(whole, stage.mesh, stage.coords)
 
     def _is_as_saved(self, shard: Shard, wanted: Shard, stage: Stage) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from partc.plan import Plan
 from partc.plan.compress import Compress
+from partc.plan.mesh import TP
 from partc.plan.wires import HELPERS, WIRES, is_residual
 from partc.program.role import Role
 from partc.verification.defined_sums import Site
@@ -107,7 +108,8 @@ def sum_exactly(role: Role) -> None:
 class Narrow:
     """The narrow sums of one rank's text: its classes by name, and how the plan wants them.
 
-    ``place``, ``num``: this rank among those that sum, and how many these are.
+    ``place``, ``num``: this rank among those that sum, and how many these are. ``spoils``: whether
+    this rank is the one whose numbers are not finite where that is tried.
     """
 
     role: Role
@@ -115,6 +117,7 @@ class Narrow:
     how: Compress
     place: int
     num: int
+    spoils: bool
 
     @classmethod
     def of(cls, role: Role, plan: str, rank: int) -> Narrow | None:
@@ -122,9 +125,9 @@ class Narrow:
         how = Plan.parse(plan).compress
         if how is None:
             return None
-        axes = [axis for axis, size in role.mesh.axes if size > 1]  # one, as others are refused
-        place, num = role.mesh.coords(rank)[axes[0]], role.mesh.size(axes[0])
-        return cls(role, classes_of(role), how, place, num)
+        [axis] = [a for a, size in role.mesh.axes if size > 1 and a != TP]  # others are refused
+        place, num = role.mesh.coords(rank)[axis], role.mesh.size(axis)
+        return cls(role, classes_of(role), how, place, num, spoils=rank == 0)
 
     @property
     def rounds_in_float64(self) -> bool:
@@ -166,7 +169,7 @@ class Narrow:
         found |= {("left over", name): x.clone() for name, x in left.items()}
         for each in spoiled.values():
             for number in (1, each.count // STEPS):
-                each.count, each.number = 0, number if self.place == 0 else -1
+                each.count, each.number = 0, number if self.spoils else -1
                 run()
                 end(False)
         return found | {("left over behind inf", name): x.clone() for name, x in left.items()}

@@ -10,7 +10,10 @@ buffers that the scheme names (``partc/plan/wires.py``); of rounded sums
 
 - ``w_residual@dp`` of this rank's own numbers. It is an unfinished sum, of which every data rank
   has another part, so the buffer has a row for each rank: ``f32[4@dp,8448]``.
-- ``w_residual_of_sum@dp`` of the piece that this rank sums up for all: ``f32[8448@dp]``.
+- ``w_residual_of_sum@dp`` of the piece that this rank sums up for all: ``f32[4@dp,2112]``.
+
+Where gradients are cut over ``tp`` each piece is summed apart, and the buffers have the pieces side
+by side: ``f32[2@dp,16896@tp]``.
 
 All begin as zeros. Runs behind bucketing, as a bucket is one sum, and before waits are placed.
 """
@@ -20,12 +23,13 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from partc.cost.bytes import sent_bytes
+from partc.cost.bytes import sent_bytes, transfers
 from partc.errors import PlanError
 from partc.graph import (
     Graph,
@@ -39,13 +43,13 @@ from partc.graph import (
     value,
 )
 from partc.graph.graph_edits import fake_like
-from partc.graph.moves import moved, results, wire_of
+from partc.graph.moves import cut_over, moved, results, wire_of
 from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.plan import Plan
 from partc.plan.batch import DATA_AXES
 from partc.plan.compress import COMPRESS, Compress
 from partc.plan.field_kinds import plan_error
-from partc.plan.mesh import Mesh
+from partc.plan.mesh import TP, Mesh
 from partc.plan.sharding import Sharding, cut
 from partc.plan.wires import ALIKE, MARK, WIRES, Kept
 
@@ -63,14 +67,15 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
     if graph.loss is None:
         return  # a forward has no gradients; it shares its stage with a program that has
     axes = [axis for axis, size in mesh.axes if size > 1]
-    if len(axes) != 1 or axes[0] not in DATA_AXES or axes[0] not in plan.batch_axes:
+    data = [axis for axis in axes if axis in DATA_AXES and axis in plan.batch_axes]
+    if len(data) != 1 or {*axes} - {TP, *data}:
         raise _refused(
-            f"the mesh is {mesh}", "sums are compressed over one data axis, and over no mesh with "
-            "other axes of several ranks", "Use one data axis, such as dp=4, or leave it out.",
+            f"the mesh is {mesh}", "sums are compressed over one data axis, beside which there may "
+            "be tp, and no other axis of several ranks", "Use such a mesh, or leave it out.",
         )  # fmt: skip
-    if plan.gather or any(plan.stored(name) for name in graph.params):
+    if plan.gather or any({*data} & {*plan.stored(name)} for name in graph.params):
         raise _refused(
-            f"parameters or their optimizer states are sharded over {axes[0]}",
+            f"parameters or their optimizer states are sharded over {data[0]}",
             "a rank would keep whole residuals beside its piece, which none of zero1, zero2 and "
             "fsdp is for", 'Take preset = "ddp", or leave it out.',
         )  # fmt: skip
@@ -119,20 +124,23 @@ def _named(node: fx.Node, how: Compress) -> dict[str, Any]:
 
 
 def _sends_less(node: fx.Node, how: Compress) -> bool:
+    """Whether a scheme has something to send of these gradients, and sends fewer bytes."""
     exact, plain = sent_bytes(node), node.kwargs
     node.kwargs = {**plain, **_named(node, how)}
-    narrow = sent_bytes(node)
+    narrow, each = sent_bytes(node), [size for _, size in transfers(node)]
     node.kwargs = plain
-    return narrow < exact
+    return narrow < exact and all(each)
 
 
 def _sums(graph: Graph) -> Iterator[fx.Node]:
-    """The sums over ranks whose results are gradients that nothing but the optimizer reads."""
+    """The sums over data ranks whose results are gradients that nothing but the optimizer reads."""
     outputs, end = graph.outputs, graph.fx.output_node()
     times = Counter(outputs.grads.values())
     others = {outputs.loss, *outputs.buffers.values(), *outputs.results.values()}
     for node in graph.calls():
         if node.target not in SUMS or node.kwargs.get("op", "sum") != "sum":
+            continue
+        if node.kwargs["axis"] not in DATA_AXES:
             continue
         ends = [node] if is_tensor(node) else list(node.users)
         picks = all(x is node or x.target is operator.getitem for x in ends)
@@ -154,18 +162,21 @@ def _state(graph: Graph, node: fx.Node) -> list[fx.Node]:
     first = node if is_tensor(node) else results(node, len(shapes))[0]
     param = next(name for name, grad in graph.grads.items() if grad is first)
     return [
-        _buffer(graph, f"{param}_{word}{MARK}{axis}", each, str(axis))
-        for word, each in kept.items()
+        _buffer(graph, f"{param}_{word}{MARK}{axis}", each, node) for word, each in kept.items()
     ]
 
 
-def _buffer(graph: Graph, name: str, kept: Kept, axis: str) -> fx.Node:
+def _buffer(graph: Graph, name: str, kept: Kept, node: fx.Node) -> fx.Node:
     last = [n for n in graph.fx.nodes if n.op == "placeholder" and value(n).kind != "input"][-1]
     with graph.fx.inserting_after(last):
-        node = graph.fx.placeholder(name.replace(".", "_").replace(MARK, "_"))
-    sharding = Sharding.of({} if kept.whose == ALIKE else {axis: cut(0)}, graph.mesh)
-    local = sharding.local_shape(kept.shape, graph.mesh)
+        made = graph.fx.placeholder(name.replace(".", "_").replace(MARK, "_"))
+    axis, others = str(node.kwargs["axis"]), cut_over(node)
+    cuts = {each: cut(0 if kept.whose == ALIKE else 1) for each in others}
+    rows = {} if kept.whose == ALIKE else {axis: cut(0)}
+    sharding = Sharding.of({**rows, **cuts}, graph.mesh)
+    shape = kept.over(prod(graph.mesh.size(each) for each in others))
+    local = sharding.local_shape(shape, graph.mesh)
     assert local is not None
-    set_value(node, Value(kind="buffer", shape=kept.shape, name=name, sharding=sharding))
-    set_fake(node, fake_like(graph.fx, torch.empty(local, device="meta")))
-    return node
+    set_value(made, Value(kind="buffer", shape=shape, name=name, sharding=sharding))
+    set_fake(made, fake_like(graph.fx, torch.empty(local, device="meta")))
+    return made

@@ -126,7 +126,7 @@ def test_buffers_are_known_by_their_names() -> None:
 
 REFUSED = {
     "nothing allows it": (f'preset = "ddp"\n{TABLE}', "dp=4", "nothing allows it"),
-    "tp": (PLAN, "dp=2,tp=2", "over one data axis"),
+    "cp": (PLAN, "dp=2,cp=2", "over one data axis"),
     "two data axes": (PLAN, "dp_replicate=2,dp_shard=2", "over one data axis"),
     "one rank": (PLAN, "dp=1", "over one data axis"),
     "pp": (PLAN, "pp=2,dp=2", "over one data axis"),
@@ -171,8 +171,15 @@ def test_a_plan_as_text() -> None:
 
 
 def test_another_number_of_ranks_has_the_same_sum_left_over() -> None:
+    """Of gradients in one piece, and in two of 6 numbers that are summed apart."""
     whole = torch.randn(4, 12)
-    two = fitted(whole, (2, 10))
+    two = fitted("w_residual@dp", whole, (2, 10), 1)
     assert torch.allclose(two.sum(0), whole.sum(0)[:10])
     assert torch.equal(two[0], two[1])
-    assert fitted(whole[0], (16,)).tolist() == [*whole[0].tolist(), 0, 0, 0, 0]
+    two = fitted("w_residual@dp", whole, (2, 14), 2).sum(0).view(2, 7)
+    assert torch.allclose(two[:, :6].flatten(), whole.sum(0))
+    assert not two[:, 6:].any()
+    of_sum = fitted("w_residual_of_sum@dp", whole, (2, 26), 1).flatten()
+    assert of_sum.tolist() == [*whole.flatten().tolist(), 0, 0, 0, 0]
+    of_sum = fitted("w_residual_of_sum@dp", whole, (2, 24), 2).view(2, 2, 12)
+    assert torch.equal(of_sum[:, 1].flatten(), whole.view(4, 2, 6)[:, 1].flatten())

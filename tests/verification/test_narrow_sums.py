@@ -21,7 +21,7 @@ from partc.plan import Plan
 from partc.plan.compress import Compress
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import R, Sharding
-from partc.plan.wires import WIRES
+from partc.plan.wires import WIRES, is_residual
 from partc.program import Program
 from partc.verification.defined_sums import Site
 from partc.verification.verification import verify
@@ -121,6 +121,23 @@ def test_a_llama_whose_blocks_share_a_loop() -> None:
     assert "            before.pass_on(reduced)" in program.source()
     verified(program, llama())
     assert "what int8 makes" in str(audit(program))
+
+
+@pytest.mark.parametrize(
+    ("wire", "preset"),
+    [('"int8"\nblock = 64', "ddp+megatron"), ('"power-sgd"\nrank = 2', "ddp+megatron-sp")],
+)
+def test_pieces_over_tp_are_summed_apart(wire: str, preset: str) -> None:
+    """Each with buffers of its own; what all tp ranks have is rounded alike there."""
+    case, plan = llama(), f"{PLAN}{wire}".replace('"ddp"', f'"{preset}"')
+    program = compile(case.model, "dp=2,tp=2", case.inputs, loss=case.loss, plan=plan)
+    verified(program, case)
+    cuts = {shard.cuts for shard in program.role(0).buffers if is_residual(shard.name)}
+    assert len(cuts) > 1
+    assert "reduced.finish(self.tp)" in program.source()
+    text = program.source().replace("reduced.finish(self.tp)", "reduced.finish()")
+    with pytest.raises((CheckError, RuntimeError)):
+        verified(replace(program, sources=dict.fromkeys(program.sources, text)), case)
 
 
 OWN = """        pieces = self.decode(self.sums)
