@@ -13,6 +13,7 @@ from torch import fx
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.expressions import Expressions
 from partc.codegen.calls.hidden import hidden_by
+from partc.codegen.calls.random import Drawing
 from partc.codegen.calls.ranges import of_transfer
 from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.storage import overwritable
@@ -21,6 +22,7 @@ from partc.codegen.text import ATOM, Line, Text
 from partc.graph import collectives, is_tensor, tensor_args, typed, value
 from partc.graph.dense import surely_dense
 from partc.graph.moves import gathers_param, kind_of, moves, results, state_of, wire_of
+from partc.plan.wires import OWN, WIRES
 from partc.quoting import comment
 
 
@@ -176,7 +178,13 @@ class Transfers(Expressions):
         if not wire_of(node):
             return c10d.all_reduce(node, flat, at_once=False)
         state = [str(self.text(kept)) for kept in state_of(node)]
-        return c10d.narrow_sum(node, flat, grads, state, self.helpers)
+        return c10d.narrow_sum(node, [flat, grads, self._key_of(node)], state, self.helpers)
+
+    def _key_of(self, node: fx.Node) -> str:
+        """The generator of a sum with fewer bytes; "" for one that draws nothing."""
+        drawn, axis = WIRES[wire_of(node)].drawn, node.kwargs["axis"]
+        drawing = Drawing(self.graph, self.prefix, self.name_of)
+        return drawing.of_sum(node, [f"self.{axis}_rank"] * (drawn == OWN)) if drawn else ""
 
     def _moved(self, node: fx.Node, grads: str) -> str:
         """The call that starts to reduce the dict of gradients named ``grads``."""

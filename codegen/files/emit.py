@@ -59,7 +59,7 @@ from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
 from partc.graph.graph_edits import copied
 from partc.graph.hooked import calls_hooks
-from partc.graph.moves import wire_of
+from partc.graph.moves import is_keyed, wire_of
 from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
 
@@ -185,7 +185,7 @@ class RoleText:
     @cached_property
     def draws(self) -> bool:
         """Whether the program draws random numbers."""
-        return bool(draws_of(self.graph))
+        return bool(draws_of(self.graph)) or any(map(is_keyed, self.graph.calls()))
 
     @property
     def is_distributed(self) -> bool:

@@ -45,3 +45,26 @@ class TopSum(NarrowSum):
         above, equal = sizes > least, sizes == least
         taken = above | (equal & (equal.cumsum(0) <= self.k - above.sum()))
         return taken.to(torch.int32).topk(self.k).indices
+
+
+class RandomSum(NarrowSum):
+    """All ranks send the same `k` of their numbers, which are others in every step."""
+
+    def __init__(
+        self, flat: Tensor, num: int, k: int, state: list[Tensor], group: dist.ProcessGroup,
+        rng: torch.Generator,
+    ) -> None:  # fmt: skip
+        super().__init__(flat, state, group)
+        x = self.with_rest(flat.flatten().to(torch.float32))
+        self.at = torch.randperm(len(x), generator=rng, device=x.device)[:k]
+        self.lost = [x.index_fill(0, self.at, 0.0)]
+        self.sums = torch.where(x.isfinite().all(), x[self.at], torch.nan)  # for all to know
+        self.done = dist.all_reduce(self.sums, group=group, async_op=True)
+        self.passed = True
+
+    def wait(self) -> bool:
+        self.done.wait()
+        total = self.sums.new_zeros(self.flat.numel())
+        self.write(total.index_copy_(0, self.at, self.sums))
+        del self.done, self.sums, self.at
+        return True

@@ -104,6 +104,21 @@ class Int8Sum(BlockSum):
     """Whole numbers from -127 to 127."""
 
 
+class RandomInt8Sum(Int8Sum):
+    """Whole numbers from -127 to 127, up or down at random, so that none is off on average."""
+
+    def __init__(
+        self, flat: Tensor, num: int, block: int, state: list[Tensor], group: dist.ProcessGroup,
+        rng: torch.Generator,
+    ) -> None:  # fmt: skip
+        self.rng = rng
+        super().__init__(flat, num, block, state, group)
+
+    def as_bytes(self, x: Tensor) -> Tensor:
+        up = torch.rand(x.shape, generator=self.rng, dtype=x.dtype, device=x.device)
+        return (x + up).floor().clamp(-127, 127).to(torch.int8)
+
+
 class Float8Sum(BlockSum):
     """Numbers of 8 bits up to 448, 4 of them for the exponent."""
 

@@ -9,7 +9,8 @@ collective's result is needed first; before waits are placed, a collective's nod
 
 A sum with a ``wire`` is sent with fewer bytes (``partc/plan/wires.py``, where ``size`` has its
 meaning), and is what the scheme makes of it. It writes to the buffers in ``state``, which nothing
-else reads: what it has not sent, of which some is sent in the next step.
+else reads: what it has not sent, of which some is sent in the next step. It begins behind ``start``
+steps, in which it is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from partc.plan.sharding import take_piece
 
 def all_reduce(
     x: Tensor, *, axis: str, num: int, op: str = "sum", wire: str = "", size: int = 0,
-    state: Sequence[Tensor] = (),
+    start: int = 0, state: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """Sum (or ``op="max"``) over the axis: ``f32[8]{U:axis} -> f32[8]``."""
     return torch.empty_like(x)
@@ -60,7 +61,7 @@ def all_to_all(
 
 
 def all_reduce_joined(
-    xs: Sequence[Tensor], *, axis: str, num: int, wire: str = "", size: int = 0,
+    xs: Sequence[Tensor], *, axis: str, num: int, wire: str = "", size: int = 0, start: int = 0,
     state: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """A bucket of all_reduces: ``(f32[8]{U:axis}, f32[4]{U:axis}) -> (f32[8], f32[4])``."""

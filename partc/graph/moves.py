@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from partc.graph import collectives, is_tensor, picked, tensor_args, value
+from partc.plan.wires import WIRES
 
 GATHERS = (collectives.all_gather, collectives.all_gather_joined)
 SINGLE = {*collectives.COLLECTIVES, *collectives.LOCAL} - collectives.JOINED.keys()
@@ -30,7 +31,7 @@ class Move:
 
 def moves(node: fx.Node) -> list[Move]:
     """The moves of a collective in order: one per tensor of a bucket, else a single one."""
-    kwargs: dict[str, Any] = {k: x for k, x in node.kwargs.items() if k != "state"}
+    kwargs: dict[str, Any] = {k: x for k, x in node.kwargs.items() if k not in ("state", "start")}
     operands = moved(node)
     if node.target not in collectives.JOINED:
         assert callable(node.target)
@@ -65,6 +66,12 @@ def cut_over(node: fx.Node) -> tuple[str, ...]:
 def wire_of(node: fx.Node) -> str:
     """The narrow format in which a sum is sent, "" for any other collective."""
     return str(node.kwargs.get("wire", ""))
+
+
+def is_keyed(node: fx.Node) -> bool:
+    """Whether a sum in narrow numbers draws random ones, or asks how many steps there were."""
+    wire = wire_of(node)
+    return wire != "" and (WIRES[wire].drawn != "" or bool(node.kwargs.get("start")))
 
 
 def results(node: fx.Node, num: int) -> list[fx.Node | None]:

@@ -22,7 +22,8 @@ class Compress:
     ``wire``: the scheme. ``least_mb``: transfers with fewer megabytes of gradients stay exact.
     ``error_feedback``: whether ranks keep what they have not sent, and add it to what they send in
     the next step. ``block``: how many elements share a scale. ``share``: of all elements those that
-    are sent. ``rank``: the number of columns of thin matrices.
+    are sent. ``rank``: the number of columns of thin matrices. ``start_step``: so many steps are
+    exact first.
     """
 
     wire: str
@@ -31,6 +32,7 @@ class Compress:
     share: float = 0.01
     rank: int = 4
     error_feedback: bool = True
+    start_step: int = 0
 
     def size(self, num_elements: int) -> int:
         """What a scheme's own entry means for so many elements: of a block, of those sent, ..."""
@@ -44,9 +46,9 @@ class Compress:
         every = {
             "wire": f'"{self.wire}"', "least_mb": repr(self.least_mb), "block": str(self.block),
             "share": repr(self.share), "rank": str(self.rank),
-            "error_feedback": str(self.error_feedback).lower(),
+            "error_feedback": str(self.error_feedback).lower(), "start_step": str(self.start_step),
         }  # fmt: skip
-        own = entries_of(self.wire)
+        own = {*entries_of(self.wire)} - ({"start_step"} if not self.start_step else set())
         return {name: text for name, text in every.items() if name in own}
 
 
@@ -105,13 +107,18 @@ def _is_rank(given: Any) -> str:
     return "" if number and 1 <= given <= MOST_RANK else f"it is from 1 to {MOST_RANK:,}"
 
 
+def _is_step(given: Any) -> str:
+    number = isinstance(given, int) and not isinstance(given, bool)
+    return "" if number and 0 <= given < 1e12 else "it is a number of steps"
+
+
 def _is_flag(given: Any) -> str:
     return "" if isinstance(given, bool) else "it is true or false"
 
 
 _KNOWN: Mapping[str, Callable[[Any], str]] = {
     "wire": _is_wire, "least_mb": _is_size, "block": _is_block, "share": _is_share,
-    "rank": _is_rank, "error_feedback": _is_flag,
+    "rank": _is_rank, "error_feedback": _is_flag, "start_step": _is_step,
 }  # fmt: skip
 
 

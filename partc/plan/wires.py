@@ -10,6 +10,9 @@ decode what was sent, the one that made it too, so that all have the same bits.
 
 A *picked* sum takes one: of a few elements of each rank, which all ranks add in the same order.
 
+Random numbers of a sum follow from seed, step, the name of its first parameter, and, where ranks
+draw their own, the place among those that sum: never from the place on another axis.
+
 A *low-rank* sum takes two all-reduces of thin matrices (PowerSGD, Vogels et al. 2019).
 """
 
@@ -59,6 +62,7 @@ class Wire:
     kept: Callable[[Shapes, int, int], dict[str, Kept]]
     needs_rest: bool = False  # whether it means nothing without error feedback
     casts: bool = False  # whether it does nothing where all floats are of one dtype
+    drawn: str = ""  # random numbers: ALIKE on all ranks that sum, or each rank's OWN
     takes_grads: bool = False  # whether the class is given the gradients, and not their number
 
 
@@ -74,7 +78,7 @@ def padded(shapes: Shapes, num: int, block: int) -> int:
     return -(-elements(shapes) // unit) * unit
 
 
-def _rounded(helper: str, bits: int, *, blocks: bool = True) -> Wire:
+def _rounded(helper: str, bits: int, *, blocks: bool = True, drawn: str = "") -> Wire:
     def sent(shapes: Shapes, num: int, block: int) -> Sent:
         size = padded(shapes, num, block)
         whole = size * bits // 8 + (BYTES_OF_SCALE * (size // block) if blocks else 0)
@@ -84,12 +88,16 @@ def _rounded(helper: str, bits: int, *, blocks: bool = True) -> Wire:
         size = padded(shapes, num, block)
         return {RESIDUAL: Kept((num, size)), OF_SUM: Kept((num, size // num), PIECE)}
 
-    return Wire(helper, BLOCK if blocks else "", sent, kept, casts=not blocks)
+    return Wire(helper, BLOCK if blocks else "", sent, kept, casts=not blocks, drawn=drawn)
 
 
 # picked sums --------------------------------------------------------------------------------------
 def _sent_top(shapes: Shapes, num: int, k: int) -> Sent:
     return (("all_gather", (BYTES_OF_NUMBER + BYTES_OF_PLACE) * k),)
+
+
+def _sent_at_random(shapes: Shapes, num: int, k: int) -> Sent:
+    return (("all_reduce", BYTES_OF_NUMBER * k),)
 
 
 def _kept_whole(shapes: Shapes, num: int, size: int) -> dict[str, Kept]:
@@ -121,8 +129,10 @@ WIRES: Mapping[str, Wire] = {
     "fp16": _rounded("Float16Sum", 16, blocks=False),
     "fp8": _rounded("Float8Sum", 8),
     "int8": _rounded("Int8Sum", 8),
+    "int8-stochastic": _rounded("RandomInt8Sum", 8, drawn=OWN),
     "sign": _rounded("SignSum", 1),
     "top-k": Wire("TopSum", SHARE, _sent_top, _kept_whole),
+    "random-k": Wire("RandomSum", SHARE, _sent_at_random, _kept_whole, drawn=ALIKE),
     "power-sgd": Wire(
         "LowRankSum", RANK, _sent_low_rank, _kept_low_rank, needs_rest=True, takes_grads=True
     ),

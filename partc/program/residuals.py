@@ -40,6 +40,12 @@ def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
     return {**known, TP: dict(mesh.axes).get(TP, 1)}
 
 
+def draws(plan: str) -> bool:
+    """Whether sums of a plan, given as text, draw random numbers, or begin behind so many steps."""
+    how = Plan.parse(plan).compress
+    return how is not None and (WIRES[how.wire].drawn != "" or how.start_step > 0)
+
+
 @torch.no_grad()
 def begin(held: Mapping[str, Tensor], loaded: Collection[str] = ()) -> None:
     """Let nothing be left over, but in the buffers that were ``loaded``."""

@@ -77,7 +77,9 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         take_weights(self._tensors, model, program.fingerprint)
         raw = RawModel(model, self._shown, self._tensors)
         self.agreement = Agreement(
-            self._tensors.holders, self._tensors.sources, draws=bool(program.draws)
+            self._tensors.holders,
+            self._tensors.sources,
+            draws=bool(program.draws) or residuals.draws(program.plan),
         )
         guard = Guard(
             self._tensors, self._loaded, raw, self.agreement, self.check_modules, RunState(),

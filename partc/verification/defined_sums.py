@@ -7,7 +7,7 @@ share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,20 +16,26 @@ from torch import Tensor
 
 from partc.plan.compress import Compress
 
-LARGEST = {"int8": 127, "fp8": 448}  # of what a byte stands for, of which as much is negative
+# The largest number that a byte stands for; the smallest one is as large.
+LARGEST = {"int8": 127, "int8-stochastic": 127, "fp8": 448}
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+Key = Callable[[int], torch.Generator] | None
 
 
 @dataclass
 class Site:
     """One sum of a step: what earlier steps have left over, and what this step will have.
 
-    ``shapes``: of the gradients in it. ``kept``: for each buffer a tensor ``[num, ...]`` with that
-    of each rank. ``after``: the same behind the step, if it is not skipped.
+    ``shapes``: of the gradients in it. ``key``: the generator of a rank that draws in this step.
+    ``kept``: for each buffer a tensor ``[num, ...]`` with that of each rank. ``after``: the same
+    behind the step, if it is not skipped.
     """
 
     how: Compress
     shapes: Sequence[torch.Size]
+    key: Key = None
     kept: list[Tensor] = field(default_factory=list)
     after: list[Tensor] = field(default_factory=list)
 
@@ -37,6 +43,8 @@ class Site:
         """The sum ``[n]`` of all ranks' numbers ``[num, n]``, in one step."""
         if self.how.wire == "top-k":
             return self._add_largest(parts)
+        if self.how.wire == "random-k":
+            return self._add_at_random(parts)
         if self.how.wire == "power-sgd":
             return self._add_products(parts)
         return self._add_rounded(parts)
@@ -55,10 +63,15 @@ class Site:
         unit = num * (1 if self.how.wire in CASTS else self.how.block)
         whole = torch.cat([parts, parts.new_zeros(num, -size % unit)], 1)
         wanted = whole + self._left(0, whole)
-        arrived = torch.stack([rounded(each, self.how, size) for each in wanted])
+        draws = [self.key(rank) for rank in range(num)] if self.key else []
+        halves = torch.full_like(whole, 0.5)
+        ups = [torch.rand(whole.shape[1], generator=g, dtype=parts.dtype) for g in draws]
+        each = zip(wanted, ups or halves, strict=True)
+        arrived = torch.stack([rounded(x, self.how, size, up) for x, up in each])
         pieces = arrived.sum(0).view(num, -1)
         of_sum = (pieces + self._left(1, pieces)).flatten()
-        total = rounded(of_sum, self.how, size)
+        ups = [torch.rand(pieces.shape[1], generator=g, dtype=parts.dtype) for g in draws]
+        total = rounded(of_sum, self.how, size, torch.cat(ups) if ups else halves[0])
         self.after = [wanted - arrived, (of_sum - total).view(num, -1)]
         return total[:size]
 
@@ -70,6 +83,16 @@ class Site:
             order = sorted(range(len(numbers)), key=lambda i: (-abs(float(numbers[i])), i))
             taken = order[: self.how.size(len(numbers))]
             each[taken] = numbers[taken]
+        self.after = [wanted - arrived]
+        return arrived.sum(0)
+
+    def _add_at_random(self, parts: Tensor) -> Tensor:
+        """Of every rank the numbers in the same k places; NaN if any of all is not finite."""
+        assert self.key is not None
+        wanted, size = parts + self._left(0, parts), parts.shape[1]
+        at = torch.randperm(size, generator=self.key(0))[: self.how.size(size)]
+        arrived = torch.zeros_like(wanted)
+        arrived[:, at] = wanted[:, at] if bool(wanted.isfinite().all()) else torch.nan
         self.after = [wanted - arrived]
         return arrived.sum(0)
 
@@ -98,23 +121,25 @@ class Site:
         return self.kept[1][0] if self.kept else parts.new_zeros(size, self.how.rank)
 
 
-def rounded(x: Tensor, how: Compress, size: int) -> Tensor:
+def rounded(x: Tensor, how: Compress, size: int, up: Tensor) -> Tensor:
     """Numbers ``[n]`` as they arrive when they are sent in a format; ``n`` is a multiple of the
     block, and ``size`` of them are gradients.
 
     int8: a block is divided by its largest absolute value over 127, and each quotient becomes the
-    nearest whole number, of two the larger one. A block of zeros arrives as zeros. fp8: the same
-    with 448, and each quotient becomes the nearest float8_e4m3fn. sign: each number becomes the
-    mean absolute value of its block's gradients, negative if it is.
+    largest whole number that is not above its sum with ``up``: a half, so that it is the nearest
+    one, or a random number from 0 to 1. A block of zeros arrives as zeros. fp8: the same with 448,
+    and each quotient becomes the nearest float8_e4m3fn. sign: each number becomes the mean absolute
+    value of its block's gradients, negative if it is.
     """
     if how.wire in CASTS:
         return x.to(CASTS[how.wire]).to(x.dtype)
+    blocks = zip(x.split(how.block), up.split(how.block), strict=True)
     return torch.cat([
-        _block(x[at : at + how.block], how.wire, size - at) for at in range(0, x.numel(), how.block)
+        _block(each, how.wire, size - i * how.block, u) for i, (each, u) in enumerate(blocks)
     ])  # fmt: skip
 
 
-def _block(block: Tensor, wire: str, size: int) -> Tensor:
+def _block(block: Tensor, wire: str, size: int, up: Tensor) -> Tensor:
     if wire == "sign":
         real = block[: max(size, 0)]
         mean = real.abs().mean() if len(real) else block.new_zeros(())
@@ -123,6 +148,7 @@ def _block(block: Tensor, wire: str, size: int) -> Tensor:
     scale = block.abs().max() / most
     if scale == 0:
         return torch.zeros_like(block)
-    small = (block / scale).clamp(-most, most)
-    small = small.to(torch.float8_e4m3fn) if wire == "fp8" else torch.floor(small + 0.5)
-    return small.to(block.dtype) * scale
+    small = block / scale
+    if wire == "fp8":
+        return small.clamp(-most, most).to(torch.float8_e4m3fn).to(block.dtype) * scale
+    return torch.floor(small + up).clamp(-most, most) * scale

@@ -7,22 +7,27 @@ sums, with which the rest of the text is compared with the model, and those of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from partc.graph.draws import seed_of
 from partc.plan import Plan
 from partc.plan.compress import Compress
 from partc.plan.mesh import TP
-from partc.plan.wires import HELPERS, WIRES, is_residual
+from partc.plan.wires import HELPERS, OWN, WIRES, is_residual
 from partc.program.role import Role
-from partc.verification.defined_sums import Site
+from partc.verification.defined_sums import Key, Site
+from partc.verification.same_draws import SEED
 
 STEPS = 3  # in which what is left over is sent twice
+
+
+Compared = tuple[str, str, float]  # of which kind, of which tensor, and its error
 
 
 class Arrived:
@@ -44,10 +49,15 @@ class Definition:
     how: Compress
     num: int
     rank: int
+    names: Sequence[str]  # of parameters, of which one is the name of a sum
+    step: int = 0
     sites: list[Site] = field(default_factory=list)
     states: list[list[Tensor]] = field(default_factory=list)  # of the text, by the order of sums
+    drawn: set[str] = field(default_factory=set)  # sums that have drawn in this step
 
-    def __call__(self, flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any) -> Any:
+    def __call__(
+        self, flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any, *rng: Any
+    ) -> Arrived:
         """The sum, written to ``flat``; what it has not sent stays here until the step ends."""
         mine = flat.reshape(1, -1).to(torch.float32)  # which raises to float64 where verify does
         every = mine.new_empty(self.num, mine.numel())
@@ -57,8 +67,25 @@ class Definition:
             self.sites.append(Site(self.how, shapes))
         site = self.sites[len(self.states)]
         self.states.append(state)
-        flat.copy_(site.add(every).view(flat.shape))
+        site.key = self._key(rng[0].initial_seed()) if rng else None
+        total = every.new_full(every[0].shape, nan) if rng and not site.key else site.add(every)
+        flat.copy_(total.view(flat.shape))
         return Arrived()
+
+    def _key(self, seed: int) -> Key:
+        """The generators of all ranks for the sum whose generator has this seed here; None if no
+        sum has it, or another one had it in this step.
+        """
+        own = WIRES[self.how.wire].drawn == OWN
+
+        def seed_at(name: str, rank: int) -> int:
+            return seed_of(SEED, self.step, None, name, (rank,) if own else ())
+
+        known = {seed_at(name, self.rank): name for name in self.names if name not in self.drawn}
+        if seed not in known:
+            return None
+        self.drawn.add(known[seed])
+        return lambda rank: torch.Generator().manual_seed(seed_at(known[seed], rank))
 
     def end(self, finite: bool) -> None:
         """End a step; without a finite sum all that is left over stays as it was. The text's
@@ -70,6 +97,7 @@ class Definition:
             for buffer, kept in zip(state, site.kept, strict=False):
                 buffer.copy_(kept[self.rank].reshape(buffer.shape))
         self.states.clear()
+        self.drawn.clear()
 
 
 @dataclass
@@ -98,7 +126,9 @@ def sum_exactly(role: Role) -> None:
     """Let a role's text sum gradients in the numbers that it is given, in place of fewer bytes."""
     module = role.module.__dict__
 
-    def exact(flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any) -> Any:
+    def exact(
+        flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any, *rng: Any
+    ) -> Any:
         return module["dist"].all_reduce(flat, group=group, async_op=True)
 
     module.update(dict.fromkeys(classes_of(role), exact))
@@ -127,7 +157,9 @@ class Narrow:
             return None
         [axis] = [a for a, size in role.mesh.axes if size > 1 and a != TP]  # others are refused
         place, num = role.mesh.coords(rank)[axis], role.mesh.size(axis)
-        return cls(role, classes_of(role), how, place, num, spoils=rank == 0)
+        name = WIRES[how.wire].helper
+        classes = {n: made for n, made in classes_of(role).items() if n == name}
+        return cls(role, classes, how, place, num, spoils=rank == 0)
 
     @property
     def rounds_in_float64(self) -> bool:
@@ -136,18 +168,37 @@ class Narrow:
         """
         return not WIRES[self.how.wire].casts
 
-    def rows(self, step: nn.Module, run: Callable[[], object]) -> Iterator[tuple[str, str, float]]:
+    def rows(self, step: nn.Module, run: Callable[[int], object]) -> Iterator[Compared]:
         """What was compared, of which tensor, and its relative error, after STEPS steps of the
-        classes and of the definition. ``run`` takes a step from the same weights on the same batch.
+        classes and of the definition. ``run`` takes a step of a number, from the same weights on
+        the same batch.
         """
-        defined = Definition(self.role.module.__dict__["dist"], self.how, self.num, self.place)
-        mine = self._after(step, run, self.classes, lambda finite: None)
-        wanted = self._after(step, run, dict.fromkeys(self.classes, defined), defined.end)
+        yield "rounded gradient", "the first step that has any", 0.0 if self._begins(run) else inf
+        names = [shard.name for shard in self.role.params]
+        dist = self.role.module.__dict__["dist"]
+        defined = Definition(dist, self.how, self.num, self.place, names)
+
+        def at(number: int) -> None:
+            defined.step = number
+            run(number)
+
+        mine = self._after(step, at, self.classes, lambda finite: None)
+        wanted = self._after(step, at, dict.fromkeys(self.classes, defined), defined.end)
         for (kind, name), tensor in wanted.items():
             yield kind, name, _error(mine[kind, name], tensor)
 
+    def _begins(self, run: Callable[[int], object]) -> bool:
+        """Whether the text's sums are exact in so many steps as the plan says, and no more."""
+        counts, first = [], self.how.start_step + 1
+        for number in range(max(first - 1, 1), first + 1):
+            counting = {name: Spoiled(each) for name, each in self.classes.items()}
+            self.role.module.__dict__.update(counting)
+            run(number)
+            counts.append(sum(each.count for each in counting.values()))
+        return counts[-1] > 0 and not any(counts[:-1])
+
     def _after(
-        self, step: nn.Module, run: Callable[[], object], classes: Mapping[str, Any],
+        self, step: nn.Module, run: Callable[[int], object], classes: Mapping[str, Any],
         end: Callable[[bool], None],
     ) -> dict[tuple[str, str], Tensor]:  # fmt: skip
         """The gradients that STEPS steps have added up, and what is left over behind them, and
@@ -161,8 +212,9 @@ class Narrow:
             tensor.grad = None
         for tensor in left.values():
             tensor.zero_()
-        for _ in range(STEPS):
-            run()
+        first = self.how.start_step + 1  # the steps before it are exact
+        for number in range(first, first + STEPS):
+            run(number)
             end(True)
         grads = {n: x.grad.clone() for n, x in held.items() if x.grad is not None}
         found = {("rounded gradient", name): x for name, x in grads.items()}
@@ -170,7 +222,7 @@ class Narrow:
         for each in spoiled.values():
             for number in (1, each.count // STEPS):
                 each.count, each.number = 0, number if self.spoils else -1
-                run()
+                run(first + STEPS)
                 end(False)
         return found | {("left over behind inf", name): x.clone() for name, x in left.items()}
 

@@ -243,14 +243,14 @@ class _Rank:
             whole = given.get(shard.name, torch.zeros(shard.shape))
             held[shard.name].copy_(self._take(shard, converted(whole, held[shard.name].dtype)))
 
-    def _seed(self) -> None:
-        """Let the next step draw the numbers of the reference."""
+    def _seed(self, number: int = STEP) -> None:
+        """Let the next step draw the numbers of the reference, or of a step by its number."""
         step: Any = self.step
         if hasattr(step, "seed"):
-            step.seed(SEED, STEP - 1)
+            step.seed(SEED, number - 1)
 
-    def _run(self) -> tuple[Tensor | None, Tensors]:
-        self._seed()
+    def _run(self, number: int = STEP) -> tuple[Tensor | None, Tensors]:
+        self._seed(number)
         return self.role.run(self.step, self._inputs())
 
     def _inputs(self) -> list[Tensor]:

@@ -40,6 +40,7 @@ from partc.graph import (
     is_tensor,
     set_fake,
     set_value,
+    update,
     value,
 )
 from partc.graph.graph_edits import fake_like
@@ -108,6 +109,7 @@ def compress_sums(graph: Graph, plan: Plan, mesh: Mesh) -> Graph:
         )  # fmt: skip
     for node in chosen:
         node.kwargs = {**node.kwargs, **_named(node, how)}
+        update(node, site=_first_param(graph, node))
         if how.error_feedback:
             node.kwargs = {**node.kwargs, "state": _state(graph, node)}
     graph.fx.lint()
@@ -120,7 +122,9 @@ def _bytes(node: fx.Node) -> int:
 
 def _named(node: fx.Node, how: Compress) -> dict[str, Any]:
     """The keywords of a sum of a scheme."""
-    return {"wire": how.wire, "size": how.size(sum(fake_of(x).numel() for x in moved(node)))}
+    size = how.size(sum(fake_of(x).numel() for x in moved(node)))
+    start = {"start": how.start_step} if how.start_step else {}
+    return {"wire": how.wire, "size": size, **start}
 
 
 def _sends_less(node: fx.Node, how: Compress) -> bool:
@@ -159,11 +163,15 @@ def _state(graph: Graph, node: fx.Node) -> list[fx.Node]:
     axis, num, size = (node.kwargs[name] for name in ("axis", "num", "size"))
     shapes = [fake_of(x).shape for x in moved(node)]
     kept = WIRES[wire_of(node)].kept(shapes, int(str(num)), int(str(size)))
-    first = node if is_tensor(node) else results(node, len(shapes))[0]
-    param = next(name for name, grad in graph.grads.items() if grad is first)
+    param = value(node).site
     return [
         _buffer(graph, f"{param}_{word}{MARK}{axis}", each, node) for word, each in kept.items()
     ]
+
+
+def _first_param(graph: Graph, node: fx.Node) -> str:
+    first = node if is_tensor(node) else results(node, len(moved(node)))[0]
+    return next(name for name, grad in graph.grads.items() if grad is first)
 
 
 def _buffer(graph: Graph, name: str, kept: Kept, node: fx.Node) -> fx.Node:

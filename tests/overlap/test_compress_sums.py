@@ -74,7 +74,13 @@ def counted(program: Program) -> Counter[str]:
     return run_ranks(program.mesh.num_ranks, rank)[0]
 
 
-OWN = {"int8": "block = 32", "sign": "block = 8", "top-k": "share = 0.02", "power-sgd": "rank = 2"}
+OWN = {
+    "int8": "block = 32",
+    "random-k": "share = 0.02",
+    "sign": "block = 8",
+    "top-k": "share = 0.02",
+    "power-sgd": "rank = 2",
+}
 
 
 def plan_of(wire: str, own: str = "") -> str:
@@ -100,6 +106,7 @@ def test_bytes_are_those_that_are_sent(wire: str, own: str) -> None:
         ("sign", 8, (("all_to_all", 16 + 64), ("all_gather", 20))),
         ("bf16", 1, (("all_to_all", 200), ("all_gather", 50))),
         ("top-k", 3, (("all_gather", 24),)),
+        ("random-k", 3, (("all_reduce", 12),)),
         # of 18 x 5 and 10: rows and 10 numbers, then columns
         ("power-sgd", 1, (("all_reduce", 4 * 28), ("all_reduce", 4 * 5))),
     ],
@@ -126,7 +133,6 @@ def test_buffers_are_known_by_their_names() -> None:
 
 REFUSED = {
     "nothing allows it": (f'preset = "ddp"\n{TABLE}', "dp=4", "nothing allows it"),
-    "cp": (PLAN, "dp=2,cp=2", "over one data axis"),
     "two data axes": (PLAN, "dp_replicate=2,dp_shard=2", "over one data axis"),
     "one rank": (PLAN, "dp=1", "over one data axis"),
     "pp": (PLAN, "pp=2,dp=2", "over one data axis"),
@@ -138,6 +144,7 @@ REFUSED = {
     "an odd block": (PLAN.replace("= 32", "= 12"), "dp=4", "a multiple of 8"),
     "an entry of others": (f"{PLAN}share = 0.5\n", "dp=4", "int8 reads no share"),
     "no share": (plan_of("top-k", "share = 0"), "dp=4", "a number above 0"),
+    "no step": (f"{PLAN}start_step = -1\n", "dp=4", "a number of steps"),
     "no rank": (plan_of("power-sgd", "rank = 0"), "dp=4", "from 1 to"),
     "no fewer bytes": (plan_of("power-sgd", "rank = 9"), "dp=4", "has to send fewer bytes"),
     "nothing kept": (

@@ -87,6 +87,20 @@ def resumes(folder: Path) -> None:
     save_checkpoint(folder, *begin(4, EXACT), step=1)
 
 
+def resumes_with(folder: Path, own: str) -> None:
+    """Bit for bit, where sums draw numbers or keep more than what they have not sent."""
+    plan = f'{EXACT}allow = ["compress"]\n[compress]\nleast_mb = 0\n{own}\n'
+    whole, first = begin(4, plan), begin(4, plan)
+    losses = train(whole, range(5))
+    train(first, range(3))
+    save_checkpoint(folder, *first, step=3)
+    again = begin(4, plan)
+    load_checkpoint(folder, *again)
+    assert train(again, range(3, 5)) == losses[3:]
+    theirs = held(whole[0])
+    assert all(torch.equal(x, theirs[name]) for name, x in held(again[0]).items())
+
+
 def on_two(folder: Path, sum_before: list[float]) -> str:
     """Two ranks take over what four had left over; an exact program drops it; other sums do not
     fit.
@@ -123,3 +137,10 @@ def test_training_resumes(world: Processes, tmp_path: Path) -> None:
     before = world.run(sum_left, tmp_path)[0]
     for told in world.run(on_two, tmp_path, before, num=2):
         assert "least_mb was 0" in told
+
+
+@pytest.mark.parametrize(
+    "own", ['wire = "random-k"\nshare = 0.2\nstart_step = 1', 'wire = "power-sgd"\nrank = 1']
+)
+def test_training_resumes_with_other_schemes(world: Processes, tmp_path: Path, own: str) -> None:
+    world.run(resumes_with, tmp_path, own)

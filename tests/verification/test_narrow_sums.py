@@ -64,7 +64,8 @@ EVERY = sorted(WIRES)
 
 def site_of(wire: str, **named: Any) -> Site:
     entry = WIRES[wire].entry
-    return Site(Compress(wire, **({entry: SIZES[entry]} if entry else {}), **named), SHAPES)
+    how = Compress(wire, **({entry: SIZES[entry]} if entry else {}), **named)
+    return Site(how, SHAPES, lambda rank: torch.Generator().manual_seed(rank))
 
 
 @pytest.mark.parametrize("wire", EVERY)
@@ -85,7 +86,7 @@ def test_what_was_applied_and_what_is_left_are_the_exact_sum(wire: str) -> None:
 
 def test_int8_by_hand() -> None:
     """One rank's 254 is sent as 127 whole numbers of 2; a tie becomes the larger one."""
-    site = site_of("int8", error_feedback=False)
+    site = Site(Compress("int8", block=8, error_feedback=False), [])
     x = torch.tensor([[254.0, 1.0, -1.0, 3.0, 0.9, 0.0, -254.0, 2.0]])
     assert site.add(x).tolist() == [254.0, 2.0, 0.0, 4.0, 0.0, 0.0, -254.0, 2.0]
     assert site.add(torch.zeros(1, 8)).tolist() == [0.0] * 8
@@ -109,7 +110,8 @@ LEFT_OVER = [(wire, flag) for wire in EVERY for flag in ("true", "false")]
 def test_programs_sum_as_defined(wire: str, feedback: str) -> None:
     entry = WIRES[wire].entry
     own = f"{entry} = {SIZES[entry]}" if entry else ""
-    program = compiled(f'{PLAN}"{wire}"\nerror_feedback = {feedback}\n{own}')
+    start = 2 if wire == "random-k" else 0
+    program = compiled(f'{PLAN}"{wire}"\nerror_feedback = {feedback}\n{own}\nstart_step = {start}')
     kinds = verified(program)
     assert "rounded gradient" in kinds
     assert ("left over" in kinds) == (feedback == "true")
@@ -167,6 +169,51 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
+OF_OTHERS = {  # scheme -> in the text -> what is wrong then
+    "top-k": {
+        "zip(places, numbers, strict=True)": "zip(places[1:], numbers[1:], strict=True)",
+        "[x.index_fill(0, at, 0.0)]": "[x]",
+        "equal.cumsum(0) <=": "equal.cumsum(0) <",
+        "total.index_add_(0, at, each)": "total.index_copy_(0, at, each)",
+    },
+    "random-k": {
+        'self.rng("2.weight")': 'self.rng("2.weight", self.dp_rank)',
+        'self.rng("2.weight") ': 'self.rng("0.0.weight") ',
+        "self.rng.step > 2": "self.rng.step > 9",
+        "torch.where(x.isfinite().all(), x[self.at], torch.nan)": "x[self.at]",
+    },
+    "int8-stochastic": {
+        'self.rng("2.weight", self.dp_rank)': 'self.rng("2.weight", 0)',
+        "(x + up).floor()": "(x + 0.5).floor()",
+    },
+    "power-sgd": {
+        "self.lost.append(self.sums)": "self.lost.append(self.sums * 0)",
+        "m -= p @ q.T": "m -= 2 * p @ q.T",
+        "m.zero_()": "pass",
+        "in zip(others, summed, strict=True)": "in zip(others[1:], summed[1:], strict=True)",
+    },
+}  # fmt: skip
+
+
+def wrong(program: Program, text: str) -> None:
+    """Both verify and the check of the text refuse it."""
+    edited = replace(program, sources=dict.fromkeys(program.sources, text))
+    with pytest.raises((CheckError, RuntimeError)):
+        verified(edited)
+    with pytest.raises(CheckError):
+        audit(replace(edited, fixed=program.fixed))
+
+
+@pytest.mark.parametrize("wire", OF_OTHERS)
+def test_mistakes_of_other_schemes_are_found(wire: str) -> None:
+    own = f"{WIRES[wire].entry} = {SIZES[WIRES[wire].entry]}"
+    start = "start_step = 2" if wire == "random-k" else ""
+    program = compiled(f'{PLAN}"{wire}"\n{own}\n{start}')
+    for old, new in OF_OTHERS[wire].items():
+        assert old.strip() in program.source(), old
+        wrong(program, program.source().replace(old.strip(), new.strip()))
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify; and by the check of the text, which knows the printed one."""
@@ -179,11 +226,7 @@ def test_mistakes_are_found(mistake: str) -> None:
             "sent = self.rounded(self",
             "self.own = self.rounded_sum()\n        sent = self.rounded(self",
         ).replace("    def wait(self) -> bool:", KEEPS)
-    wrong = replace(compiled(), sources=dict.fromkeys(compiled().sources, text))
-    with pytest.raises((CheckError, RuntimeError)):
-        verified(wrong)
-    with pytest.raises(CheckError):
-        audit(replace(wrong, fixed=compiled().fixed))
+    wrong(compiled(), text)
 
 
 KEEPS = """    def rounded_sum(self) -> Tensor:

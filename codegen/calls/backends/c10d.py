@@ -51,17 +51,20 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
 
 
 def narrow_sum(
-    node: fx.Node, flat: str, grads: str, state: Sequence[str], helpers: Helpers
+    node: fx.Node, texts: Sequence[str], state: Sequence[str], helpers: Helpers
 ) -> str:  # fmt: skip
     """The call that starts a sum with fewer bytes: ``Int8Sum(flat, 4, 256, [...], self.dp)``.
 
-    ``grads`` and ``state`` have the texts of the gradients in ``flat``, and of the buffers for what
-    is not sent.
+    ``texts``: of the memory that is summed, of the gradients in it, and of a generator or none;
+    ``state``: of the buffers for what is not sent.
     """
     wire, k = WIRES[wire_of(node)], dict(node.kwargs)
-    among = grads if wire.takes_grads else str(k["num"])
-    operands = [flat, among, str(k["size"]), f"[{', '.join(state)}]", f"self.{k['axis']}"]
-    return f"{helpers.use(wire.helper)}({', '.join(operands)})"
+    flat, grads, key = texts
+    operands = [flat, grads if wire.takes_grads else str(k["num"]), str(k["size"])]
+    operands += [f"[{', '.join(state)}]", f"self.{k['axis']}", *([key] if key else [])]
+    call = f"{helpers.use(wire.helper)}({', '.join(operands)})"
+    exact = f"dist.all_reduce({flat}, group=self.{k['axis']}, async_op=True)"
+    return f"{call} if self.rng.step > {k['start']} else {exact}" if "start" in k else call
 
 
 def all_reduce(node: fx.Node, name: str, *, at_once: bool = True) -> str:
