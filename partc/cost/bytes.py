@@ -127,11 +127,12 @@ def _is_cut_inside(node: fx.Node) -> bool:
 def sent_share(kind: str, num: Any) -> tuple[Any, Any]:
     """The share of its operands that one rank of `num` sends, as numerator and denominator.
 
-    By the ring algorithm: all-gather num - 1, all-reduce 2 (num - 1) / num, others (num - 1) / num.
+    By the ring algorithm: all-gather num - 1, all-reduce 2 (num - 1) / num, others (num - 1) / num;
+    two collectives one behind the other (``all_to_all+all_gather``) as much as an all-reduce.
     """
     if kind == "all_gather":  # (num - 1) / num of the result, which is num times the operand
         return num - 1, 1
-    return (2 if kind == "all_reduce" else 1) * (num - 1), num
+    return (2 if kind == "all_reduce" or "+" in kind else 1) * (num - 1), num
 
 
 def traffic(graph: Graph) -> list[Traffic]:

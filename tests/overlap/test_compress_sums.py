@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.api import compile
+from partc.cost.collective_cost import collective_seconds
 from partc.errors import PlanError
 from partc.plan import Plan
 from partc.plan.compress import Compress
@@ -113,6 +114,27 @@ def test_bytes_are_those_that_are_sent(wire: str, own: str) -> None:
 )
 def test_what_a_sum_takes(wire: str, size: int, sent: tuple[tuple[str, int], ...]) -> None:
     assert WIRES[wire].sent([(18, 5), (10,)], 4, size) == sent
+
+
+@pytest.mark.parametrize(
+    ("wire", "kind"),
+    [
+        ("int8", "all_to_all+all_gather"),
+        ("top-k", "all_gather"),
+        ("power-sgd", "all_reduce+all_reduce"),
+    ],
+)
+def test_a_sum_takes_the_time_of_its_transfers(wire: str, kind: str) -> None:
+    program = compiled(plan_of(wire))
+    moves = {move.kind: move for tape in program.basis.tapes for move in tape.moves}
+    mesh, size = program.mesh, moves[kind].put_in_bytes
+    seconds = {
+        "int8": collective_seconds("all_to_all", size, mesh, "dp")
+        + collective_seconds("all_gather", size / 4, mesh, "dp"),
+        "top-k": collective_seconds("all_gather", 8 * 12, mesh, "dp"),
+        "power-sgd": 2 * collective_seconds("all_reduce", size / 2, mesh, "dp"),
+    }
+    assert collective_seconds(kind, size, mesh, "dp") == pytest.approx(seconds[wire])
 
 
 @pytest.mark.parametrize(("least_mb", "narrow"), [("0.001", 3), ("0.0005", 4)])
