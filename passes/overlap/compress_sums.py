@@ -54,6 +54,7 @@ from partc.plan.mesh import TP, Mesh
 from partc.plan.sharding import Sharding, cut
 from partc.plan.wires import ALIKE, MARK, WIRES, Kept
 
+MOST_PLACES = 2**31 - 1
 SUMS = (collectives.all_reduce, collectives.all_reduce_joined)
 
 
@@ -128,7 +129,11 @@ def _named(node: fx.Node, how: Compress) -> dict[str, Any]:
 
 
 def _sends_less(node: fx.Node, how: Compress) -> bool:
-    """Whether a scheme has something to send of these gradients, and sends fewer bytes."""
+    """Whether a scheme has something to send of these gradients, and sends fewer bytes. Places in
+    them are int32.
+    """
+    if sum(fake_of(x).numel() for x in moved(node)) > MOST_PLACES:
+        return False
     exact, plain = sent_bytes(node), node.kwargs
     node.kwargs = {**plain, **_named(node, how)}
     narrow, each = sent_bytes(node), [size for _, size in transfers(node)]

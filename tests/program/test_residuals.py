@@ -33,7 +33,8 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def begin(num: int, plan: str) -> Began:
-    stage = compile(model(), f"dp={num}", (torch.ones(8, 12),), loss=loss, plan=plan).module()
+    mesh = "dp=2,tp=2" if "megatron" in plan else f"dp={num}"
+    stage = compile(model(), mesh, (torch.ones(8, 12),), loss=loss, plan=plan).module()
     stage.load_full(model())
     return stage, torch.optim.AdamW(stage.parameters(), lr=1e-2)
 
@@ -89,7 +90,8 @@ def resumes(folder: Path) -> None:
 
 def resumes_with(folder: Path, own: str) -> None:
     """Bit for bit, where sums draw numbers or keep more than what they have not sent."""
-    plan = f'{EXACT}allow = ["compress"]\n[compress]\nleast_mb = 0\n{own}\n'
+    exact = EXACT.replace("ddp", "ddp+megatron") if "block" in own else EXACT
+    plan = f'{exact}allow = ["compress"]\n[compress]\nleast_mb = 0\n{own}\n'
     whole, first = begin(4, plan), begin(4, plan)
     losses = train(whole, range(5))
     train(first, range(3))
@@ -140,7 +142,12 @@ def test_training_resumes(world: Processes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "own", ['wire = "random-k"\nshare = 0.2\nstart_step = 1', 'wire = "power-sgd"\nrank = 1']
+    "own",
+    [
+        'wire = "random-k"\nshare = 0.2\nstart_step = 1',
+        'wire = "power-sgd"\nrank = 1',
+        'wire = "int8"\nblock = 8',  # beside tp
+    ],
 )
 def test_training_resumes_with_other_schemes(world: Processes, tmp_path: Path, own: str) -> None:
     world.run(resumes_with, tmp_path, own)
