@@ -22,8 +22,8 @@ class TopSum(NarrowSum):
         self.k = k
         at = self.largest(x.abs())
         self.lost = [x.index_fill(0, at, 0.0)]
-        sent = torch.cat([x[at].view(torch.int8), at.to(torch.int32).view(torch.int8)])
-        self.sums = sent.new_empty(num, len(sent))
+        sent = torch.cat([x[at].view(torch.int8), at.to(torch.int32).view(torch.int8)])[None]
+        self.sums = sent.new_empty(num, sent.shape[1])
         self.done = dist.all_gather_single(self.sums, sent, group=group, async_op=True)
         self.passed = True
 

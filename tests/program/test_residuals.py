@@ -146,7 +146,10 @@ def test_training_resumes(world: Processes, tmp_path: Path) -> None:
     [
         'wire = "random-k"\nshare = 0.2\nstart_step = 1',
         'wire = "power-sgd"\nrank = 1',
-        'wire = "int8"\nblock = 8',  # beside tp
+        'wire = "top-k"\nshare = 0.1',
+        'wire = "int8-stochastic"\nblock = 8',  # beside tp, as what follows
+        'wire = "sign"\nblock = 8',
+        'wire = "int8"\nblock = 8',
     ],
 )
 def test_training_resumes_with_other_schemes(world: Processes, tmp_path: Path, own: str) -> None:
