@@ -11,6 +11,7 @@ from partc.errors import PlanError, UsageError
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.idle_axes import IDLE
 from partc.plan import Plan
+from partc.plan.compress import Compress, read_compress
 from partc.plan.decided import NCCL
 from partc.plan.field_kinds import PLAIN, check_fields
 from partc.plan.mesh import Mesh
@@ -68,6 +69,9 @@ def check_made(plan: Plan) -> None:
     said = {name: given for name, given in vars(plan).items() if given != left_out[name]}
     of_text = {*PLAIN, "gather", "scatter"}  # as they stand in a plan's text
     check_fields({name: given for name, given in said.items() if name in of_text}, "Plan")
+    if plan.compress is not None:
+        own = isinstance(plan.compress, Compress)
+        read_compress(vars(plan.compress) if own else {"a table": plan.compress}, "Plan")
     for name, lies in plan.values.items() if isinstance(plan.values, Mapping) else ():
         if not isinstance(lies, Mapping):
             raise PlanError(

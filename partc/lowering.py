@@ -34,6 +34,7 @@ from partc.passes.canonical.functionalize import functionalize
 from partc.passes.overlap.bucket_collectives import bucket_collectives
 from partc.passes.overlap.choose_buckets import choose_bucket_copies
 from partc.passes.overlap.choose_hierarchical import choose_hierarchical
+from partc.passes.overlap.compress_sums import check_compress, compress_sums
 from partc.passes.overlap.hierarchical_all_reduce import hierarchical_all_reduce
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.overlap_clock import choose_overlap_clock
@@ -70,6 +71,8 @@ ONE_STAGE = When("one stage", lambda s: not s.made.get("phased"))
 MICROBATCHES = When("microbatches", lambda s: s.plan.microbatches > 1)
 WHOLE_DRAWS = When("whole draws", lambda s: s.plan.random == "single-device")
 LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
+COMPRESSED = When("compress", lambda s: s.plan.compress is not None)
+GRADIENTS = When("compress", lambda s: COMPRESSED.holds(s) and s.graph.loss is not None)
 PIECES = When("pieces", lambda s: s.plan.overlap_pieces > 1)
 
 RECORDED, JOINT, PLAN, LOCAL_GRAPH = "recorded graph", "joint graph", "plan", "local graph"
@@ -110,6 +113,8 @@ PASSES = (
     Pass(fuse_loss, JOINT, "the gradient of a cut vocabulary needs no gather", optional=True),
     Pass(complete, PLAN, "a preset's words become entries for every parameter and input",
          on_graph=False),
+    Pass(check_compress, PLAN, "rounded sums change a step's numbers: allowed, and where they are "
+         "built, or refused", COMPRESSED, on_graph=False),
     Pass(choose_schedule, PLAN, "1f1b unless the plan says more", PIPELINES, on_graph=False,
          decides="schedule"),
     Pass(choose_stages, PLAN, "stages cut evenly by cost", PIPELINES, on_graph=False,
@@ -160,6 +165,8 @@ PASSES = (
          on_graph=False, decides="bucket_copy_mb"),
     Pass(bucket_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
          optional=True),
+    Pass(compress_sums, LOCAL_GRAPH, "a slow link carries fewer bytes: sums are rounded, and what "
+         "that loses is sent in the next step", GRADIENTS),
     Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there"),
     Pass(choose_overlap_clock, PLAN, "how long a transfer takes, in FLOPs: as many are put beside "
          "it", PIECES, on_graph=False, decides="flops_per_byte"),

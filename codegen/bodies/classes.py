@@ -45,7 +45,7 @@ from partc.codegen.repeats.slots import Interface, outside
 from partc.codegen.text import Line, Range, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, tensor_args, value
 from partc.graph.draws import draws_numbers
-from partc.graph.moves import moves
+from partc.graph.moves import is_keyed, moves
 
 
 @dataclass(eq=False)
@@ -122,7 +122,8 @@ class BlockClass:
     @property
     def draws(self) -> bool:
         """Whether the block draws random numbers."""
-        return any(draws_numbers(node) for side in self.sides for node in side.group.nodes)
+        inside = [node for side in self.sides for node in side.group.nodes]
+        return any(draws_numbers(node) or is_keyed(node) for node in inside)
 
     @property
     def is_named(self) -> bool:

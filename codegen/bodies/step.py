@@ -208,7 +208,8 @@ class StepBody(Body):
             ahead.append(Line(f"before, reduced = reduced, {cls.adds.reduced}", indent=1))
             behind = "reduced behind this block's backward"
             waits = Range(WAIT_FOR_GRADS) if self.helpers.ranges else None
-            after.append(Line("before.finish()", behind, indent=1, range=waits))
+            ends = "before.pass_on(reduced)" if self.helpers.narrow else "before.finish()"
+            after.append(Line(ends, behind, indent=1, range=waits))
         if self._gather(loop):
             ahead += self._gather_ahead(loop, early, begun)
         elif begun:

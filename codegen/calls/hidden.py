@@ -16,7 +16,8 @@ from partc.codegen.calls.inline import is_free
 from partc.codegen.calls.storage import num_bytes
 from partc.codegen.helpers.needed import Outlined
 from partc.cost.flops import node_flops
-from partc.graph import collectives, is_tensor, ops, picked, tensor_args
+from partc.graph import collectives, is_tensor, ops, picked
+from partc.graph.moves import moved as moves_of
 from partc.passes.overlap.write_pieces import taken_from
 
 NAMES = 2  # so many calls are named, of more their number is said
@@ -29,7 +30,7 @@ def hidden_by(start: fx.Node, between: Sequence[fx.Node], name_of: Callable[[fx.
     ``between`` are the calls whose lines stand between start and wait. Views and transfers hide
     nothing, nor do calls that make much less than what moves.
     """
-    moved = sum(map(num_bytes, tensor_args(start)))
+    moved = sum(map(num_bytes, moves_of(start)))
     calls = [n for n in between if _is_call(n)]
     flops = sum(node_flops(n) for n in calls)
     if not calls:

@@ -15,8 +15,8 @@ from torch import fx
 
 from partc.codegen.calls.scope import Scope
 from partc.codegen.repeats.equal import ends_step
-from partc.graph import Graph, collectives, tensor_args
-from partc.graph.moves import Move, carried, moves
+from partc.graph import Graph, collectives
+from partc.graph.moves import Move, carried, moved, moves
 
 REDUCTIONS = (  # the gathers are those of a hierarchical all-reduce: scatter, sum, gather
     collectives.all_gather,
@@ -54,7 +54,7 @@ class JointGrads:
         self.place = {
             operand: (start, param)
             for start, params in self.params.items()
-            for operand, param in zip(tensor_args(start), params, strict=True)
+            for operand, param in zip(moved(start), params, strict=True)
             if set(operand.users) == {start}
         }
         self.graph = graph
@@ -69,7 +69,7 @@ class JointGrads:
             return stored[result][0] if result is not None else None
         reader = next(iter(result.users))
         if reader in self.params:
-            return self.params[reader][tensor_args(reader).index(result)]
+            return self.params[reader][moved(reader).index(result)]
         return self._param(reader, stored) if carried(reader) is result else None
 
     def name(self, start: fx.Node, scope: Scope) -> str:
@@ -99,11 +99,11 @@ class JointGrads:
 
     def _source(self, start: fx.Node) -> fx.Node | None:
         """The reduction whose results this one reduces further, all of them and nothing else."""
-        befores = [self._reduced_by(operand) for operand in tensor_args(start)]
+        befores = [self._reduced_by(operand) for operand in moved(start)]
         first = befores[0]
         if first is None or first not in self.names or set(befores) != {first}:
             return None
-        return first if len(tensor_args(first)) == len(befores) else None
+        return first if len(moved(first)) == len(befores) else None
 
     def _reduced_by(self, node: fx.Node) -> fx.Node | None:
         """The reduction that a value is a result of; None for other values."""
@@ -138,7 +138,7 @@ class JointGrads:
     def missing(self, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
         """The gradients of a reduction that are not in its dict yet, each with its place there."""
         name = self.names[start]
-        for operand, param in zip(tensor_args(start), self.params[start], strict=True):
+        for operand, param in zip(moved(start), self.params[start], strict=True):
             if param not in self.entries[name]:
                 self.entries[name].append(param)
                 yield operand, f"{name}[{param}]"

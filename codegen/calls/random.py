@@ -6,7 +6,7 @@ the program. What a draw reads for its shape alone is not read where the shape c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,14 @@ class Drawing:
         whole = MICROBATCH_AXIS in self.graph.mesh.names and MICROBATCH_AXIS not in axes
         return f"self.rng{'.of_step' if whole else ''}({', '.join([self._site(node), *place])})"
 
+    def of_sum(self, node: fx.Node, place: Sequence[str]) -> str:
+        """The generator of a sum with fewer bytes, with the ranks' own place or none."""
+        return f"self.rng({', '.join([self._named(value(node).site), *place])})"
+
     def _site(self, node: fx.Node) -> str:
-        site = site_of(node)
+        return self._named(site_of(node))
+
+    def _named(self, site: str) -> str:
         if not self.block or not site.startswith(f"{self.block}."):
             return self.name_of(site)
         rest = site.removeprefix(self.block).replace("{", "{{").replace("}", "}}")

@@ -13,6 +13,7 @@ from torch import fx
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.expressions import Expressions
 from partc.codegen.calls.hidden import hidden_by
+from partc.codegen.calls.random import Drawing
 from partc.codegen.calls.ranges import of_transfer
 from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.storage import overwritable
@@ -20,7 +21,8 @@ from partc.codegen.repeats.equal import ends_step
 from partc.codegen.text import ATOM, Line, Text
 from partc.graph import collectives, is_tensor, tensor_args, typed, value
 from partc.graph.dense import surely_dense
-from partc.graph.moves import gathers_param, kind_of, moves, results
+from partc.graph.moves import gathers_param, kind_of, moves, results, state_of, wire_of
+from partc.plan.wires import OWN, WIRES
 from partc.quoting import comment
 
 
@@ -73,7 +75,7 @@ class Transfers(Expressions):
         waited = self._waited(node)
         grads = "" if waited is None else f"{{{self.stored[waited][0]}: {name}}}"
         if grads and overwrites:
-            call = c10d.all_reduce(node, name, at_once=False)
+            call = self._summed(node, name, f"[{name}]")
             lines.append(Line(f"reduced.append(({grads}, {call}))", comment(typed(node))))
             return Statement(lines, binds=[node])
         self.scope.taken.add(f"{name}_done")
@@ -157,7 +159,7 @@ class Transfers(Expressions):
         missing = self.joint.missing(node)
         lines = [Line(put.format(entry, self.text(operand))) for operand, entry in missing]
         if grads in self.joint.rooms:
-            done = c10d.all_reduce(node, self.joint.rooms[grads], at_once=False)
+            done = self._summed(node, self.joint.rooms[grads], f"[*{grads}.values()]")
             return Statement([*lines, Line(f"reduced.append(({grads}, {done}))")])
         call = self._moved(node, grads)
         if self._waited(node) is not None:
@@ -170,6 +172,19 @@ class Transfers(Expressions):
         self.seen |= {n: Text(entry) for n, entry in self.joint.results(node)}
         self.scope.taken.add(f"{grads}_done")
         return Statement([*lines, Line(f"{grads}, {grads}_done = {call}")], binds=[node])
+
+    def _summed(self, node: fx.Node, flat: str, grads: str) -> str:
+        """The call that starts to sum gradients in the memory named ``flat``; ``grads``: a list."""
+        if not wire_of(node):
+            return c10d.all_reduce(node, flat, at_once=False)
+        state = [str(self.text(kept)) for kept in state_of(node)]
+        return c10d.narrow_sum(node, [flat, grads, self._key_of(node)], state, self.helpers)
+
+    def _key_of(self, node: fx.Node) -> str:
+        """The generator of a sum with fewer bytes; "" for one that draws nothing."""
+        drawn, axis = WIRES[wire_of(node)].drawn, node.kwargs["axis"]
+        drawing = Drawing(self.graph, self.prefix, self.name_of)
+        return drawing.of_sum(node, [f"self.{axis}_rank"] * (drawn == OWN)) if drawn else ""
 
     def _moved(self, node: fx.Node, grads: str) -> str:
         """The call that starts to reduce the dict of gradients named ``grads``."""

@@ -59,6 +59,7 @@ from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
 from partc.graph.graph_edits import copied
 from partc.graph.hooked import calls_hooks
+from partc.graph.moves import is_keyed, wire_of
 from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
 
@@ -114,7 +115,10 @@ def _emit(
     graph = spelled(graph, fused=inductor)
     items, sides = arranged(graph, apart)
     checked = copied(graph)
-    helpers = Helpers(messages=messages, backend=backend, ranges=ranges, hooks=calls_hooks(graph))
+    helpers = Helpers(
+        messages=messages, backend=backend, ranges=ranges, hooks=calls_hooks(graph),
+        narrow=any(map(wire_of, graph.calls())),
+    )  # fmt: skip
     [items] = outlined([(graph, items)], helpers)
     items = compiled(graph, items, helpers) if inductor else items
     items = gather_ahead(items)
@@ -181,7 +185,7 @@ class RoleText:
     @cached_property
     def draws(self) -> bool:
         """Whether the program draws random numbers."""
-        return bool(draws_of(self.graph))
+        return bool(draws_of(self.graph)) or any(map(is_keyed, self.graph.calls()))
 
     @property
     def is_distributed(self) -> bool:
@@ -343,12 +347,19 @@ class RoleText:
         lines = with_sections(statements, name_of=self.helpers.ranges and self.site_literal)
         if any(re.search(r"\breduced\b", line.code) for line in lines):
             lines = [Line(f"reduced = {self.helpers.use('Reduced')}()"), *lines]
-            lines += finished("reduced.finish()", ranges=self.helpers.ranges)
+            call = f"reduced.finish({', '.join(self._others())})"
+            lines += finished(call, ranges=self.helpers.ranges)
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)
         lines.append(Line(self._result(body)))
         return self.helpers.block(scope.settled([lines])[0], 2)
+
+    def _others(self) -> list[str]:
+        """The groups of ranks that see other sums with fewer bytes than this rank, as texts."""
+        sums = {str(node.kwargs["axis"]) for node in self.graph.calls() if wire_of(node)}
+        axes = [axis for axis, size in self.graph.mesh.axes if size > 1]
+        return [f"self.{axis}" for axis in axes if sums and axis not in sums]
 
     def final_grads(self) -> dict[fx.Node, list[str]]:
         """For each gradient that no block adds to ``.grad`` itself its parameters, as texts."""

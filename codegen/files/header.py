@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from partc.codegen.calls.storage import num_bytes
-from partc.graph import Graph, collectives, fake_of, layout_on, tensor_args
-from partc.graph.moves import kind_of
+from partc.cost.bytes import put_in_bytes
+from partc.graph import Graph, collectives, fake_of, layout_on
+from partc.graph.moves import kind_in_words, moved, wire_of
 from partc.plan import Plan
 from partc.plan.mesh import layout_mesh
 from partc.quoting import comment
@@ -164,10 +165,10 @@ def _moves(graph: Graph) -> list[str]:
     sizes: Counter[tuple[str, str]] = Counter()
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES:
-            key = (str(node.kwargs["axis"]), kind_of(node))
-            operands = map(fake_of, tensor_args(node))
+            key = (str(node.kwargs["axis"]), kind_in_words(node))
+            whole = sum(map(num_bytes, moved(node)))
             counts[key] += graph.times(node)
-            sizes[key] += graph.times(node) * sum(x.numel() * x.element_size() for x in operands)
+            sizes[key] += graph.times(node) * (put_in_bytes(node) if wire_of(node) else whole)
     return [
         f"{kind} over {axis} x{counts[axis, kind]}, {_bytes(sizes[axis, kind])}"
         for axis, kind in sorted(counts)

@@ -14,12 +14,25 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from partc.codegen.helpers import arrived, attention, draws, links, messages, nccl, printed
+from partc.codegen.helpers import (
+    arrived,
+    attention,
+    draws,
+    links,
+    low_rank_sums,
+    messages,
+    narrow_sums,
+    nccl,
+    picked_sums,
+    printed,
+    rounded_sums,
+)
 from partc.codegen.text import Line, Origin, block, origins, wrap
 from partc.graph import ops
 
 # In which functions are printed: `arrived` needs what `links` has.
-ORDER = (printed, draws, nccl, messages, links, arrived, attention, ops)
+NARROW = (narrow_sums, rounded_sums, picked_sums, low_rank_sums)  # send less than all numbers
+ORDER = (printed, draws, nccl, messages, links, arrived, *NARROW, attention, ops)
 COMMON = (printed, draws, links, attention, ops)
 # In which functions are looked for: what comes first has some of the names of `printed` and
 # replaces them in a program for NCCL, or in one that sends messages over gloo.
@@ -63,11 +76,13 @@ class Helpers:
 
     def __init__(
         self, *, messages: bool = False, backend: str = "gloo", ranges: bool = False,
-        hooks: bool = False,
+        hooks: bool = False, narrow: bool = False,
     ) -> None:  # fmt: skip
+        self.narrow = narrow  # whether sums of gradients are sent in narrow numbers
         self.ranges, self.hooks = ranges, hooks
         self.in_pieces = backend == "gloo" and not messages  # scattered sums, to be added up
         self.modules = MESSAGES if messages else MODULES[backend or "gloo"]
+        self.modules = (*NARROW, *self.modules) if narrow else self.modules
         self.used: set[str] = set()
         self.outlined: list[Outlined] = []
         self.bodies: dict[str, list[Origin | None]] = {}  # of functions: their rows' origins

@@ -22,6 +22,7 @@ from partc.dryrun.nccl_order import check_order as check_nccl_order
 from partc.dryrun.recording import record as nccl_events
 from partc.errors import PartcError
 from partc.graph.fake_calls import quiet_log
+from partc.plan import Plan
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program
 from partc.program.fixed_text import FixedText
@@ -84,7 +85,7 @@ def _audited(program: Program) -> Audit:
     sums, expected = check_sums(program), program.expected.numbers
     of_sums, open_sums = _of_sums(sums, program.mesh, expected is not None)
     checked.append(of_sums)
-    unchecked = (*open_sums, *_of_dtypes(program))
+    unchecked = (*open_sums, *_of_dtypes(program), *_of_rounding(program))
     changes = _changes(program)
     if expected is None:
         unchecked += (f"numbers: {program.expected.lacking}",)
@@ -119,6 +120,17 @@ def _of_dtypes(program: Program) -> Iterator[str]:
         yield (
             f"in which of {', '.join(sorted(used))} a call between two casts computes, as numbers "
             "are compared in float64; the casts stand as printed"
+        )
+
+
+def _of_rounding(program: Program) -> Iterator[str]:
+    """What is not known of sums in narrow numbers."""
+    how = Plan.parse(program.plan).compress
+    if how is not None:
+        yield (
+            f"what {how.wire} makes of sums of gradients: the check sums exactly in its place, and "
+            "the classes that round stand as printed; partc verify compares them with the "
+            "definition of the format"
         )
 
 

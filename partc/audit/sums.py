@@ -22,6 +22,7 @@ from partc.errors import CheckError
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program
 from partc.program.role import Role, Shard
+from partc.verification.narrow_sums import sum_exactly
 
 ROUNDS = 4  # in which what ranks of a pipeline send each other becomes known
 
@@ -93,6 +94,7 @@ def _ready(role: Role, rank: int, dist: Any) -> Iterator[tuple[Any, list[Tensor]
     eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
     with alone(role, rank, LIBRARY) as here, torch.no_grad(), FakeTensorMode(), eager:
         role.module.__dict__["dist"] = dist
+        sum_exactly(role)
         step = role.build(here)
         yield step, [torch.empty(s, dtype=d) for s, d in role.inputs.values()]
 

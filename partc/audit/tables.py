@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partc.errors import CheckError
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import dtype_name
+from partc.plan.wires import ALIKE, MARK, is_residual, whose
 from partc.program import Program
 from partc.program.holders import roles_of
 from partc.program.role import Role, Shard
@@ -45,9 +47,25 @@ def _differences(role: Role, program: Program) -> Iterator[tuple[str, str]]:
                 f"{shard.key} is {dtype_name(shard.dtype)}",
                 f"{shard.name} of the model is {known[shard.name].dtype}",
             )
-        if known and shard.name not in known and shard.name not in program.constants:
+        own = shard.name in program.constants or is_residual(shard.name)
+        if known and shard.name not in known and not own:
             yield f"{shard.key} is a piece of {shard.name}", "the model has no such tensor"
+        if is_residual(shard.name):
+            yield from _other_residual(shard, program)
         yield from _impossible(shard, role.mesh)
+
+
+def _other_residual(shard: Shard, program: Program) -> Iterator[tuple[str, str]]:
+    """What is wrong with a buffer for what sums have not sent: a row belongs to each data rank."""
+    how, axis = Plan.parse(program.plan).compress, shard.name.rpartition(MARK)[2]
+    alike = whose(shard.name) == ALIKE
+    kept = how is not None and (how.error_feedback or alike)
+    if not kept:
+        yield f"{shard.key} is what sums have left over", "the plan's [compress] keeps none"
+    wanted = set() if alike else {(axis, 0, 1)}
+    others = {(each, 0 if alike else 1, 1) for each in program.mesh.names if each != axis}
+    if not wanted <= {*shard.cuts} <= wanted | others:
+        yield f"{shard.key} is cut as {shard.cuts}", f"every rank of {axis} has a part of its own"
 
 
 def _impossible(shard: Shard, mesh: Mesh) -> Iterator[tuple[str, str]]:

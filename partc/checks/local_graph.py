@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from partc.checks.layouts import check_layouts
+from partc.checks.narrow_sums import check_narrow_sums
 from partc.checks.pieces import check_turns
 from partc.cost.storage import Replay, replay
 from partc.errors import CheckError
@@ -31,6 +32,7 @@ def check(graph: Graph, *, scheduled: bool = True) -> None:
     check_order(graph)
     check_shapes(graph)
     check_layouts(graph)
+    check_narrow_sums(graph)
     check_turns(graph)
     check_outputs(graph)
     if scheduled:

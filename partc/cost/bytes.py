@@ -9,7 +9,10 @@ from torch import Tensor, fx
 
 from partc.cost.storage import Replay, replay
 from partc.graph import Graph, collectives, fake_of, results_of, tensor_args
-from partc.graph.moves import kind_of, moves
+from partc.graph.moves import kind_in_words, kind_of, moved, moves, wire_of
+from partc.plan.wires import WIRES
+
+CODING = 5  # how often numbers are read or written to encode or decode them: scale, round, cast
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,31 @@ def sent_bytes(node: fx.Node) -> int:
     """Bytes one rank sends for a collective by the ring algorithm; 0 for a call that is none."""
     if node.target not in collectives.COLLECTIVES:
         return 0
-    top, bottom = sent_share(kind_of(node), node.kwargs["num"])
-    return int(put_in_bytes(node) * top // bottom)
+    num = int(str(node.kwargs["num"]))
+    shares = ((size, sent_share(kind, num)) for kind, size in transfers(node))
+    return sum(int(size * top // bottom) for size, (top, bottom) in shares)
+
+
+def transfers(node: fx.Node) -> list[tuple[str, int]]:
+    """The transfers that a collective takes: the kind of each, and the bytes a rank puts in.
+
+    One of its own kind, but for a sum that is sent with fewer bytes.
+    """
+    if wire := wire_of(node):
+        shapes = [fake_of(x).shape for x in moved(node)]
+        num, size = int(str(node.kwargs["num"])), int(str(node.kwargs["size"]))
+        return [*WIRES[wire].sent(shapes, num, size)]
+    return [(kind_of(node), put_in_bytes(node))]
 
 
 def put_in_bytes(node: fx.Node) -> int:
-    """Bytes that one rank puts into a collective: its operands, in the dtype that is sent."""
+    """Bytes that one rank puts into a collective: its operands, in the dtype that is sent.
+
+    For a sum that is sent with fewer bytes these are the bytes of an all-reduce that sends as many.
+    """
+    if wire_of(node):
+        top, bottom = sent_share("all_reduce", int(str(node.kwargs["num"])))
+        return int(sent_bytes(node) * bottom // top)
     sent: torch.dtype | None = node.kwargs.get("dtype")  # type: ignore[assignment]
     fakes = map(fake_of, tensor_args(node))
     return sum(fake.numel() * (sent or fake.dtype).itemsize for fake in fakes)
@@ -64,6 +86,8 @@ def packed_bytes(node: fx.Node) -> int:
 
     0 where the one operand can be sent as it lies in memory.
     """
+    if wire_of(node):
+        return CODING * sum(_num_bytes(fake_of(x)) for x in moved(node))
     targets = (collectives.reduce_scatter, collectives.reduce_scatter_joined)
     together = len(tensor_args(node)) > 1
     if node.target is collectives.all_to_all:
@@ -87,6 +111,8 @@ def unpacked_bytes(node: fx.Node) -> int:
     Ranks' pieces arrive one after the other. That is the result already if the pieces are shards
     of dim 0; shards of another dim have to be copied into place.
     """
+    if wire_of(node):
+        return CODING * sum(_num_bytes(fake_of(x)) for x in moved(node))
     gathers = (collectives.all_gather, collectives.all_gather_joined, collectives.all_to_all)
     if node.target not in gathers or not _is_cut_inside(node):
         return 0
@@ -101,11 +127,12 @@ def _is_cut_inside(node: fx.Node) -> bool:
 def sent_share(kind: str, num: Any) -> tuple[Any, Any]:
     """The share of its operands that one rank of `num` sends, as numerator and denominator.
 
-    By the ring algorithm: all-gather num - 1, all-reduce 2 (num - 1) / num, others (num - 1) / num.
+    By the ring algorithm: all-gather num - 1, all-reduce 2 (num - 1) / num, others (num - 1) / num;
+    two collectives one behind the other (``all_to_all+all_gather``) as much as an all-reduce.
     """
     if kind == "all_gather":  # (num - 1) / num of the result, which is num times the operand
         return num - 1, 1
-    return (2 if kind == "all_reduce" else 1) * (num - 1), num
+    return (2 if kind == "all_reduce" or "+" in kind else 1) * (num - 1), num
 
 
 def traffic(graph: Graph) -> list[Traffic]:
@@ -114,7 +141,7 @@ def traffic(graph: Graph) -> list[Traffic]:
     sent: Counter[tuple[str, str]] = Counter()
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES:
-            key = (str(node.kwargs["axis"]), kind_of(node))
+            key = (str(node.kwargs["axis"]), kind_in_words(node))
             counts[key] += graph.times(node)
             sent[key] += graph.times(node) * sent_bytes(node)
     order = sorted(counts, key=lambda key: (graph.mesh.names.index(key[0]), key[1]))

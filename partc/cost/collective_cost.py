@@ -94,7 +94,17 @@ def cheapest(
 
 
 def collective_seconds(kind: str, num_bytes: float, mesh: Mesh, axis: str) -> float:
-    """Seconds of a collective, by its cheapest algorithm, if each operand has so many bytes."""
+    """Seconds of a collective, by its cheapest algorithm, if each operand has so many bytes.
+
+    Two collectives one behind the other, ``all_to_all+all_gather``, have as many bytes together as
+    an all-reduce of so many.
+    """
+    first, _, second = kind.partition("+")
+    if second and first == second:
+        return 2 * collective_seconds(first, num_bytes / 2, mesh, axis)
+    if second:
+        each = (first, num_bytes), (second, num_bytes / mesh.size(axis))
+        return sum(collective_seconds(one, size, mesh, axis) for one, size in each)
     return float(cheapest(kind, num_bytes, mesh, axis).seconds(num_bytes))
 
 

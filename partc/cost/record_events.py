@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from partc.cost.bytes import packed_bytes, put_in_bytes, unpacked_bytes
+from partc.cost.bytes import packed_bytes, put_in_bytes, transfers, unpacked_bytes
 from partc.cost.roofline import call_of, dtype_of
 from partc.cost.step_events import (
     CALL,
@@ -198,10 +198,11 @@ def _is_start(node: fx.Node) -> bool:
 
 
 def _move_of(node: fx.Node) -> Move:
+    kinds, sizes = zip(*transfers(node), strict=True)
+    size = sizes[0] if len(kinds) == 1 else put_in_bytes(node)
     return Move(
-        kind_of(node), str(node.kwargs["axis"]), put_in_bytes(node), packed_bytes(node),
-        unpacked_bytes(node),
-    )  # fmt: skip
+        "+".join(kinds), str(node.kwargs["axis"]), size, packed_bytes(node), unpacked_bytes(node)
+    )
 
 
 def _finishes(node: fx.Node) -> bool:

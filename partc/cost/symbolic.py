@@ -19,13 +19,13 @@ import sympy
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from partc.cost.bytes import moved_bytes, sent_share
+from partc.cost.bytes import moved_bytes, put_in_bytes, sent_share
 from partc.cost.flops import node_flops
 from partc.cost.memory import MemoryCurve, memory_curve
 from partc.cost.storage import replay
 from partc.errors import PartcError
 from partc.graph import Graph, collectives, fake_of, tensor_args, value
-from partc.graph.moves import kind_of
+from partc.graph.moves import kind_in_words, kind_of, wire_of
 from partc.plan.sharding import Sharding
 
 Sizes = Mapping[str, int]
@@ -199,7 +199,9 @@ class _Shapes:
                 kind, axis = kind_of(node), str(node.kwargs["axis"])
                 top, bottom = sent_share(kind, _symbol(axis))
                 put_in = sum(self._sent(operand, node) for operand in tensor_args(node))
-                sent[axis, kind] += put_in * top / bottom
+                if wire_of(node):  # padded to pieces and blocks: a number for these sizes alone
+                    put_in = put_in_bytes(node)
+                sent[axis, kind_in_words(node)] += put_in * top / bottom
         return SymbolicCosts(
             flops=_sum(node_flops(node, self._shapes) for node in graph.calls()),
             moved_bytes=_sum(

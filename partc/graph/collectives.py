@@ -6,6 +6,11 @@ They move no data: ``codegen`` prints the real communication, and ``tests/simula
 their meaning for all ranks at once. A ``joined`` collective is a bucket: it moves several tensors
 of one dtype in one transfer, and getitem nodes pick its results. ``wait`` marks where a started
 collective's result is needed first; before waits are placed, a collective's node is its result.
+
+A sum with a ``wire`` is sent with fewer bytes (``partc/plan/wires.py``, where ``size`` has its
+meaning), and is what the scheme makes of it. It writes to the buffers in ``state``, which nothing
+else reads: what it has not sent, of which some is sent in the next step. It begins behind ``start``
+steps, in which it is exact.
 """
 
 from __future__ import annotations
@@ -18,7 +23,10 @@ from torch import Tensor
 from partc.plan.sharding import take_piece
 
 
-def all_reduce(x: Tensor, *, axis: str, num: int, op: str = "sum") -> Tensor:
+def all_reduce(
+    x: Tensor, *, axis: str, num: int, op: str = "sum", wire: str = "", size: int = 0,
+    start: int = 0, state: Sequence[Tensor] = (),
+) -> Tensor:  # fmt: skip
     """Sum (or ``op="max"``) over the axis: ``f32[8]{U:axis} -> f32[8]``."""
     return torch.empty_like(x)
 
@@ -52,7 +60,10 @@ def all_to_all(
     return x.new_empty(shape)
 
 
-def all_reduce_joined(xs: Sequence[Tensor], *, axis: str, num: int) -> tuple[Tensor, ...]:
+def all_reduce_joined(
+    xs: Sequence[Tensor], *, axis: str, num: int, wire: str = "", size: int = 0, start: int = 0,
+    state: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:  # fmt: skip
     """A bucket of all_reduces: ``(f32[8]{U:axis}, f32[4]{U:axis}) -> (f32[8], f32[4])``."""
     return _side_by_side([all_reduce(x, axis=axis, num=num) for x in xs])
 

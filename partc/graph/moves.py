@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from partc.graph import collectives, is_tensor, picked, tensor_args, value
+from partc.plan.wires import WIRES
 
 GATHERS = (collectives.all_gather, collectives.all_gather_joined)
 SINGLE = {*collectives.COLLECTIVES, *collectives.LOCAL} - collectives.JOINED.keys()
@@ -30,8 +31,8 @@ class Move:
 
 def moves(node: fx.Node) -> list[Move]:
     """The moves of a collective in order: one per tensor of a bucket, else a single one."""
-    kwargs: dict[str, Any] = dict(node.kwargs)
-    operands = tensor_args(node)
+    kwargs: dict[str, Any] = {k: x for k, x in node.kwargs.items() if k not in ("state", "start")}
+    operands = moved(node)
     if node.target not in collectives.JOINED:
         assert callable(node.target)
         return [Move(node.target, operands[0], kwargs, node)]
@@ -44,6 +45,33 @@ def moves(node: fx.Node) -> list[Move]:
     target: Any = collectives.JOINED[node.target]
     made = zip(operands, each, results(node, len(operands)), strict=True)
     return [Move(target, *one) for one in made]
+
+
+def moved(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a collective moves: its operands without the state that it writes to."""
+    return tensor_args(node)[: -len(state_of(node)) or None]
+
+
+def state_of(node: fx.Node) -> list[fx.Node]:
+    """The buffers in which a sum in narrow numbers keeps what rounding has lost; else empty."""
+    kept: Any = node.kwargs.get("state", ())
+    return list(kept)
+
+
+def cut_over(node: fx.Node) -> tuple[str, ...]:
+    """The axes over which the gradients are cut that a collective sums, so that it sums pieces."""
+    return tuple(axis for axis, _ in value(moved(node)[0]).sharding.cuts())
+
+
+def wire_of(node: fx.Node) -> str:
+    """The narrow format in which a sum is sent, "" for any other collective."""
+    return str(node.kwargs.get("wire", ""))
+
+
+def is_keyed(node: fx.Node) -> bool:
+    """Whether a sum in narrow numbers draws random ones, or asks how many steps there were."""
+    wire = wire_of(node)
+    return wire != "" and (WIRES[wire].drawn != "" or bool(node.kwargs.get("start")))
 
 
 def results(node: fx.Node, num: int) -> list[fx.Node | None]:
@@ -76,6 +104,11 @@ def gathers_param(node: fx.Node) -> bool:
     return node.target in GATHERS and all(
         n.op == "placeholder" and value(n).kind == "param" for n in tensor_args(node)
     )
+
+
+def kind_in_words(node: fx.Node) -> str:
+    """The kind of a collective for people: ``all_reduce``, ``all_reduce in int8``."""
+    return f"{kind_of(node)} in {wire_of(node)}" if wire_of(node) else kind_of(node)
 
 
 def kind_of(node: fx.Node) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from partc.file_text import Unreadable, file_text
+from partc.plan.compress import COMPRESS, Compress
 from partc.plan.decided import Sends, Sizes, decided_lines, number_text
 from partc.plan.field_kinds import OWN_ORDER, plan_error
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
@@ -80,6 +81,9 @@ class Plan:
     pipeline stage but the first begins. If ``stages`` is empty the compiler cuts the model into
     ``virtual_stages`` per pipeline rank (0: the schedule's usual number).
 
+    Arithmetic: ``compress`` says in which narrow numbers gradients are summed over data ranks
+    (None: in their own). ``allow`` names what may change a step's numbers: ``"compress"``.
+
     Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
     ``"global"`` the whole batch on every rank.
 
@@ -127,6 +131,8 @@ class Plan:
     reduce: Literal["step", "microbatch"] = "step"
     notes: tuple[str, ...] = ()
     hooks: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+    compress: Compress | None = None
     apart: frozenset[str] = field(default=frozenset(), compare=False)
     of_another: bool = field(default=False, compare=False)
     other_passes: tuple[str, ...] = ()
@@ -266,12 +272,14 @@ class Plan:
         counts = ("prefetch", "overlap_pieces", "virtual_stages", "memory_bytes")
         lines += [f"{name} = {getattr(self, name)}" for name in counts if getattr(self, name)]
         lines += decided_lines(self)
+        lines += word_lines("allow", self.allow) if self.allow else []
         lines += list_lines("hooks", self.hooks)
         lines += list_lines("stages", self.stages) + list_lines("notes", self.notes)
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
         lines += section_lines("gather", {axis: f'"{life}"' for axis, life in self.gather.items()})
         lines += section_lines("scatter", {axis: str(dim) for axis, dim in self.scatter.items()})
+        lines += section_lines(COMPRESS, self.compress.lines() if self.compress else {})
         for name, table in (("inputs", self.inputs), ("params", self.params)):
             lines += section_lines(
                 name, {quote(k): write_cuts(v) for k, v in fold_names(table).items()}

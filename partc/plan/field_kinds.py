@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from partc.errors import PlanError
+from partc.plan.compress import COMPRESS
 from partc.plan.decided import BACKENDS, DECIDED, flaw_of
 from partc.schedules import NAMES
 from partc.schedules.csv_form import CSV
@@ -37,13 +38,14 @@ _NUMBERS = {
 _FLAGS = ("messages", "profiler_ranges")
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes", "hooks")
-_TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values")
+ALLOWED = (COMPRESS,)  # what changes a step's numbers, and so is never chosen silently
+_TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values", COMPRESS)
 PLAIN = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "bucket_mb", "profiler_ranges"
 }  # fmt: skip
 FIELDS = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, *_TABLES, *DECIDED,
-    "schedule", "recompute", "bucket_mb", *_FLAGS,
+    "schedule", "recompute", "bucket_mb", "allow", *_FLAGS,
 }  # fmt: skip
 
 
@@ -165,6 +167,12 @@ def _recompute(name: str, given: Any, where: str) -> None:
         raise _no_word(name, given, where, (*RECOMPUTES, '["modules", ...]'))
 
 
+def _allow(name: str, given: Any, where: str) -> None:
+    words = given if isinstance(given, list | tuple) else [given]
+    if strange := [each for each in words if each not in ALLOWED]:
+        raise _no_word(name, strange[0], where, ALLOWED)
+
+
 def _bucket_mb(name: str, given: Any, where: str) -> None:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1e6:
         what, why = f"bucket_mb = {quoted(given)} means nothing", "it is a number of megabytes"
@@ -197,6 +205,6 @@ def _schedule(name: str, given: Any, where: str) -> None:
 
 _OWN: dict[str, Callable[[str, Any, str], None]] = {
     "gather": _gather, "scatter": _scatter, "recompute": _recompute, "bucket_mb": _bucket_mb,
-    "schedule": _schedule, **dict.fromkeys(DECIDED, _decided),
+    "allow": _allow, "schedule": _schedule, **dict.fromkeys(DECIDED, _decided),
     **dict.fromkeys(_FLAGS, _flag),
 }  # fmt: skip

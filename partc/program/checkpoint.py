@@ -24,9 +24,11 @@ from partc.data.sampler import RowSampler
 from partc.errors import LoadError, RunError, UsageError
 from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
+from partc.plan.wires import is_residual
 from partc.program.checkpoint_call import check_arguments
 from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
+from partc.program.residuals import check_same_sums
 from partc.program.role import Shard
 from partc.program.runtime import Stage
 from partc.program.same_optimizer import (
@@ -40,6 +42,7 @@ from partc.program.saved_checkpoint import (
     CUTS,
     MANIFEST,
     SCHEMA,
+    SUMS,
     Saved,
     cuts_text,
     digest_of,
@@ -177,6 +180,7 @@ def _accepted(folder: str | Path, stage: Stage, optimizer: Optimizer | None) -> 
     """The newest step as this rank sees it; LoadError if it is none of this model or optimizer."""
     saved = Saved.read(latest(folder))
     _check_model(saved, stage)
+    check_same_sums(saved.path, saved.sums, stage.sums)
     if optimizer is not None:
         check_same_optimizer(saved.path, optimizer, saved.groups)
         check_same_groups(saved.path, _names(stage, optimizer), saved.groups)
@@ -276,7 +280,7 @@ def _check_model(saved: Saved, stage: Stage) -> None:
 
     Tensors of other ranks are checked too, so that all ranks raise if one does.
     """
-    wanted = {f"model/{name}": shard.shape for name, shard in stage.shards.items()}
+    wanted = {f"model/{n}": s.shape for n, s in stage.shards.items() if not is_residual(n)}
     missing = sorted(set(wanted) - set(saved.shards))
     if missing:
         refuse(saved.path, f"it lacks {', '.join(missing[:5])}", "Load one of this model.")
@@ -332,6 +336,7 @@ def _manifest(stage: Stage, contents: Mapping[str, Any], digests: list[str], ste
         "random": {"seed": seed, "step": taken},
         "tensors": dict(sorted(contents["tensors"].items())), "files": digests,
         "optimizer": contents["optimizer"], "data": contents["data"],
+        **({SUMS: dict(stage.sums)} if stage.sums else {}),
     }  # fmt: skip
     return json.dumps({**fields, "sha256": digest_of(fields)}, indent=1) + "\n"
 
@@ -403,8 +408,7 @@ def _flush(path: Path) -> None:
 
 def _refuse_field(field: str, value: Any) -> NoReturn:
     raise RunError(
-        where=f"optimizer state {field!r}",
-        what=f"is a {type(value).__name__}, not a tensor",
+        where=f"optimizer state {field!r}", what=f"is a {type(value).__name__}, not a tensor",
         why="checkpoints hold tensors only, never pickled objects",
         do="Save this optimizer's state yourself.",
-    )
+    )  # fmt: skip

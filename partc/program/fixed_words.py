@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from partc.graph.draws import DRAWABLE
+from partc.plan.wires import HELPERS
 
 DEVICE = "the device, or the library that moves tensors"
 DRAWS = "which random numbers are drawn"
 DTYPE = "the dtype in which numbers are kept"
 TIED = "which tensors are one"
 TEXT = "a value as text, which says more than its numbers"
+ROUNDED = "in which numbers gradients are sent"
 CALLED = "which function a name stands for"
 
 # Words in the names of functions and modules of torch. Behind `self` stand a model's own names, of
@@ -33,6 +35,7 @@ DRAW_NAMES = {"rng", "Draws"}
 CASTS = {"to", "type", "type_as", "dtype", "autocast", "amp", "finfo"}
 TABLES = {"ALIASES": TIED, "DTYPES": DTYPE}
 LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE, "str": TEXT}
+LOCALS |= dict.fromkeys(HELPERS, ROUNDED)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ def _keyed(tree: ast.AST) -> frozenset[str]:
 def reason_of(node: ast.AST, names: Names) -> str:
     """What a statement or expression decides on, of the above; "" if it decides on none of them."""
     found = {reason for each in _words(node) if (reason := _reason(each, names))}
-    return next((each for each in (TIED, DEVICE, DRAWS, DTYPE, CALLED, TEXT) if each in found), "")
+    return next(
+        (each for each in (TIED, DEVICE, DRAWS, ROUNDED, DTYPE, CALLED, TEXT) if each in found), ""
+    )
 
 
 def _words(node: ast.AST) -> Iterator[ast.AST]:

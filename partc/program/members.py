@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import RunError
+from partc.plan.wires import is_residual
 from partc.program import Program
 from partc.program.arguments import Returned
 from partc.program.decided import Decided
@@ -47,6 +48,7 @@ class Member:
         role = program.role(dist.get_rank())
         run = role.build(mesh, "meta")
         known = set(program.fingerprint.tensors)
+        known |= {shard.name for shard in role.shards if is_residual(shard.name)}
         own = {s.name: s for s in role.shards if s.name not in known or s.name not in tensors.held}
         member = cls(program, role, run, own, guard)
         member.link(tensors)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from partc.plan.mesh import PP, Mesh
-from partc.program import Program
+from partc.program import Program, residuals
 from partc.program.chunks import chunks_of
 from partc.program.dtensors import DTensors, expressible
 from partc.program.dtensors import whole_of as uncut
@@ -147,6 +147,7 @@ class RankTensors:
         check_shapes(given, matched, shapes, dtypes)
         whole = {name: given[key] for name, key in matched.found.items()}
         self.fill(whole)
+        residuals.begin(self.held, whole)
         for name, value in whole.items():
             if name in self.held and not isinstance(value, DTensor):
                 number = sampled(value.to(self.shards[name].dtype))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from partc.program import Program
+from partc.plan.wires import is_residual
+from partc.program import Program, residuals
 from partc.program.agreement import Agreement
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.clip import check_norm, clip_gradients
@@ -72,10 +73,13 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         self._loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
+        residuals.begin(self._tensors.held)
         take_weights(self._tensors, model, program.fingerprint)
         raw = RawModel(model, self._shown, self._tensors)
         self.agreement = Agreement(
-            self._tensors.holders, self._tensors.sources, draws=bool(program.draws)
+            self._tensors.holders,
+            self._tensors.sources,
+            draws=bool(program.draws) or residuals.draws(program.plan),
         )
         guard = Guard(
             self._tensors, self._loaded, raw, self.agreement, self.check_modules, RunState(),
@@ -215,6 +219,11 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         return {name: whole[tensors.first_name(name)] for name in names}
 
     @property
+    def sums(self) -> Mapping[str, Any]:
+        """Of which gradients this stage's rounded sums are, which its checkpoints have to say."""
+        return residuals.of_sums(self._program.plan, self._program.mesh)
+
+    @property
     def device(self) -> torch.device:
         """The device of this rank's tensors."""
         return self._tensors.device
@@ -252,6 +261,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """
         state = {} if destination is None else destination
         for name in self._tensors.saved_names(self._tensors.shards):
+            state[prefix + name] = self._tensors.as_dtensor(name)
+        for name in filter(is_residual, self._tensors.shards):
             state[prefix + name] = self._tensors.as_dtensor(name)
         return state
 

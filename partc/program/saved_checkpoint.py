@@ -9,18 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import LoadError, PartcError
 from partc.plan.mesh import PP, Mesh
 from partc.plan.sharding import cut, join_pieces
+from partc.plan.wires import is_residual
+from partc.program.residuals import fitted
 from partc.program.role import Shard, dtype_of
 from partc.program.runtime import Stage
 from partc.program.same_optimizer import CLASS
@@ -29,6 +32,7 @@ from partc.program.tensorfile import TensorFile, has_its_size
 MANIFEST = "checkpoint.json"
 SCHEMA = 2
 MAX_BYTES = 512_000_000
+SUMS = "sums"  # the one entry that not every checkpoint has
 CUTS = "partc.cuts"  # a rank's file says here how its tensors are sharded
 _DAMAGE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError,
@@ -52,6 +56,7 @@ class Saved:
     digest: str  # of all the rest
     random: tuple[int, int]  # the seed of random numbers, and the steps since
     data: dict[str, Any] | None = None  # the state of a loader
+    sums: dict[str, Any] = field(default_factory=dict)  # whose residuals it has (`residuals.py`)
 
     @classmethod
     def read(cls, path: Path) -> Saved:
@@ -69,7 +74,7 @@ class Saved:
     def _checked(cls, path: Path, fields: Any) -> Saved:
         if fields["schema"] != SCHEMA:
             refuse(path, f"it has schema {fields['schema']!r}", f"This partc reads {SCHEMA}.")
-        if fields.keys() != _ENTRIES:
+        if fields.keys() - {SUMS} != _ENTRIES:
             raise ValueError(f"its entries differ in {sorted(fields.keys() ^ _ENTRIES)}")
         rest = {name: entry for name, entry in fields.items() if name != "sha256"}
         if digest_of(rest) != fields["sha256"]:
@@ -85,6 +90,7 @@ class Saved:
             path, _whole(fields["step"]), mesh, shards, stages, digests,
             tuple(map(_group, fields["optimizer"])), {}, fields["sha256"],
             (_int(fields["random"]["seed"]), _whole(fields["random"]["step"])), fields["data"],
+            dict(fields.get(SUMS, {})),
         )  # fmt: skip
 
     # the files of ranks --------------------------------------------------------------------------
@@ -124,7 +130,9 @@ class Saved:
 
     def _ranks(self, key: str, wanted: Shard, stage: Stage) -> Iterator[int]:
         """The ranks from whose files this rank reads a tensor."""
-        shard = self.shards[key]
+        shard = self.shards.get(key)
+        if shard is None:
+            return  # residuals of an exact program's checkpoint
         axes = [axis for axis, _, _ in shard.cuts]
         if self._is_as_saved(shard, wanted, stage):
             yield self._rank(key, {axis: stage.coords[axis] for axis in axes})
@@ -138,12 +146,21 @@ class Saved:
 
     # tensors -------------------------------------------------------------------------------------
     def piece(self, key: str, wanted: Shard, stage: Stage) -> Tensor:
-        """This rank's shard of one tensor, whatever mesh the tensor was saved under."""
-        shard = self.shards[key]
+        """This rank's shard of one tensor, whatever mesh the tensor was saved under.
+
+        Residuals that were not saved are zeros; of another number of ranks they are dealt out anew.
+        """
+        shard = self.shards.get(key)
+        if shard is None:
+            return torch.zeros(wanted.local_shape(stage.mesh), dtype=wanted.dtype)
         if self._is_as_saved(shard, wanted, stage):
             axes = [axis for axis, _, _ in shard.cuts]
             return self._read(key, {axis: stage.coords[axis] for axis in axes})
-        return wanted.take(self._join(key, shard, 0, {}), stage.mesh, stage.coords)
+        whole = self._join(key, shard, 0, {})
+        if is_residual(wanted.name) and shard.shape != wanted.shape:
+            beside = prod(stage.mesh.size(axis) for axis, dim, _ in wanted.cuts if dim == 1)
+            whole = fitted(wanted.name, whole, wanted.shape, beside)
+        return wanted.take(whole, stage.mesh, stage.coords)
 
     def _is_as_saved(self, shard: Shard, wanted: Shard, stage: Stage) -> bool:
         return self.mesh == stage.mesh and shard.cuts == wanted.cuts

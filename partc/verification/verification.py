@@ -10,16 +10,14 @@ exact arithmetic, such as the gradient of a key bias, and have only rounding noi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program import Program
 from partc.program import check_model as check_same_model
@@ -28,8 +26,14 @@ from partc.program.role import RankMesh, Role, Shard
 from partc.program.saved_cost import SavedCost
 from partc.program.start import device_of
 from partc.trace.arguments import Given
-from partc.trace.fingerprint import Fingerprint
 from partc.trace.no_model import check_model
+from partc.verification.asked import (
+    check_carried,
+    check_numbers,
+    check_program,
+    other_shapes,
+)
+from partc.verification.narrow_sums import Narrow, sum_exactly
 from partc.verification.piece_norms import Pieces
 from partc.verification.pieces_of_ranks import whole_batch
 from partc.verification.precision import Raised, convert, converted, raised_text
@@ -47,7 +51,7 @@ from partc.verification.reference import (
 from partc.verification.report import Report, Row
 from partc.verification.same_draws import SEED, STEP, SameDraws
 from partc.verification.threads import ThreadMesh, run_ranks
-from partc.wrong_calls import known_arguments, quoted
+from partc.wrong_calls import known_arguments
 
 
 @known_arguments
@@ -98,15 +102,15 @@ def verify(
 
         partc.verify(program, model, batch, loss=loss_of).check()
     """
-    _check_program(program)
-    _check_numbers(lr, dtype, timeout)
+    check_program(program)
+    check_numbers(lr, dtype, timeout)
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     place = device_of(device, "verify")
     draws = SameDraws(program.draws, program.mesh.names, place)
     check_model(model, "verify")
     inputs = whole_batch(program, Given.of(model, inputs, loss))
-    if program.fingerprint.tensors and _other_shapes(program, model):
+    if program.fingerprint.tensors and other_shapes(program, model):
         check_same_model(None, program.fingerprint, model)
     reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program), draws)
     sources = program.sources
@@ -115,7 +119,7 @@ def verify(
     job = _Job(replace(program, cost=SavedCost(), sources=sources), reference, dtype, lr, place)
     num = program.mesh.num_ranks
     if processes:
-        _check_carried(program, place)
+        check_carried(program, place)
         with Processes(num, timeout=timeout) as world:
             found = world.run(_in_process, job)
     else:
@@ -126,57 +130,6 @@ def verify(
     title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
     rows = _merge(found)
     return Report(title, (*rows, *_held_nowhere(reference, rows)))
-
-
-def _check_program(program: Program) -> None:
-    """UsageError for what is no program."""
-    if not isinstance(program, Program):
-        do = "Pass what partc.compile gave: verify(program, model, inputs, loss=loss)."
-        if isinstance(program, str | Path):
-            do = f"Load it first: partc.load({str(program)!r})."
-        raise UsageError(
-            where="verify", what=f"the program is {quoted(program)}", why="it is compared with a "
-            "model", do=do,
-        )  # fmt: skip
-
-
-def _check_carried(program: Program, device: torch.device) -> None:
-    """RunError if processes that share a GPU cannot carry what the program sends."""
-    backend = Plan.parse(program.plan).backend
-    if device.type == "cuda" and backend == "nccl":
-        raise RunError(
-            where='verify(device="cuda", processes=True)', what="the program has the text for NCCL",
-            why="processes that share a GPU talk over gloo, as NCCL wants a GPU for each",
-            do='Leave out processes, or compile the program with backend="gloo".',
-        )  # fmt: skip
-
-
-def _check_numbers(lr: Any, dtype: Any, timeout: Any) -> None:
-    """UsageError for a learning rate or seconds that are no such number, and for what is no dtype
-    to compute gradients in.
-    """
-    wrong = None if isinstance(lr, int | float) else ("lr", lr, "a number, such as 1e-3")
-    if not isinstance(timeout, int | float) or not timeout > 0:
-        wrong = "timeout", timeout, "a number of seconds above 0"
-    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    if dtype is not None and not floats:
-        wrong = "dtype", dtype, "torch.float64, or None for the model's own"
-    if wrong:
-        name, given, right = wrong
-        raise UsageError(
-            where=f"verify({name}=...)", what=f"it is {_said(given)}", why=f"it should be {right}",
-            do=f"Leave it out, or pass {right}.",
-        )  # fmt: skip
-
-
-def _said(given: Any) -> str:
-    return str(given) if isinstance(given, torch.dtype) else quoted(given)
-
-
-def _other_shapes(program: Program, model: nn.Module) -> bool:
-    """Whether a model has other tensors than the one that was compiled, whatever their dtypes."""
-    mine, compiled = Fingerprint.of(model).tensors, program.fingerprint.tensors
-    return {n: x.shape for n, x in mine.items()} != {n: x.shape for n, x in compiled.items()}
 
 
 def _pieces(program: Program) -> Pieces:
@@ -219,12 +172,34 @@ def _in_process(job: _Job) -> list[Row]:
 
 
 def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]:
-    """Build one rank's module, run its step, and compare all results; return their errors."""
+    """Build one rank's module, run its step, and compare all results; return their errors.
+
+    Narrow sums are exact at first; then they are compared with their definition.
+    """
+    narrow = Narrow.of(role, job.program.plan, rank)
+    if narrow is not None:
+        sum_exactly(role)
+    with _raised(job, role):
+        found = [*_Rank(job, role, _built(job, role, mesh), rank).rows()]
+    if narrow is None or role.is_inference:
+        return found
+    if not narrow.rounds_in_float64 and job.device.type == "cpu":
+        job = replace(job, dtype=None)
+    with _raised(job, role):
+        one = _Rank(job, role, _built(job, role, mesh), rank)
+        one._fill()
+        compared = [*narrow.rows(one.step, one._run)]
+    return [*found, *(Row(error, kind, name, rank) for kind, name, error in compared)]
+
+
+def _built(job: _Job, role: Role, mesh: RankMesh | None) -> nn.Module:
+    """One rank's module in the precision that was asked for."""
     step = role.build(mesh, job.device)
-    if job.dtype is not None:
-        convert(step, job.dtype)
-    with Raised() if job.dtype == torch.float64 and not role.compiles else nullcontext():
-        return list(_Rank(job, role, step, rank).rows())
+    return step if job.dtype is None else convert(step, job.dtype)
+
+
+def _raised(job: _Job, role: Role) -> AbstractContextManager[Any]:
+    return Raised() if job.dtype == torch.float64 and not role.compiles else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -268,20 +243,23 @@ class _Rank:
             whole = given.get(shard.name, torch.zeros(shard.shape))
             held[shard.name].copy_(self._take(shard, converted(whole, held[shard.name].dtype)))
 
-    def _seed(self) -> None:
-        """Let the next step draw the numbers of the reference."""
+    def _seed(self, number: int = STEP) -> None:
+        """Let the next step draw the numbers of the reference, or of a step by its number."""
         step: Any = self.step
         if hasattr(step, "seed"):
-            step.seed(SEED, STEP - 1)
+            step.seed(SEED, number - 1)
 
-    def _run(self) -> tuple[Tensor | None, Tensors]:
-        self._seed()
+    def _run(self, number: int = STEP) -> tuple[Tensor | None, Tensors]:
+        self._seed(number)
         return self.role.run(self.step, self._inputs())
 
     def _inputs(self) -> list[Tensor]:
         """What this rank is given of the batch."""
         coords = self.job.program.mesh.coords(self.rank)
         pieces = self.role.pieces(self.job.reference.inputs, coords)
+        if self.job.dtype is None:  # the reference may be in float64 all the same
+            dtypes = [each.dtype for each in self.role.batch]
+            pieces = [x.to(dtype) for x, dtype in zip(pieces, dtypes, strict=True)]
         return [x.contiguous().to(self.job.device) for x in pieces]
 
     def _optimized(self, optimizer: str) -> Iterator[Row]:

@@ -33,7 +33,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.graph_edits import restore_order, run_on_fakes
-from partc.graph.moves import gathers_param, kind_of
+from partc.graph.moves import cut_over, gathers_param, kind_of
 from partc.passes.overlap.share_gathers import stretch_of
 from partc.plan import Plan
 
@@ -57,7 +57,7 @@ def bucket_collectives(graph: Graph, plan: Plan) -> Graph:
     """
     block_in, limit_bytes = stack_block_of(graph), plan.bucket_mb * BYTES_PER_MB
     order = {node: i for i, node in enumerate(graph.calls())}
-    gathers, reductions = groups_of(graph)
+    gathers, reductions = groups_of(graph, plan)
     gathers, reductions = worth_copying(gathers, plan), worth_copying(reductions, plan)
     groups = [*gathers, *_parts(graph, reductions, plan)]
     for members in [each for group in groups for each in _filled(group, limit_bytes)]:
@@ -73,15 +73,25 @@ def bucket_collectives(graph: Graph, plan: Plan) -> Graph:
 Groups = list[list[fx.Node]]
 
 
-def groups_of(graph: Graph) -> tuple[Groups, Groups]:
+def groups_of(graph: Graph, plan: Plan) -> tuple[Groups, Groups]:
     """The gathers of parameters, and the reductions of gradients, in groups that may share a
-    bucket.
+    bucket. Sums that are sent with fewer bytes have gradients of one layout.
     """
     block_in, stretches = stack_block_of(graph), stretch_of(graph)
     gathers, reductions = (
         [*found(graph, block_in, stretches)] for found in (_gathers, _reductions)
     )
+    if plan.compress is not None:
+        reductions = [part for nodes in reductions for part in _by_layout(nodes)]
     return gathers, reductions
+
+
+def _by_layout(nodes: Sequence[fx.Node]) -> Iterable[list[fx.Node]]:
+    """Reductions apart by the axes over which their gradients are cut."""
+    found: dict[tuple[str, ...], list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        found[cut_over(node)].append(node)
+    return found.values()
 
 
 # what belongs together ----------------------------------------------------------------------------

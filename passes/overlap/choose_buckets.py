@@ -43,7 +43,7 @@ def choose_bucket_copies(graph: Graph, stages: list[Graph], plan: Plan, mesh: Me
     """
     found: dict[str, dict[str, float]] = {}
     for each in stages or [graph]:
-        nodes = [node for groups in groups_of(each) for nodes in groups for node in nodes]
+        nodes = [node for groups in groups_of(each, plan) for nodes in groups for node in nodes]
         for node in map(leading, nodes):
             axis, kind = str(node.kwargs["axis"]), kind_of(node)
             if copied_bytes(node) and kind not in found.get(axis, {}):
@@ -78,7 +78,7 @@ def best_parts(graph: Graph, plan: Plan, mesh: Mesh) -> dict[str, int]:
 
     Only of axes where they could leave in several.
     """
-    groups: Groups = worth_copying(groups_of(graph)[1], plan)
+    groups: Groups = worth_copying(groups_of(graph, plan)[1], plan)
     forms = largest_forms(graph, groups)
     return {
         axis: _num_parts(size, blocks, nodes, mesh) for axis, (size, blocks, nodes) in forms.items()

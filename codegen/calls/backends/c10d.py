@@ -12,9 +12,10 @@ from torch import fx
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.text import ATOM, COMPARE, NONE, Text
 from partc.graph import collectives
-from partc.graph.moves import Move, gathers_param, kind_of
+from partc.graph.moves import Move, gathers_param, kind_of, wire_of
 from partc.passes.shard.propagate import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
+from partc.plan.wires import WIRES
 from partc.quoting import literal
 
 WEIGHTS_AND_GRADS = {
@@ -49,8 +50,26 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
     return f"{name}, {done} = {call}({', '.join(operands)})"
 
 
+def narrow_sum(
+    node: fx.Node, texts: Sequence[str], state: Sequence[str], helpers: Helpers
+) -> str:  # fmt: skip
+    """The call that starts a sum with fewer bytes: ``Int8Sum(flat, 4, 256, [...], self.dp)``.
+
+    ``texts``: of the memory that is summed, of the gradients in it, and of a generator or none;
+    ``state``: of the buffers for what is not sent.
+    """
+    wire, k = WIRES[wire_of(node)], dict(node.kwargs)
+    flat, grads, key = texts
+    operands = [flat, grads if wire.takes_grads else str(k["num"]), str(k["size"])]
+    operands += [f"[{', '.join(state)}]", f"self.{k['axis']}", *([key] if key else [])]
+    call = f"{helpers.use(wire.helper)}({', '.join(operands)})"
+    exact = f"dist.all_reduce({flat}, group=self.{k['axis']}, async_op=True)"
+    return f"{call} if self.rng.step > {k['start']} else {exact}" if "start" in k else call
+
+
 def all_reduce(node: fx.Node, name: str, *, at_once: bool = True) -> str:
     """The call of an all_reduce, a sum or a maximum; ``at_once`` it also waits for the result."""
+    assert not wire_of(node), "a sum with fewer bytes is no all_reduce of c10d"
     op = ", op=dist.ReduceOp.MAX" if node.kwargs.get("op", "sum") == "max" else ""
     later = "" if at_once else ", async_op=True"
     return f"dist.all_reduce({name}{op}, group=self.{node.kwargs['axis']}{later})"

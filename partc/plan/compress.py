@@ -1,0 +1,127 @@
+"""The table ``[compress]`` of a plan: how gradients are summed over data ranks with fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import Any
+
+from partc.errors import PlanError
+from partc.plan.wires import BLOCK, RANK, SHARE, WIRES
+
+COMPRESS = "compress"  # the word of ``allow``, and the name of the table
+SMALLEST_BLOCK, LARGEST_BLOCK = 8, 65_536
+MOST_RANK = 4096
+
+
+@dataclass(frozen=True)
+class Compress:
+    """How gradients are summed over data ranks: the plan's table ``[compress]``.
+
+    ``wire``: the scheme. ``least_mb``: transfers with fewer megabytes of gradients stay exact.
+    ``error_feedback``: whether ranks keep what they have not sent, and add it to what they send in
+    the next step. ``block``: how many elements share a scale. ``share``: of all elements those that
+    are sent. ``rank``: the number of columns of thin matrices. ``start_step``: so many steps are
+    exact first.
+    """
+
+    wire: str
+    least_mb: float = 0.01
+    block: int = 256
+    share: float = 0.01
+    rank: int = 4
+    error_feedback: bool = True
+    start_step: int = 0
+
+    def size(self, num_elements: int) -> int:
+        """What a scheme's own entry means for so many elements: of a block, of those sent, ..."""
+        entry = WIRES[self.wire].entry
+        if entry == SHARE:
+            return max(1, ceil(self.share * num_elements))
+        return int(getattr(self, entry)) if entry else 1
+
+    def lines(self) -> dict[str, str]:
+        """The entries of the table as TOML, by name; of those that few schemes have, its own."""
+        every = {
+            "wire": f'"{self.wire}"', "least_mb": repr(self.least_mb), "block": str(self.block),
+            "share": repr(self.share), "rank": str(self.rank),
+            "error_feedback": str(self.error_feedback).lower(), "start_step": str(self.start_step),
+        }  # fmt: skip
+        own = {*entries_of(self.wire)} - ({"start_step"} if not self.start_step else set())
+        return {name: text for name, text in every.items() if name in own}
+
+
+def entries_of(wire: str) -> tuple[str, ...]:
+    """The entries that the table has for a scheme, in order."""
+    others = {BLOCK, SHARE, RANK} - {WIRES[wire].entry}
+    return tuple(each.name for each in fields(Compress) if each.name not in others)
+
+
+def read_compress(table: Mapping[str, Any], where: str) -> Compress:
+    """The table of a plan.toml as a Compress; PlanError for an unknown or wrong entry."""
+    for name, given in table.items():
+        if name not in _KNOWN:
+            raise _wrong(where, f"there is no entry {name!r}", f"entries are {', '.join(_KNOWN)}")
+        if why := _KNOWN[name](given):
+            raise _wrong(where, f"{name} = {given!r} means nothing", why)
+    if "wire" not in table:
+        raise _wrong(where, "it does not say in which numbers", _is_wire(None))
+    made = Compress(**table)
+    own, left_out = entries_of(made.wire), Compress(made.wire)
+    for name in _KNOWN:
+        if name not in own and getattr(made, name) != getattr(left_out, name):
+            has = ", ".join(own)
+            raise _wrong(where, f"{made.wire} reads no {name}", f"its entries are {has}")
+    if WIRES[made.wire].needs_rest and not made.error_feedback:
+        why = "what it does not send in one step it has to send in another"
+        raise _wrong(where, f"{made.wire} does not work without error_feedback", why)
+    return made
+
+
+def _is_wire(given: Any) -> str:
+    known = isinstance(given, str) and given in WIRES
+    return "" if known else f"wire is one of {', '.join(map(repr, WIRES))}"
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool)
+
+
+def _is_size(given: Any) -> str:
+    return "" if _is_number(given) and 0 <= given < 1e6 else "it is a number of megabytes"
+
+
+def _is_block(given: Any) -> str:
+    number = isinstance(given, int) and not isinstance(given, bool)
+    fits = number and SMALLEST_BLOCK <= given <= LARGEST_BLOCK and given % SMALLEST_BLOCK == 0
+    return "" if fits else f"it is a multiple of 8, from {SMALLEST_BLOCK} to {LARGEST_BLOCK:,}"
+
+
+def _is_share(given: Any) -> str:
+    return "" if _is_number(given) and 0 < given <= 1 else "it is a number above 0, and at most 1"
+
+
+def _is_rank(given: Any) -> str:
+    number = isinstance(given, int) and not isinstance(given, bool)
+    return "" if number and 1 <= given <= MOST_RANK else f"it is from 1 to {MOST_RANK:,}"
+
+
+def _is_step(given: Any) -> str:
+    number = isinstance(given, int) and not isinstance(given, bool)
+    return "" if number and 0 <= given < 1e12 else "it is a number of steps"
+
+
+def _is_flag(given: Any) -> str:
+    return "" if isinstance(given, bool) else "it is true or false"
+
+
+_KNOWN: Mapping[str, Callable[[Any], str]] = {
+    "wire": _is_wire, "least_mb": _is_size, "block": _is_block, "share": _is_share,
+    "rank": _is_rank, "error_feedback": _is_flag, "start_step": _is_step,
+}  # fmt: skip
+
+
+def _wrong(where: str, what: str, why: str) -> PlanError:
+    do = 'Write [compress], and below it wire = "int8"; docs/reference/plan.md has all entries.'
+    return PlanError(where=f"{where}, compress", what=what, why=why, do=do)

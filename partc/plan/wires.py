@@ -1,0 +1,152 @@
+"""How gradients may be summed over ranks with fewer bytes: the schemes, what they send and keep.
+
+In: the shapes of gradients that leave together. Out: ``WIRES``, the table of schemes, which plans
+(``compress.py``), passes, costs, checks and printed text read. Never: a graph.
+
+A *rounded* sum takes two transfers. Each rank has ``n`` elements, seen as one piece for each of the
+``num`` ranks, each padded to whole blocks. Piece ``i`` of all ranks goes to rank ``i``, which
+decodes and adds them in float32; its sum is encoded once more and goes to all ranks. All ranks
+decode what was sent, the one that made it too, so that all have the same bits.
+
+A *picked* sum takes one: of a few elements of each rank, which all ranks add in the same order.
+
+Random numbers of a sum follow from seed, step, the name of its first parameter, and, where ranks
+draw their own, the place among those that sum: never from the place on another axis.
+
+A *low-rank* sum takes two all-reduces of thin matrices (PowerSGD, Vogels et al. 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+BLOCK, SHARE, RANK = "block", "share", "rank"  # entries of [compress], of which a scheme has one
+BYTES_OF_SCALE = 4  # float32, one for each block
+BYTES_OF_NUMBER = BYTES_OF_PLACE = 4  # float32, and int32
+MARK = "@"  # in the name of a residual, "layers.0.w_residual@dp"; no tensor of a model has it
+OWN, PIECE, ALIKE = "a row of each rank", "a piece on each rank", "the same on all ranks"
+RESIDUAL, OF_SUM, COLUMNS = "residual", "residual_of_sum", "last_columns"  # words in names
+
+Shapes = Sequence[Sequence[int]]  # of the gradients that one sum has
+Sent = tuple[tuple[str, int], ...]  # the transfers of a sum: their kinds, the bytes a rank puts in
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A buffer for what a sum has not sent, or needs again: the shape of the buffers of all ranks
+    that sum, together, and which of its parts is whose: a row, or all of it.
+    """
+
+    shape: tuple[int, int]
+    whose: str = OWN
+
+    def over(self, num: int) -> tuple[int, int]:
+        """The shape where gradients are cut in ``num`` pieces, each of which is summed apart."""
+        rows, columns = self.shape
+        return (rows * num, columns) if self.whose == ALIKE else (rows, columns * num)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A scheme: the class that is printed for its sums, and what these send and keep.
+
+    ``sent`` and ``kept`` follow from the gradients' shapes, the number of ranks, and a size: that
+    of a block, how many elements are sent, or how many columns thin matrices have.
+    """
+
+    helper: str
+    entry: str  # of [compress], which decides on the size; "" for a scheme without one
+    sent: Callable[[Shapes, int, int], Sent]
+    kept: Callable[[Shapes, int, int], dict[str, Kept]]
+    needs_rest: bool = False  # whether it means nothing without error feedback
+    casts: bool = False  # whether it does nothing where all floats are of one dtype
+    drawn: str = ""  # random numbers: ALIKE on all ranks that sum, or each rank's OWN
+    takes_grads: bool = False  # whether the class is given the gradients, and not their number
+
+
+def elements(shapes: Shapes) -> int:
+    """How many numbers gradients of these shapes have."""
+    return sum(map(prod, shapes))
+
+
+# rounded sums -------------------------------------------------------------------------------------
+def padded(shapes: Shapes, num: int, block: int) -> int:
+    """The number of elements of a rounded sum: ``num`` equal pieces of whole blocks."""
+    unit = num * block
+    return -(-elements(shapes) // unit) * unit
+
+
+def _rounded(helper: str, bits: int, *, blocks: bool = True, drawn: str = "") -> Wire:
+    def sent(shapes: Shapes, num: int, block: int) -> Sent:
+        size = padded(shapes, num, block)
+        whole = size * bits // 8 + (BYTES_OF_SCALE * (size // block) if blocks else 0)
+        return ("all_to_all", whole), ("all_gather", whole // num)
+
+    def kept(shapes: Shapes, num: int, block: int) -> dict[str, Kept]:
+        size = padded(shapes, num, block)
+        return {RESIDUAL: Kept((num, size)), OF_SUM: Kept((num, size // num), PIECE)}
+
+    return Wire(helper, BLOCK if blocks else "", sent, kept, casts=not blocks, drawn=drawn)
+
+
+# picked sums --------------------------------------------------------------------------------------
+def _sent_top(shapes: Shapes, num: int, k: int) -> Sent:
+    return (("all_gather", (BYTES_OF_NUMBER + BYTES_OF_PLACE) * k),)
+
+
+def _sent_at_random(shapes: Shapes, num: int, k: int) -> Sent:
+    return (("all_reduce", BYTES_OF_NUMBER * k),)
+
+
+def _kept_whole(shapes: Shapes, num: int, size: int) -> dict[str, Kept]:
+    return {RESIDUAL: Kept((num, elements(shapes)))}
+
+
+# low-rank sums ------------------------------------------------------------------------------------
+def thick(shapes: Shapes, rank: int) -> list[tuple[int, int]]:
+    """The gradients that are sent as products, as matrices: those of which that is not half."""
+    matrices = [(shape[0], prod(shape[1:])) for shape in shapes if len(shape) > 1]
+    return [(a, b) for a, b in matrices if 2 * rank * (a + b) < a * b]
+
+
+def _sent_low_rank(shapes: Shapes, num: int, rank: int) -> Sent:
+    matrices = thick(shapes, rank)
+    others = elements(shapes) - elements(matrices)
+    first, second = (rank * sum(m[i] for m in matrices) for i in (0, 1))
+    of_number = BYTES_OF_NUMBER
+    return ("all_reduce", of_number * (first + others)), ("all_reduce", of_number * second)
+
+
+def _kept_low_rank(shapes: Shapes, num: int, rank: int) -> dict[str, Kept]:
+    columns = (sum(b for _, b in thick(shapes, rank)), rank)
+    return {**_kept_whole(shapes, num, rank), COLUMNS: Kept(columns, ALIKE)}
+
+
+WIRES: Mapping[str, Wire] = {
+    "bf16": _rounded("BFloat16Sum", 16, blocks=False),
+    "fp16": _rounded("Float16Sum", 16, blocks=False),
+    "fp8": _rounded("Float8Sum", 8),
+    "int8": _rounded("Int8Sum", 8),
+    "int8-stochastic": _rounded("RandomInt8Sum", 8, drawn=OWN),
+    "sign": _rounded("SignSum", 1),
+    "top-k": Wire("TopSum", SHARE, _sent_top, _kept_whole),
+    "random-k": Wire("RandomSum", SHARE, _sent_at_random, _kept_whole, drawn=ALIKE),
+    "power-sgd": Wire(
+        "LowRankSum", RANK, _sent_low_rank, _kept_low_rank, needs_rest=True, takes_grads=True
+    ),
+}  # fmt: skip
+HELPERS = frozenset(wire.helper for wire in WIRES.values())
+BASES = ("NarrowSum", "RoundedSum", "BlockSum")  # printed classes that those are made from
+
+
+def is_residual(name: str) -> bool:
+    """Whether a buffer of a program is what its sums have not sent, and none of the model's."""
+    return MARK in name
+
+
+def whose(name: str) -> str:
+    """Which part of such a buffer is whose, by its name."""
+    word = name.partition(MARK)[0]
+    return PIECE if word.endswith(OF_SUM) else ALIKE if word.endswith(COLUMNS) else OWN

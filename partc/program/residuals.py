@@ -1,0 +1,92 @@
+"""What rounded sums of gradients have left over: where it begins, and what becomes of it elsewhere.
+
+In a stage it stands in buffers of its own (``layers.0.w_residual@dp``), a row for each data rank.
+All of these rows together are a part of the gradients that no rank has applied yet, so that only
+their sum means something to a stage with another number of ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import LoadError
+from partc.plan import Plan
+from partc.plan.mesh import TP, Mesh
+from partc.plan.wires import PIECE, RANK, WIRES, is_residual, whose
+
+BUCKETS = ("bucket_mb", "bucket_copy_mb", "grad_parts")  # decide which gradients share a sum
+
+
+def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
+    """What decides of which gradients the sums of a program are, by a plan given as text; empty
+    without error feedback.
+
+    Two programs of one model in which this is equal have the same buffers, in the same order.
+    """
+    found = Plan.parse(plan)
+    if found.compress is None or not found.compress.error_feedback:
+        return {}
+    how = found.compress
+    known: dict[str, Any] = {name: getattr(found, name) for name in BUCKETS}
+    known |= {"least_mb": how.least_mb, "keeps": [*WIRES[how.wire].kept([(1,)], 1, 1)]}
+    known |= {RANK: how.rank} if WIRES[how.wire].entry == RANK else {}
+    return {**known, TP: dict(mesh.axes).get(TP, 1)}
+
+
+def draws(plan: str) -> bool:
+    """Whether sums of a plan, given as text, draw random numbers, or begin behind so many steps."""
+    how = Plan.parse(plan).compress
+    return how is not None and (WIRES[how.wire].drawn != "" or how.start_step > 0)
+
+
+@torch.no_grad()
+def begin(held: Mapping[str, Tensor], loaded: Collection[str] = ()) -> None:
+    """Let nothing be left over, but in the buffers that were ``loaded``."""
+    for name, tensor in held.items():
+        if is_residual(name) and name not in loaded:
+            tensor.zero_()
+
+
+def fitted(name: str, whole: Tensor, shape: tuple[int, ...], num: int) -> Tensor:
+    """What is left over, for another number of ranks: ``f32[4,8448] -> f32[2,8320]``.
+
+    Every rank gets an equal part of the sum over ranks, or its piece of what sums have lost.
+    Elements behind the gradients are zeros, of which there may be more or fewer. ``num``: of pieces
+    of gradients, each summed apart, that stand side by side.
+    """
+    of_sums, parts = whose(name) == PIECE, whole.view(len(whole), num, -1)
+    rows = parts.transpose(0, 1).flatten(1) if of_sums else parts.sum(0) / shape[0]
+    size = prod(shape) // num if of_sums else shape[1] // num
+    found = nn.functional.pad(rows, (0, size - rows.shape[1]))  # or cut off
+    if of_sums:
+        return found.view(num, shape[0], -1).transpose(0, 1).reshape(shape)
+    return found.reshape(1, -1).expand(shape)
+
+
+def check_same_sums(path: Path, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """LoadError if a checkpoint's residuals are of other sums than a stage's.
+
+    A stage may begin with nothing left over, and so take a checkpoint that has none. One that keeps
+    none drops what a checkpoint has, with a warning.
+    """
+    if saved and not mine:
+        warnings.warn(
+            f"{path}: what rounded sums had left over is dropped, as this program keeps none: the "
+            "gradients of one step more or less, rounded", stacklevel=4,
+        )  # fmt: skip
+    differing = [name for name in mine if saved and saved.get(name) != mine[name]]
+    if differing:
+        name = differing[0]
+        raise LoadError(
+            where=str(path), what="what rounded sums have left over is of other sums",
+            why=f"{name} was {saved.get(name)} in the plan, and is {mine[name]}",
+            do=f"Compile with {name} as it was, or take the weights alone: compile with what the "
+            "checkpoint has, load it there, and load_full its full_state_dict().",
+        )  # fmt: skip

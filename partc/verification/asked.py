@@ -1,0 +1,66 @@
+"""What a verification may be asked for: refusals that need no rank to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from partc.errors import RunError, UsageError
+from partc.plan import Plan
+from partc.program import Program
+from partc.trace.fingerprint import Fingerprint
+from partc.wrong_calls import quoted
+
+
+def check_program(program: Program) -> None:
+    """UsageError for what is no program."""
+    if not isinstance(program, Program):
+        do = "Pass what partc.compile gave: verify(program, model, inputs, loss=loss)."
+        if isinstance(program, str | Path):
+            do = f"Load it first: partc.load({str(program)!r})."
+        raise UsageError(
+            where="verify", what=f"the program is {quoted(program)}", why="it is compared with a "
+            "model", do=do,
+        )  # fmt: skip
+
+
+def check_carried(program: Program, device: torch.device) -> None:
+    """RunError if processes that share a GPU cannot carry what the program sends."""
+    backend = Plan.parse(program.plan).backend
+    if device.type == "cuda" and backend == "nccl":
+        raise RunError(
+            where='verify(device="cuda", processes=True)', what="the program has the text for NCCL",
+            why="processes that share a GPU talk over gloo, as NCCL wants a GPU for each",
+            do='Leave out processes, or compile the program with backend="gloo".',
+        )  # fmt: skip
+
+
+def check_numbers(lr: Any, dtype: Any, timeout: Any) -> None:
+    """UsageError for a learning rate or seconds that are no such number, and for what is no dtype
+    to compute gradients in.
+    """
+    wrong = None if isinstance(lr, int | float) else ("lr", lr, "a number, such as 1e-3")
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        wrong = "timeout", timeout, "a number of seconds above 0"
+    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if dtype is not None and not floats:
+        wrong = "dtype", dtype, "torch.float64, or None for the model's own"
+    if wrong:
+        name, given, right = wrong
+        raise UsageError(
+            where=f"verify({name}=...)", what=f"it is {_said(given)}", why=f"it should be {right}",
+            do=f"Leave it out, or pass {right}.",
+        )  # fmt: skip
+
+
+def _said(given: Any) -> str:
+    return str(given) if isinstance(given, torch.dtype) else quoted(given)
+
+
+def other_shapes(program: Program, model: nn.Module) -> bool:
+    """Whether a model has other tensors than the one that was compiled, whatever their dtypes."""
+    mine, compiled = Fingerprint.of(model).tensors, program.fingerprint.tensors
+    return {n: x.shape for n, x in mine.items()} != {n: x.shape for n, x in compiled.items()}

@@ -1,0 +1,234 @@
+"""Compare the classes of a text that send sums with fewer bytes with the schemes' definitions.
+
+In: a loaded role whose text has such classes. Out: the same role with stand-ins for them: exact
+sums, with which the rest of the text is compared with the model, and those of the definition
+(``defined_sums.py``), with which the classes themselves are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite, nan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.graph.draws import seed_of
+from partc.plan import Plan
+from partc.plan.compress import Compress
+from partc.plan.mesh import TP
+from partc.plan.wires import HELPERS, OWN, WIRES, is_residual
+from partc.program.role import Role
+from partc.verification.defined_sums import Key, Site
+from partc.verification.same_draws import SEED
+
+STEPS = 3  # in which what is left over is sent twice
+
+
+Compared = tuple[str, str, float]  # of which kind, of which tensor, and its error
+
+
+class Arrived:
+    """The handle of a sum that is complete already."""
+
+    def wait(self) -> bool:
+        return True
+
+
+@dataclass
+class Definition:
+    """Stands for the classes of one rank's text: every sum is that of the definition.
+
+    Sums are known by their order in a step, so that a text which takes the buffers of another sum,
+    or none, differs. ``rank``: this rank's place among those that sum.
+    """
+
+    dist: Any
+    how: Compress
+    num: int
+    rank: int
+    names: Sequence[str]  # of parameters, of which one is the name of a sum
+    step: int = 0
+    sites: list[Site] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)  # of the text, by the order of sums
+    drawn: set[str] = field(default_factory=set)  # sums that have drawn in this step
+
+    def __call__(
+        self, flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any, *rng: Any
+    ) -> Arrived:
+        """The sum, written to ``flat``; what it has not sent stays here until the step ends."""
+        mine = flat.reshape(1, -1).to(torch.float32)  # which raises to float64 where verify does
+        every = mine.new_empty(self.num, mine.numel())
+        self.dist.all_gather_single(every, mine, group=group)
+        if len(self.states) == len(self.sites):
+            shapes = [x.shape for x in among] if isinstance(among, list) else [flat.shape]
+            self.sites.append(Site(self.how, shapes))
+        site = self.sites[len(self.states)]
+        self.states.append(state)
+        site.key = self._key(rng[0].initial_seed()) if rng else None
+        total = every.new_full(every[0].shape, nan) if rng and not site.key else site.add(every)
+        flat.copy_(total.view(flat.shape))
+        return Arrived()
+
+    def _key(self, seed: int) -> Key:
+        """The generators of all ranks for the sum whose generator has this seed here; None if no
+        sum has it, or another one had it in this step.
+        """
+        own = WIRES[self.how.wire].drawn == OWN
+
+        def seed_at(name: str, rank: int) -> int:
+            return seed_of(SEED, self.step, None, name, (rank,) if own else ())
+
+        known = {seed_at(name, self.rank): name for name in self.names if name not in self.drawn}
+        if seed not in known:
+            return None
+        self.drawn.add(known[seed])
+        return lambda rank: torch.Generator().manual_seed(seed_at(known[seed], rank))
+
+    def end(self, finite: bool) -> None:
+        """End a step; without a finite sum all that is left over stays as it was. The text's
+        buffers get it, to be compared.
+        """
+        for site, state in zip(self.sites, self.states, strict=False):
+            if finite:
+                site.keep()
+            for buffer, kept in zip(state, site.kept, strict=False):
+                buffer.copy_(kept[self.rank].reshape(buffer.shape))
+        self.states.clear()
+        self.drawn.clear()
+
+
+@dataclass
+class Spoiled:
+    """A class of sums, of which one, by its number in a step, gets an infinite element."""
+
+    made: Callable[..., Any]
+    number: int = -1
+    count: int = 0
+
+    def __call__(self, flat: Tensor, *given: Any) -> Any:
+        self.count += 1
+        if self.count == self.number:
+            flat.view(-1)[0] = inf
+        return self.made(flat, *given)
+
+
+# the text of one rank ----------------------------------------------------------------------------
+def classes_of(role: Role) -> dict[str, Any]:
+    """The classes of a text that send sums with fewer bytes, by name."""
+    module = role.module.__dict__
+    return {name: module[name] for name in sorted(HELPERS) if name in module}
+
+
+def sum_exactly(role: Role) -> None:
+    """Let a role's text sum gradients in the numbers that it is given, in place of fewer bytes."""
+    module = role.module.__dict__
+
+    def exact(
+        flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any, *rng: Any
+    ) -> Any:
+        return module["dist"].all_reduce(flat, group=group, async_op=True)
+
+    module.update(dict.fromkeys(classes_of(role), exact))
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """The narrow sums of one rank's text: its classes by name, and how the plan wants them.
+
+    ``place``, ``num``: this rank among those that sum, and how many these are. ``spoils``: whether
+    this rank is the one whose numbers are not finite where that is tried.
+    """
+
+    role: Role
+    classes: Mapping[str, Any]
+    how: Compress
+    place: int
+    num: int
+    spoils: bool
+
+    @classmethod
+    def of(cls, role: Role, plan: str, rank: int) -> Narrow | None:
+        """None where the plan, given as text, compresses nothing."""
+        how = Plan.parse(plan).compress
+        if how is None:
+            return None
+        [axis] = [a for a, size in role.mesh.axes if size > 1 and a != TP]  # others are refused
+        place, num = role.mesh.coords(rank)[axis], role.mesh.size(axis)
+        name = WIRES[how.wire].helper
+        classes = {n: made for n, made in classes_of(role).items() if n == name}
+        return cls(role, classes, how, place, num, spoils=rank == 0)
+
+    @property
+    def rounds_in_float64(self) -> bool:
+        """Whether the scheme changes numbers too where all narrower floats have become float64:
+        casts to them are none there.
+        """
+        return not WIRES[self.how.wire].casts
+
+    def rows(self, step: nn.Module, run: Callable[[int], object]) -> Iterator[Compared]:
+        """What was compared, of which tensor, and its relative error, after STEPS steps of the
+        classes and of the definition. ``run`` takes a step of a number, from the same weights on
+        the same batch.
+        """
+        yield "rounded gradient", "the first step that has any", 0.0 if self._begins(run) else inf
+        names = [shard.name for shard in self.role.params]
+        dist = self.role.module.__dict__["dist"]
+        defined = Definition(dist, self.how, self.num, self.place, names)
+
+        def at(number: int) -> None:
+            defined.step = number
+            run(number)
+
+        mine = self._after(step, at, self.classes, lambda finite: None)
+        wanted = self._after(step, at, dict.fromkeys(self.classes, defined), defined.end)
+        for (kind, name), tensor in wanted.items():
+            yield kind, name, _error(mine[kind, name], tensor)
+
+    def _begins(self, run: Callable[[int], object]) -> bool:
+        """Whether the text's sums are exact in so many steps as the plan says, and no more."""
+        counts, first = [], self.how.start_step + 1
+        for number in range(max(first - 1, 1), first + 1):
+            counting = {name: Spoiled(each) for name, each in self.classes.items()}
+            self.role.module.__dict__.update(counting)
+            run(number)
+            counts.append(sum(each.count for each in counting.values()))
+        return counts[-1] > 0 and not any(counts[:-1])
+
+    def _after(
+        self, step: nn.Module, run: Callable[[int], object], classes: Mapping[str, Any],
+        end: Callable[[bool], None],
+    ) -> dict[tuple[str, str], Tensor]:  # fmt: skip
+        """The gradients that STEPS steps have added up, and what is left over behind them, and
+        behind two steps more, in which the first and the last sum are not finite.
+        """
+        spoiled = {name: Spoiled(each) for name, each in classes.items()}
+        self.role.module.__dict__.update(spoiled)
+        held = self.role.tensors(step)
+        left = {name: x for name, x in held.items() if is_residual(name)}
+        for tensor in held.values():
+            tensor.grad = None
+        for tensor in left.values():
+            tensor.zero_()
+        first = self.how.start_step + 1  # the steps before it are exact
+        for number in range(first, first + STEPS):
+            run(number)
+            end(True)
+        grads = {n: x.grad.clone() for n, x in held.items() if x.grad is not None}
+        found = {("rounded gradient", name): x for name, x in grads.items()}
+        found |= {("left over", name): x.clone() for name, x in left.items()}
+        for each in spoiled.values():
+            for number in (1, each.count // STEPS):
+                each.count, each.number = 0, number if self.spoils else -1
+                run(first + STEPS)
+                end(False)
+        return found | {("left over behind inf", name): x.clone() for name, x in left.items()}
+
+
+def _error(mine: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest value; infinite where one is not finite."""
+    most = float((mine - wanted).abs().max())
+    largest = float(wanted.abs().max()) or 1.0
+    return most / largest if isfinite(most) else inf

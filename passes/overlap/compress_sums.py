@@ -1,0 +1,195 @@
+"""Send sums of gradients over data ranks with fewer bytes, where the plan says so.
+
+    all_reduce_joined([d_w, d_b], dp)
+        -->  all_reduce_joined([d_w, d_b], dp, wire="int8", size=256, state=[residual, of_sum])
+
+A sum is compressed if nothing but the optimizer reads it, if it has enough bytes, and if that sends
+fewer: other sums, such as that of the loss, stay exact. With error feedback a rank keeps what it
+has not sent, and adds it to what it sends in the next step. That is state of the program, in
+buffers that the scheme names (``partc/plan/wires.py``); of rounded sums
+
+- ``w_residual@dp`` of this rank's own numbers. It is an unfinished sum, of which every data rank
+  has another part, so the buffer has a row for each rank: ``f32[4@dp,8448]``.
+- ``w_residual_of_sum@dp`` of the piece that this rank sums up for all: ``f32[4@dp,2112]``.
+
+Where gradients are cut over ``tp`` each piece is summed apart, and the buffers have the pieces side
+by side: ``f32[2@dp,16896@tp]``.
+
+All begin as zeros. Runs behind bucketing, as a bucket is one sum, and before waits are placed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.cost.bytes import sent_bytes, transfers
+from partc.errors import PlanError
+from partc.graph import (
+    Graph,
+    Value,
+    collectives,
+    fake_of,
+    is_backward,
+    is_tensor,
+    set_fake,
+    set_value,
+    update,
+    value,
+)
+from partc.graph.graph_edits import fake_like
+from partc.graph.moves import cut_over, moved, results, wire_of
+from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
+from partc.plan import Plan
+from partc.plan.batch import DATA_AXES
+from partc.plan.compress import COMPRESS, Compress
+from partc.plan.field_kinds import plan_error
+from partc.plan.mesh import TP, Mesh
+from partc.plan.sharding import Sharding, cut
+from partc.plan.wires import ALIKE, MARK, WIRES, Kept
+
+MOST_PLACES = 2**31 - 1
+SUMS = (collectives.all_reduce, collectives.all_reduce_joined)
+
+
+# what is refused ----------------------------------------------------------------------------------
+def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
+    """PlanError for a plan that compresses without being allowed to, or where that is not built."""
+    if COMPRESS not in plan.allow:
+        raise _refused(
+            "the plan has [compress], and nothing allows it", "rounded sums change what a step "
+            "computes, so that it is never done silently", f'Write allow = ["{COMPRESS}"].',
+        )  # fmt: skip
+    if graph.loss is None:
+        return  # a forward has no gradients; it shares its stage with a program that has
+    axes = [axis for axis, size in mesh.axes if size > 1]
+    data = [axis for axis in axes if axis in DATA_AXES and axis in plan.batch_axes]
+    if len(data) != 1 or {*axes} - {TP, *data}:
+        raise _refused(
+            f"the mesh is {mesh}", "sums are compressed over one data axis, beside which there may "
+            "be tp, and no other axis of several ranks", "Use such a mesh, or leave it out.",
+        )  # fmt: skip
+    if plan.gather or any({*data} & {*plan.stored(name)} for name in graph.params):
+        raise _refused(
+            f"parameters or their optimizer states are sharded over {data[0]}",
+            "a rank would keep whole residuals beside its piece, which none of zero1, zero2 and "
+            "fsdp is for", 'Take preset = "ddp", or leave it out.',
+        )  # fmt: skip
+    if plan.microbatches > 1 or plan.stages or plan.order:
+        raise _refused(
+            f"a step has {plan.microbatches} microbatches or several stages",
+            "sums are compressed in steps of one microbatch and one stage",
+            "Write microbatches = 1, or leave [compress] out.",
+        )  # fmt: skip
+
+
+def _refused(what: str, why: str, do: str) -> PlanError:
+    return plan_error(f"plan, {COMPRESS}", what, why, do)
+
+
+# rewriting ----------------------------------------------------------------------------------------
+def compress_sums(graph: Graph, plan: Plan, mesh: Mesh) -> Graph:
+    """Give the sums of gradients the plan's scheme, and buffers for what that does not send."""
+    how = plan.compress
+    assert how is not None
+    sums = [*_sums(graph)]
+    large = [node for node in sums if _bytes(node) >= how.least_mb * BYTES_PER_MB]
+    chosen = [node for node in large if _sends_less(node, how)]
+    if not chosen:
+        most_mb = max(map(_bytes, sums), default=0) / BYTES_PER_MB
+        raise _refused(
+            "no sum of gradients is compressed", f"the largest has {most_mb:g} MB, and least_mb is "
+            f"{how.least_mb:g}; and {how.wire} has to send fewer bytes than the numbers themselves",
+            "Write a smaller least_mb, or leave [compress] out.",
+        )  # fmt: skip
+    for node in chosen:
+        node.kwargs = {**node.kwargs, **_named(node, how)}
+        update(node, site=_first_param(graph, node))
+        if how.error_feedback:
+            node.kwargs = {**node.kwargs, "state": _state(graph, node)}
+    graph.fx.lint()
+    return graph
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(int(fake_of(x).nbytes) for x in moved(node))
+
+
+def _named(node: fx.Node, how: Compress) -> dict[str, Any]:
+    """The keywords of a sum of a scheme."""
+    size = how.size(sum(fake_of(x).numel() for x in moved(node)))
+    start = {"start": how.start_step} if how.start_step else {}
+    return {"wire": how.wire, "size": size, **start}
+
+
+def _sends_less(node: fx.Node, how: Compress) -> bool:
+    """Whether a scheme has something to send of these gradients, and sends fewer bytes. Places in
+    them are int32.
+    """
+    if sum(fake_of(x).numel() for x in moved(node)) > MOST_PLACES:
+        return False
+    exact, plain = sent_bytes(node), node.kwargs
+    node.kwargs = {**plain, **_named(node, how)}
+    narrow, each = sent_bytes(node), [size for _, size in transfers(node)]
+    node.kwargs = plain
+    return narrow < exact and all(each)
+
+
+def _sums(graph: Graph) -> Iterator[fx.Node]:
+    """The sums over data ranks whose results are gradients that nothing but the optimizer reads."""
+    outputs, end = graph.outputs, graph.fx.output_node()
+    times = Counter(outputs.grads.values())
+    others = {outputs.loss, *outputs.buffers.values(), *outputs.results.values()}
+    for node in graph.calls():
+        if node.target not in SUMS or node.kwargs.get("op", "sum") != "sum":
+            continue
+        if node.kwargs["axis"] not in DATA_AXES:
+            continue
+        ends = [node] if is_tensor(node) else list(node.users)
+        picks = all(x is node or x.target is operator.getitem for x in ends)
+        last = all({*x.users} == {end} and times[x] == 1 and x not in others for x in ends)
+        floats = all(fake_of(x).is_floating_point() for x in moved(node))
+        if picks and last and floats and is_backward(node):
+            yield node
+
+
+def _state(graph: Graph, node: fx.Node) -> list[fx.Node]:
+    """The buffers of one sum, as placeholders behind those of the model.
+
+    They are named after the sum's first parameter, which is in no other sum: so programs of other
+    batches or losses, which share buffers by name, share those of the same gradients.
+    """
+    axis, num, size = (node.kwargs[name] for name in ("axis", "num", "size"))
+    shapes = [fake_of(x).shape for x in moved(node)]
+    kept = WIRES[wire_of(node)].kept(shapes, int(str(num)), int(str(size)))
+    param = value(node).site
+    return [
+        _buffer(graph, f"{param}_{word}{MARK}{axis}", each, node) for word, each in kept.items()
+    ]
+
+
+def _first_param(graph: Graph, node: fx.Node) -> str:
+    first = node if is_tensor(node) else results(node, len(moved(node)))[0]
+    return next(name for name, grad in graph.grads.items() if grad is first)
+
+
+def _buffer(graph: Graph, name: str, kept: Kept, node: fx.Node) -> fx.Node:
+    last = [n for n in graph.fx.nodes if n.op == "placeholder" and value(n).kind != "input"][-1]
+    with graph.fx.inserting_after(last):
+        made = graph.fx.placeholder(name.replace(".", "_").replace(MARK, "_"))
+    axis, others = str(node.kwargs["axis"]), cut_over(node)
+    cuts = {each: cut(0 if kept.whose == ALIKE else 1) for each in others}
+    rows = {} if kept.whose == ALIKE else {axis: cut(0)}
+    sharding = Sharding.of({**rows, **cuts}, graph.mesh)
+    shape = kept.over(prod(graph.mesh.size(each) for each in others))
+    local = sharding.local_shape(shape, graph.mesh)
+    assert local is not None
+    set_value(made, Value(kind="buffer", shape=shape, name=name, sharding=sharding))
+    set_fake(made, fake_like(graph.fx, torch.empty(local, device="meta")))
+    return made
