@@ -37,7 +37,11 @@ class JsonLines:
     After a resume steps come again: of two lines of a step the later one holds.
 
     Args:
-        path: of the file; its folder is made. Give each rank that logs a file of its own.
+        path: of the file; the file and its folder are made. Give each rank that logs a file of its
+            own.
+
+    Raises:
+        UsageError: it is no path, a folder, or nothing can be written there.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,12 +51,23 @@ class JsonLines:
                 where=str(path), what="it is a folder", why="lines are added to one file",
                 do=f"Name a file in it: {self.path / 'metrics.jsonl'}.",
             )  # fmt: skip
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._add("")
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Add a line, which is in the file when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **numbers}) + "\n")
+        """Add a line, which is in the file when this returns; UsageError if it cannot be."""
+        self._add(json.dumps({"step": step, **numbers}) + "\n")
+
+    def _add(self, text: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UsageError(
+                where=str(self.path), what="no line can be added to this file",
+                why=error.strerror or str(error),
+                do="Name a file in a folder where you may write, with room on its disk.",
+            ) from None  # fmt: skip
 
 
 class Meter:
@@ -88,8 +103,19 @@ class Meter:
         self._begun, self._waited_s, self._since = perf_counter(), 0.0, start
 
     def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; how long the loop waits for each is counted."""
-        left = iter(batches)
+        """The same batches; how long the loop waits for each is counted.
+
+        UsageError for what gives no batches.
+        """
+        if not isinstance(batches, Iterable) or isinstance(batches, str):
+            raise UsageError(
+                where="Meter.waiting", what=f"the batches are {quoted(batches)}",
+                why="a loader gives one batch after the other",
+                do="Pass what your loop goes over: for batch in meter.waiting(loader).",
+            )  # fmt: skip
+        return self._timed(iter(batches))
+
+    def _timed(self, left: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             begun = perf_counter()
             try:

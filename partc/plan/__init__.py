@@ -151,6 +151,11 @@ class Plan:
         if not isinstance(text, str):
             do = "Give the text of a plan.toml; Plan.load takes its path, Plan(...) fields."
             raise plan_error(where, f"{quoted(text)} is no text", "a plan is read from TOML", do)
+        if text.endswith(".toml") and "=" not in text:
+            do = f"Read the file: Plan.load({quoted(text)}), or plan={quoted(text)} itself."
+            raise plan_error(
+                where, f"{quoted(text)} is a path, and no plan", "parse takes TOML", do
+            )
         return cls(**read_fields(text, where))
 
     @classmethod

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, fx
 
+from partc.errors import RuleError
 from partc.plan.sharding import DTYPE_NAMES, Layout
 from partc.rules.experiment import (
     DRAWS,
@@ -125,8 +126,12 @@ def prove(
 @lru_cache(maxsize=32)
 def _claimed(signature: Signature, num: int, claims: Claims) -> Sequence[Strategy]:
     try:
-        return claims(signature.node(), num)
-    except (RuntimeError, ValueError, IndexError):  # the op does not take these literals
+        node = signature.node()
+    except RuleError:  # the op does not take these literals
+        return ()
+    try:
+        return claims(node, num)
+    except (RuntimeError, ValueError, IndexError):  # nor does its rule
         return ()
 
 

@@ -15,7 +15,7 @@ from partc.errors import PartcError, PlanError
 from partc.schedules import orders as _orders  # noqa: F401  (each file there registers its schedule)
 from partc.schedules.actions import Action, Schedule
 from partc.schedules.named import NAMES, Needs
-from partc.wrong_calls import quoted
+from partc.wrong_calls import failed_at, quoted
 
 __all__ = ["NAMES", "Action", "Needs", "Schedule", "make", "needs_of"]
 
@@ -64,7 +64,7 @@ def _orders_of(
         raise
     except Exception as error:
         raise PlanError(
-            where=at, what=f"the function failed: {type(error).__name__}: {error}",
+            where=at, what=f"the function failed: {failed_at(error, needs.orders)}",
             why=f"it was called as orders({ranks}, {microbatches}, {chunks}): the ranks, the "
             "microbatches and the stages on each rank",
             do="Mend it: it gives a row of actions for each rank.",

@@ -20,8 +20,8 @@ from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
 from partc.wrappers.optimizer import Optimizer, Scheduler
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.ranks import OnMesh
-from partc.wrappers.said import check_loss, check_names, check_no_plugins, check_said
-from partc.wrong_calls import known_arguments
+from partc.wrappers.said import check_loss, check_names, check_no_plugins, check_said, in_our_words
+from partc.wrong_calls import as_path, known_arguments, quoted
 
 OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "deepspeed_plugins")
 KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -63,7 +63,8 @@ class Accelerator(OnMesh):
         self.how = How(mesh, plan, loss, outputs, pad or {}, options or {})
         self.ranks = DataRanks.of(mesh)
         self._prepared: WeakSet[Prepared] = WeakSet()
-        super().__init__(**named)
+        with in_our_words("Accelerator()", "Correct the argument: it is one of accelerate's own."):
+            super().__init__(**named)
         backend = self.state.dynamo_plugin.backend
         if self.distributed_type not in KINDS or backend != DynamoBackend.NO:
             raise _other_ways(self.distributed_type.value, backend.value)
@@ -125,6 +126,16 @@ class Accelerator(OnMesh):
         if not loss.requires_grad:
             raise _no_gradient()
         super().backward(loss, **named)
+
+    def load_state(self, input_dir: Any = None, *args: Any, **named: Any) -> None:
+        """As accelerate's; UsageError for a folder that ``save_state`` did not write."""
+        if input_dir is not None:
+            as_path(input_dir, "load_state")
+        do = (
+            "Name the folder that accelerator.save_state wrote, for the same models and optimizers."
+        )
+        with in_our_words(f"load_state({quoted(input_dir)})", do):
+            super().load_state(input_dir, *args, **named)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """As accelerate's, over all ranks' pieces and all stages of a pipeline."""
