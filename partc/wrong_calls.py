@@ -142,19 +142,30 @@ def quoted(given: object) -> str:
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
 
 
-def failed_at(error: Exception, function: Callable[..., Any]) -> str:
+def failed_at(error: Exception, function: Callable[..., Any] | None = None) -> str:
     """What a user's function raised, and at which line: ``KeyError: 'dim', at rules.py:12``.
 
-    The innermost line in the file of the function, as that is the user's.
+    The innermost line in the file of the function, as that is the user's; without a function that
+    of a file that is not installed.
     """
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if code is not None and each.filename == code.co_filename]
+    own = [
+        each for each in frames
+        if (_is_users(each.filename) if code is None else each.filename == code.co_filename)
+    ]  # fmt: skip
     if not own:
         return said
     line = f": {own[-1].line}" if own[-1].line else ""
-    return f"{said}, at {Path(own[-1].filename).name}:{own[-1].lineno}{line}"
+    file = Path(own[-1].filename).name.strip("<>").removeprefix("partc ")
+    return f"{said}, at {file}:{own[-1].lineno}{line}"
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither partc's nor Python's own, nor installed."""
+    others = (str(Path(__file__).parent), str(Path(inspect.__file__).parent))
+    return "site-packages" not in file and not file.startswith((*others, "<"))
 
 
 def as_path(given: Any, where: str) -> Path:

@@ -49,6 +49,11 @@ def _check(folder: str, steps: int, device: str) -> None:
             why="medians and quartiles are shown",
             do="Give 2 or more.",
         )
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(
+            where=f"--device {device}", what="there is no such device",
+            why="ranks run on CPUs or on GPUs", do="Give cpu or cuda.",
+        )  # fmt: skip
     if device != "cpu" and "RANK" not in os.environ:
         raise UsageError(
             where=f"--device {device}",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from partc.program.role import Role
 
 # What scripts and launchers know by its class: memory that is full, ranks that are gone.
-_THEIRS = (PartcError, torch.OutOfMemoryError, dist.DistError, MemoryError)
+THEIRS = (PartcError, torch.OutOfMemoryError, dist.DistError, MemoryError)
 _OF_NUMBERS = re.compile(
     r"out of (range|bounds)|out-of-bounds|class values|non-negative|"
     r"between 0 and 1",
@@ -53,7 +53,7 @@ def naming_calls(role: Role, step: Any, inputs: Sequence[Tensor] = ()) -> Iterat
         if found is None:
             raise
         told = _told(error, *found, role, step, inputs)
-        if isinstance(error, _THEIRS):
+        if isinstance(error, THEIRS):
             error.add_note(f"{told.where}\n  {_line(*found, role)}")
             raise
         raise told from error
@@ -136,12 +136,17 @@ def _read(
         if isinstance(x, Tensor):
             given = memory.get(x.untyped_storage().data_ptr()) if x.numel() else None
             called = f"the input {given}" if given else names.get(attribute, attribute)
-            held.append(f"{called} {dtype_name(x.dtype)}{list(x.shape)}{_range(x)}")
+            held.append(described(called, x))
             if not x.is_floating_point():
                 integers.append(called)
             elif given:
                 others.append(called)
     return (f", of {', '.join(held)}" if held else ""), integers or others
+
+
+def described(name: str, x: Tensor) -> str:
+    """``ids int64[8, 6] with numbers from 0 to 99``."""
+    return f"{name} {dtype_name(x.dtype)}{list(x.shape)}{_range(x)}"
 
 
 def _range(x: Tensor) -> str:

@@ -100,6 +100,10 @@ class Returns:
             do += "(loss, extras)."
         elif isinstance(outcome, Mapping) or hasattr(outcome, "loss"):
             do = "Return its loss, or (loss, extras) if the step is to give back more of it."
+            if self.own and isinstance(outcome, Mapping):
+                what += f" with {', '.join(map(str, outcome))}"
+                do = "Let the model return it under the name loss, or give partc.compile "
+                do += "loss=lambda model, x, y: criterion(model(x)['logits'], y)."
         return TraceError(
             where=model,
             what=f"the loss is {what}",

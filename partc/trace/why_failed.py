@@ -44,6 +44,9 @@ _KNOWN = (
      "a text or a list stands where a tensor is needed",
      "Give tensors for what is computed with: of texts the ids that the tokenizer gives "
      '(return_tensors="pt").'),
+    ("Inference tensors",
+     "the model or its inputs were made under torch.inference_mode()",
+     "Make and compile them outside of it: what is made there cannot be trained."),
     (r"Expected (dtype|tensor).*(int64|Long)|scalar type Long", "whole numbers are needed",
      "Give class numbers and indices as whole numbers: labels.long()."),
 )  # fmt: skip
@@ -96,6 +99,11 @@ def _shapes(
         return (
             "the shapes do not fit each other",
             f"Compare the inputs, {given}, with what the model takes, and give others.",
+        )
+    if kind in _OF_PYTHON:
+        return (
+            f"the code fails with {kind}, also without partc",
+            "Correct this line: the name in it is not there.",
         )
     return (
         "tracing failed",

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from partc.errors import RunError, UsageError
-from partc.plan.mesh import MeshLike
+from partc.plan.mesh import Mesh, MeshLike
 from partc.program.choices import check_fillers
+from partc.program.handshake import check_world
 from partc.trace.no_model import check_model
 from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
 from partc.wrappers.optimizer import Optimizer, Scheduler
@@ -65,6 +66,7 @@ class Accelerator(OnMesh):
         self._prepared: WeakSet[Prepared] = WeakSet()
         with in_our_words("Accelerator()", "Correct the argument: it is one of accelerate's own."):
             super().__init__(**named)
+        check_world(Mesh.of(mesh), self.state.num_processes)
         backend = self.state.dynamo_plugin.backend
         if self.distributed_type not in KINDS or backend != DynamoBackend.NO:
             raise _other_ways(self.distributed_type.value, backend.value)
@@ -72,6 +74,7 @@ class Accelerator(OnMesh):
     # prepare ---------------------------------------------------------------------------------
     def prepare(self, *args: Any, **named: Any) -> Any:
         """As accelerate's; a model is compiled when it is called first."""
+        _check_prepared(args)
         found = super().prepare(*args, **named)
         for optimizer in self._optimizers:
             optimizer.find(self._prepared)
@@ -123,17 +126,26 @@ class Accelerator(OnMesh):
     # the loop --------------------------------------------------------------------------------
     def backward(self, loss: Tensor, **named: Any) -> None:
         """As accelerate's; RunError for a loss of eval mode, which has no gradients."""
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                where="backward", what=f"the loss is {quoted(loss)}", why="it is a tensor",
+                do="Pass what the model returned: accelerator.backward(outputs.loss).",
+            )  # fmt: skip
         if not loss.requires_grad:
             raise _no_gradient()
         super().backward(loss, **named)
+
+    def save_state(self, *args: Any, **named: Any) -> Any:
+        """As accelerate's; UsageError for a folder where nothing can be written."""
+        do = "Name a folder where you may write, with room on its disk."
+        with in_our_words(f"save_state({', '.join(map(quoted, args))})", do):
+            return super().save_state(*args, **named)
 
     def load_state(self, input_dir: Any = None, *args: Any, **named: Any) -> None:
         """As accelerate's; UsageError for a folder that ``save_state`` did not write."""
         if input_dir is not None:
             as_path(input_dir, "load_state")
-        do = (
-            "Name the folder that accelerator.save_state wrote, for the same models and optimizers."
-        )
+        do = "Name the folder that save_state wrote, of the same models and optimizers."
         with in_our_words(f"load_state({quoted(input_dir)})", do):
             super().load_state(input_dir, *args, **named)
 
@@ -150,6 +162,17 @@ class Accelerator(OnMesh):
     def unwrap_model(self, model: Any, *args: Any, **named: Any) -> Any:
         """A prepared model as it is: it has the attributes and the whole state dict of its own."""
         return model if isinstance(model, Prepared) else super().unwrap_model(model, *args, **named)
+
+
+def _check_prepared(given: tuple[Any, ...]) -> None:
+    """UsageError for nothing, and for a class in the place of a model."""
+    wrong = next((quoted(x) for x in given if isinstance(x, type)), "" if given else "nothing")
+    if wrong:
+        raise UsageError(
+            where="prepare", what=f"it is given {wrong}",
+            why="it takes models, optimizers, loaders and schedulers that were made",
+            do="Write model, optimizer, loader = accelerator.prepare(model, optimizer, loader).",
+        )  # fmt: skip
 
 
 def _other_ways(distributed: str, backend: str) -> UsageError:

@@ -62,6 +62,7 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
             wish = stage_of(forward) if forward is not None else lines.get(line, ANYWHERE)
             update(node, stage=_backward_stage(node, wish, len(points)))
     _check_order(points, starts)
+    _check_first(graph, points)
     _give_results(graph, len(points))
     return untie(graph)
 
@@ -119,6 +120,18 @@ def _check_order(points: Sequence[str], starts: Sequence[fx.Node]) -> None:
                 why="stages cut the forward in the order in which it runs",
                 do="List the points in that order, each once.",
             )
+
+
+def _check_first(graph: Graph, points: Sequence[str]) -> None:
+    """PlanError if nothing runs before the second stage: the first one's ranks would idle."""
+    calls = (node for node in graph.calls() if value(node).phase == "F")
+    if points and not any(stage_of(node) == 0 for node in calls):
+        raise PlanError(
+            where=f"stages, {points[0]!r}",
+            what="the first stage would be empty",
+            why="the model begins with this module, and a stage point is where the second begins",
+            do="Name the modules at which the stages behind the first begin.",
+        )
 
 
 def _backward_stage(node: fx.Node, wish: int, last: int) -> int:
