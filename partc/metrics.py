@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import UsageError
-from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
+from partc.wrong_calls import as_path, check_whole_number, failed_at, known_arguments, quoted
 
 GIB = 1 << 30
 Batch = TypeVar("Batch")
@@ -55,7 +55,14 @@ class JsonLines:
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Add a line, which is in the file when this returns; UsageError if it cannot be."""
-        self._add(json.dumps({"step": step, **numbers}) + "\n")
+        try:
+            line = json.dumps({"step": step, **numbers})
+        except TypeError as error:
+            raise UsageError(
+                where="JsonLines.log", what=f"{quoted(numbers)} is no line of JSON", why=str(error),
+                do='Pass numbers by name, then the step: log({"loss": loss.item()}, step).',
+            ) from None  # fmt: skip
+        self._add(f"{line}\n")
 
     def _add(self, text: str) -> None:
         try:
@@ -149,8 +156,21 @@ class Meter:
         told |= _memory()
         self._begun, self._waited_s, self._since = now, 0.0, step
         for logger in self.loggers:
-            logger.log(told, step)
+            _tell(logger, told, step)
         return told
+
+
+def _tell(logger: Logger, told: dict[str, float], step: int) -> None:
+    """Call a logger; UsageError names one that fails."""
+    try:
+        logger.log(told, step)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            where=f"Meter, {type(logger).__name__}.log", what="the logger failed",
+            why=failed_at(error, logger.log), do="Mend it: it is called as log(numbers, step).",
+        ) from error  # fmt: skip
 
 
 def _floats(numbers: Any) -> dict[str, float]:

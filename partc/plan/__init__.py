@@ -132,6 +132,11 @@ class Plan:
     other_passes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if isinstance(self.mesh, str):
+            do = f"Write Plan(preset={self.mesh!r}); the mesh is an argument of compile."
+            raise plan_error("Plan(...)", f"mesh is {quoted(self.mesh)}", "it comes first", do)
+
     @classmethod
     @known_arguments
     def parse(cls, text: str, where: str = "plan") -> Plan:

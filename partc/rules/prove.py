@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, fx
 
-from partc.errors import RuleError
+from partc.errors import RuleError, UsageError
 from partc.plan.sharding import DTYPE_NAMES, Layout
 from partc.rules.experiment import (
     DRAWS,
@@ -32,6 +32,7 @@ from partc.rules.experiment import (
 from partc.rules.pieces import LocalCall
 from partc.rules.signature import Signature
 from partc.rules.strategy import Strategy, strategies
+from partc.wrong_calls import quoted
 
 SEEDS = (1, 2)
 Claims = Callable[[fx.Node, int], Sequence[Strategy]]
@@ -114,6 +115,13 @@ def prove(
     a certain literal, such as ``masked_fill`` with 0.
     """
     signature = call if isinstance(call, Signature) else Signature.of(call)
+    if not isinstance(strategy, Strategy) or len(strategy.ins) != len(signature.operands):
+        raise UsageError(
+            where=f"prove({signature})", what=f"{quoted(strategy)} is no strategy for it",
+            why=f"a strategy has a layout for each of the {len(signature.operands)} operands",
+            do="Write Strategy((cut(0), ...), (cut(0),)), operands first, or take one of "
+            "partc.rules.strategies(call.node(), num).",
+        )  # fmt: skip
     trials: list[Trial] = []
     for seed in seeds:
         trials += _trials(signature, strategy, num, seed, "given")

@@ -90,7 +90,10 @@ class Returns:
     def _no_loss(self, outcome: Any, model: str) -> TraceError:
         what = _told(outcome)
         do = "Return the tensor that the loss is."
-        if isinstance(outcome, Tensor):
+        if isinstance(outcome, Tensor) and not outcome.shape:
+            do = "Return a loss of floating-point numbers: classes that argmax picks, and "
+            do += "comparisons, have no gradient."
+        elif isinstance(outcome, Tensor):
             do = "Give loss=fn(model, *inputs) with a 0-d result; the tensor itself may be an "
             do += "extra, (loss, extras). For a forward program compile under torch.no_grad() and "
             do += "without loss=."

@@ -22,7 +22,7 @@ from partc.wrappers.optimizer import Optimizer, Scheduler
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.ranks import OnMesh
 from partc.wrappers.said import check_loss, check_names, check_no_plugins, check_said, in_our_words
-from partc.wrong_calls import as_path, known_arguments, quoted
+from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
 
 OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "deepspeed_plugins")
 KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -61,6 +61,8 @@ class Accelerator(OnMesh):
         check_loss("Accelerator", loss)
         check_fillers("Accelerator", pad)
         check_no_plugins("Accelerator", named, lambda name: name in OTHER_WAYS)
+        steps = named.get("gradient_accumulation_steps", 1)
+        check_whole_number(steps, "Accelerator(gradient_accumulation_steps=...)", 1)
         self.how = How(mesh, plan, loss, outputs, pad or {}, options or {})
         self.ranks = DataRanks.of(mesh)
         self._prepared: WeakSet[Prepared] = WeakSet()
@@ -140,6 +142,12 @@ class Accelerator(OnMesh):
         do = "Name a folder where you may write, with room on its disk."
         with in_our_words(f"save_state({', '.join(map(quoted, args))})", do):
             return super().save_state(*args, **named)
+
+    def save_model(self, model: Any, save_directory: Any, *args: Any, **named: Any) -> Any:
+        """As accelerate's; UsageError for a folder where nothing can be written."""
+        do = "Name a folder where you may write, with room on its disk."
+        with in_our_words(f"save_model({quoted(save_directory)})", do):
+            return super().save_model(model, save_directory, *args, **named)
 
     def load_state(self, input_dir: Any = None, *args: Any, **named: Any) -> None:
         """As accelerate's; UsageError for a folder that ``save_state`` did not write."""

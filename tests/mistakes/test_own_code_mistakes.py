@@ -26,6 +26,10 @@ aten = torch.ops.aten
 ANY: Any = None  # what a call with wrong arguments is made of, past the types
 
 
+def any_type(given: Any) -> Any:
+    return given
+
+
 class Squashed(nn.Module):
     """``f32[8,4] -> f32[8,4]`` by two linears and a tanh."""
 
@@ -60,7 +64,8 @@ def ruled(notation: Any, **fields: Any) -> None:
 
 
 def looked_up(call: Any) -> str:
-    return str({}["dim"])
+    found: dict[str, str] = {}
+    return found["dim"]
 
 
 def passed(function: Callable[..., Any], after: str = "name_calls") -> None:
@@ -146,7 +151,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a rule without an arrow": (lambda: ruled("ab"), ("'ab'", "'->'")),
     "an op that is not there": (lambda: rule("aten.tanhh", "a->a"), ("aten.tanhh", "'tanh'")),
     "an overload": (lambda: rule("aten.add.Tensr", "a,a->a"), ("aten.add.Tensr", "'Tensor'")),
-    "an op's name": (lambda: Signature.call(ANY or "aten.mm", f(2, 3)), ("'aten.mm'", ".default")),
+    "an op's name": (
+        lambda: Signature.call(any_type("aten.mm"), f(2, 3)), ("'aten.mm'", ".default"),
+    ),
     "an op of many": (lambda: Signature.call(aten.mm, f(2, 3)), ("OpOverloadPacket", ".default")),
     "tensors": (
         lambda: Signature.call(aten.relu.default, torch.ones(2)), ("a tensor", "f(4, 6)"),

@@ -250,7 +250,7 @@ def test_a_stage_moves_only_where_it_can() -> None:
 
 def test_a_program_has_no_attributes_of_a_stage() -> None:
     assert not hasattr(program(), "parameters")
-    with pytest.raises(AttributeError, match="no attribute 'sav'"):
+    with pytest.raises(AttributeError, match="Did you mean 'save'"):
         _ = program().sav
 
 
