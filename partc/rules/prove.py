@@ -134,12 +134,8 @@ def prove(
 @lru_cache(maxsize=32)
 def _claimed(signature: Signature, num: int, claims: Claims) -> Sequence[Strategy]:
     try:
-        node = signature.node()
-    except RuleError:  # the op does not take these literals
-        return ()
-    try:
-        return claims(node, num)
-    except (RuntimeError, ValueError, IndexError):  # nor does its rule
+        return claims(signature.node(), num)
+    except (RuleError, RuntimeError, ValueError, IndexError):  # the op does not take these literals
         return ()
 
 
