@@ -64,7 +64,7 @@ if not TYPE_CHECKING:  # type checkers would take every misspelt name for one of
             return import_module(f"{__name__}.{name}")
         from partc.wrong_calls import did_you_mean
 
-        meant = did_you_mean(name, _MODULES)
+        meant = did_you_mean(name, [*_MODULES, "metrics"])
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}. {meant}".strip())
 
 

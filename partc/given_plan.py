@@ -10,6 +10,7 @@ from typing import Any
 from partc.errors import PlanError, UsageError
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.idle_axes import IDLE
+from partc.passes.stages.choose_stages import is_pipeline
 from partc.plan import Plan
 from partc.plan.compress import Compress, read_compress
 from partc.plan.decided import NCCL
@@ -99,6 +100,9 @@ def _entries(cuts: object) -> Iterable[object]:
     return cuts.values() if isinstance(cuts, Mapping) else [cuts]
 
 
+_OF_PIPELINES = ("schedule", "virtual_stages", "sends", "early_sums")  # fields of a plan
+
+
 def backend_at_hand(model: object, mesh: object) -> str:
     """What carries tensors between the ranks of a script that compiles on them: ``"gloo"`` or
     ``"nccl"``; "" where nothing tells, as on a machine that compiles for others.
@@ -148,6 +152,12 @@ def warn_of_idle(plan: str, step: Traced) -> None:
             f"the plan names no preset and cuts nothing over {made.mesh}, {IDLE}. Write "
             'preset = "ddp", or another.', stacklevel=5,
         )  # fmt: skip
+    if made.mesh is not None and not is_pipeline(made, made.mesh):
+        for name in (each for each in _OF_PIPELINES if getattr(made, each)):
+            warnings.warn(
+                f"{name} says nothing here: the mesh {made.mesh} has no axis pp, and the step is "
+                "computed in one microbatch", stacklevel=5,
+            )  # fmt: skip
     params = list(step.model.parameters())
     if params and step.trains and not any(param.requires_grad for param in params):
         name = type(step.model).__name__

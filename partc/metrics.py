@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import UsageError
-from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
+from partc.wrong_calls import as_path, check_whole_number, failed_at, known_arguments, quoted
 
 GIB = 1 << 30
 Batch = TypeVar("Batch")
@@ -37,7 +37,11 @@ class JsonLines:
     After a resume steps come again: of two lines of a step the later one holds.
 
     Args:
-        path: of the file; its folder is made. Give each rank that logs a file of its own.
+        path: of the file; the file and its folder are made. Give each rank that logs a file of its
+            own.
+
+    Raises:
+        UsageError: it is no path, a folder, or nothing can be written there.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,12 +51,30 @@ class JsonLines:
                 where=str(path), what="it is a folder", why="lines are added to one file",
                 do=f"Name a file in it: {self.path / 'metrics.jsonl'}.",
             )  # fmt: skip
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._add("")
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Add a line, which is in the file when this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **numbers}) + "\n")
+        """Add a line, which is in the file when this returns; UsageError if it cannot be."""
+        try:
+            line = json.dumps({"step": step, **numbers})
+        except TypeError as error:
+            raise UsageError(
+                where="JsonLines.log", what=f"{quoted(numbers)} is no line of JSON", why=str(error),
+                do='Pass numbers by name, then the step: log({"loss": loss.item()}, step).',
+            ) from None  # fmt: skip
+        self._add(f"{line}\n")
+
+    def _add(self, text: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UsageError(
+                where=str(self.path), what="no line can be added to this file",
+                why=error.strerror or str(error),
+                do="Name a file in a folder where you may write, with room on its disk.",
+            ) from None  # fmt: skip
 
 
 class Meter:
@@ -88,8 +110,19 @@ class Meter:
         self._begun, self._waited_s, self._since = perf_counter(), 0.0, start
 
     def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; how long the loop waits for each is counted."""
-        left = iter(batches)
+        """The same batches; how long the loop waits for each is counted.
+
+        UsageError for what gives no batches.
+        """
+        if not isinstance(batches, Iterable) or isinstance(batches, str):
+            raise UsageError(
+                where="Meter.waiting", what=f"the batches are {quoted(batches)}",
+                why="a loader gives one batch after the other",
+                do="Pass what your loop goes over: for batch in meter.waiting(loader).",
+            )  # fmt: skip
+        return self._timed(iter(batches))
+
+    def _timed(self, left: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             begun = perf_counter()
             try:
@@ -123,8 +156,21 @@ class Meter:
         told |= _memory()
         self._begun, self._waited_s, self._since = now, 0.0, step
         for logger in self.loggers:
-            logger.log(told, step)
+            _tell(logger, told, step)
         return told
+
+
+def _tell(logger: Logger, told: dict[str, float], step: int) -> None:
+    """Call a logger; UsageError names one that fails."""
+    try:
+        logger.log(told, step)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            where=f"Meter, {type(logger).__name__}.log", what="the logger failed",
+            why=failed_at(error, logger.log), do="Mend it: it is called as log(numbers, step).",
+        ) from error  # fmt: skip
 
 
 def _floats(numbers: Any) -> dict[str, float]:

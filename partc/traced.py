@@ -14,6 +14,7 @@ from partc.graph import Graph
 from partc.graph.folds import TracedStages
 from partc.lowering import table, traced
 from partc.passes.runner import State, Table
+from partc.trace.arguments import check_loss
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.hooked_modules import hooked_modules
 from partc.trace.no_model import check_model
@@ -60,6 +61,9 @@ class Traced:
     kind: Kind | None = None
     _states: dict[Wanted, State] = field(default_factory=dict, repr=False)
     _state: Seen | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_loss(self.loss)
 
     @classmethod
     def of(cls, model: nn.Module | Traced, inputs: Any, loss: Callable[..., Any] | None) -> Traced:

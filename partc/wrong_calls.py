@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
@@ -141,8 +142,39 @@ def quoted(given: object) -> str:
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
 
 
+def failed_at(error: Exception, function: Callable[..., Any] | None = None) -> str:
+    """What a user's function raised, and at which line: ``KeyError: 'dim', at rules.py:12``.
+
+    The innermost line in the file of the function, as that is the user's; without a function that
+    of a file that is not installed.
+    """
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        each for each in frames
+        if (_is_users(each.filename) if code is None else each.filename == code.co_filename)
+    ]  # fmt: skip
+    if not own:
+        return said
+    line = f": {own[-1].line}" if own[-1].line else ""
+    file = Path(own[-1].filename).name.strip("<>").removeprefix("partc ")
+    return f"{said}, at {file}:{own[-1].lineno}{line}"
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither partc's nor Python's own, nor installed."""
+    others = (str(Path(__file__).parent), str(Path(inspect.__file__).parent))
+    return "site-packages" not in file and not file.startswith((*others, "<"))
+
+
 def as_path(given: Any, where: str) -> Path:
-    """The path; UsageError for what cannot be one."""
+    """The path; UsageError for what cannot be one, or is the text of a file."""
+    if isinstance(given, str) and "\n" in given.strip():
+        raise UsageError(
+            where=where, what="a text of several lines stands where a path is needed",
+            why="a path names the file that has the text", do="Write it to a file, and name that.",
+        )  # fmt: skip
     if given == "" or not isinstance(given, str | os.PathLike) or "\0" in os.fspath(given):
         raise UsageError(
             where=where, what=f"{quoted(given)} is no path", why="a path is a text or a Path",
@@ -163,8 +195,12 @@ def check_flag(given: Any, where: str) -> None:
 def check_whole_number(given: Any, where: str, least: int = 0) -> int:
     """The number; UsageError for what is no whole number, or is below ``least``."""
     if not isinstance(given, int) or isinstance(given, bool) or given < least:
+        above = f", {least} or more" if least >= 0 else ""  # below 0 nobody comes near the bound
+        text = isinstance(given, str) and given.strip().lstrip("-").isdigit()
         raise UsageError(
-            where=where, what=f"{quoted(given)} is no such number",
-            why=f"it is a whole number, {least} or more", do="Give such a number.",
+            where=where, what=f"{quoted(given)} is no whole number{above}",
+            why="it is a text" if text else "it counts, or seeds, or numbers something",
+            do=f"Write {int(given)}, without quotation marks." if text
+            else f"Give a whole number{above}.",
         )  # fmt: skip
     return given

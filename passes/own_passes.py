@@ -60,6 +60,12 @@ def graph_pass(*, after: str, why: str = "") -> Callable[[Function], Function]:
         )  # fmt: skip
 
     def add(function: Function) -> Function:
+        if not hasattr(function, "__name__") or not callable(function):
+            raise UsageError(
+                where="graph_pass", what=f"the pass is {quoted(function)}",
+                why="passes are functions, known by their names",
+                do="Write a def, and @graph_pass(after=...) above it.",
+            )  # fmt: skip
         row = Pass(function, "as before", why or _first_line(function), own=False, optional=True)
         if row.name in _OWN:
             raise _taken(row, _OWN[row.name][1])

@@ -8,17 +8,19 @@ the graphs of all stages, or a dict of things by name; None where it changed its
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from time import perf_counter
 from typing import Any
 
 from partc.errors import CheckError, PartcError, UsageError
-from partc.graph import Graph, has_value
+from partc.graph import Graph
 from partc.graph.graph_edits import copied
+from partc.passes.sound import Reads, other_form, reads, unsound
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
+from partc.wrong_calls import failed_at
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ def _run_one(state: State, row: int, each: Pass) -> None:
     noted = state.table.keep_texts and each.on_graph  # a dump alone reads counts, times and texts
     begun, before = perf_counter(), _num_calls(state) if noted else 0
     names = _parameters(each.run)
+    read = [] if each.own else [reads(graph) for graph in _graphs(state)]
     if state.stages and "graph" in names and "stages" not in names:
         whole = state.graph
         for number, stage in enumerate(state.stages):
@@ -211,8 +214,7 @@ def _run_one(state: State, row: int, each: Pass) -> None:
     if not each.own:
         state.made[OTHERS] = {**state.made.get(OTHERS, {}), each.name: each.where}
     if each.on_graph:
-        for graph in _graphs(state):
-            check_sound(graph, each)
+        _check_sound(state, each, read)
     if noted:
         texts = tuple(map(str, _graphs(state)))
         state.ran[row] = Ran(each.name, seconds, before, _num_calls(state), texts)
@@ -220,14 +222,18 @@ def _run_one(state: State, row: int, each: Pass) -> None:
 
 def _apply(state: State, each: Pass, names: tuple[str, ...]) -> None:
     """Call a pass and take over what it gives."""
+    asked = state.asked(names, each.sees_machines)
+    missing = "" if each.own else _missing(each.run, asked)
+    if missing:
+        raise _failed(each, f"it asks for {missing!r}: a pass is given graph, plan, mesh or stages")
     try:
-        given = each.run(**state.asked(names, each.sees_machines))
+        given = each.run(**asked)
     except PartcError:
         raise
     except Exception as error:
         if each.own:
             raise
-        raise _failed(each, f"{type(error).__name__}: {error}") from error
+        raise _failed(each, failed_at(error, each.run)) from error
     changes = given if isinstance(given, Mapping) else {_kind(each, given): given}
     for name, change in changes.items():
         if name in ("graph", "plan", "stages"):
@@ -246,6 +252,13 @@ def _kind(each: Pass, given: object) -> str:
     raise _failed(each, f"it gives a {type(given).__name__}")
 
 
+def _missing(function: Callable[..., Any], asked: Mapping[str, Any]) -> str:
+    """The first parameter that must be given and is not; "" if there is none."""
+    each = inspect.signature(function, follow_wrapped=False).parameters.values()
+    named = (p for p in each if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return next((p.name for p in named if p.default is p.empty and p.name not in asked), "")
+
+
 @cache
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function, follow_wrapped=False).parameters)
@@ -260,18 +273,18 @@ def _num_calls(state: State) -> int:
     return sum(node.op == "call_function" for graph in _graphs(state) for node in graph.fx.nodes)
 
 
-def check_sound(graph: Graph, each: Pass) -> None:
-    """CheckError unless calls stand behind what they read and all that is read is described."""
-    seen = set()
-    for node in graph.fx.nodes:
-        for read in node.all_input_nodes:
-            if read not in seen:
-                raise _failed(each, f"{node.name} stands before {read.name}, which it reads")
-        if node.op != "output" and not has_value(node):
-            raise _failed(each, f"{node.name} has no Value: set one with partc.graph.set_value")
-        if node.op != "output" and "val" not in node.meta:
-            raise _failed(each, f"{node.name} holds no fake: set one with partc.graph.set_fake")
-        seen.add(node)
+def _check_sound(state: State, each: Pass, before: Sequence[Reads]) -> None:
+    """CheckError unless later passes can read the graphs, and calls read what they read before;
+    the latter is asked of users' passes alone.
+    """
+    for graph in _graphs(state):
+        why = unsound(graph)
+        if why:
+            raise _failed(each, why)
+    for graph, read in zip(_graphs(state), before, strict=False):
+        why = other_form(graph, read)
+        if why:
+            raise _failed(each, f"{why}: what replaces a call has its shape and dtype")
 
 
 def _failed(each: Pass, why: str) -> CheckError:

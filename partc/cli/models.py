@@ -9,9 +9,10 @@ such a model stay on the meta device unless values are asked for.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary, extract_tb, format_exception_only
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, UsageError
-from partc.wrong_calls import did_you_mean
+from partc.wrong_calls import did_you_mean, quoted
 
 AUTO = (  # the first class that has the configuration's model, and the name of its input
     ("AutoModelForCausalLM", "input_ids"),
@@ -79,14 +80,42 @@ def find_model(name: str, sizes: Sizes, values: bool = False) -> Target:
 def _called(module: str, attribute: str) -> Target:
     """The model that ``attribute`` of a module is, or returns when it is called."""
     made = _found(module, attribute)
+    is_called = callable(made) and not isinstance(made, nn.Module)
+    if is_called:
+        _check_takes_none(f"{module}:{attribute}", made)
     with _users_code(f"{module}:{attribute}"):
-        made = made() if callable(made) and not isinstance(made, nn.Module) else made
+        made = made() if is_called else made
     if isinstance(made, nn.Module):
         with _users_code(f"{module}:{attribute}"):
             return Target(made, _own_inputs(made, module, attribute))
     if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         return Target(made[0], made[1], made[2] if len(made) == 3 else None)
-    raise _unknown(f"{module}:{attribute}", f"it gives a {type(made).__name__}")
+    raise _no_model(f"{module}:{attribute}", made)
+
+
+def _no_model(name: str, made: Any) -> UsageError:
+    """The error for a callable that gives something else."""
+    each = ", ".join(type(x).__name__ for x in made) if isinstance(made, tuple | list) else ""
+    gives = f"({each})" if each else quoted(made)
+    return UsageError(
+        where=name, what=f"it gives {gives}, and no model",
+        why="it gives a model, or (model, inputs, loss) in this order",
+        do="Let it return these: return model, (x, y), loss_of.",
+    )  # fmt: skip
+
+
+def _check_takes_none(name: str, function: Any) -> None:
+    """UsageError for a callable that needs arguments."""
+    with suppress(ValueError):  # Python does not know the arguments of all built-in functions
+        for each in inspect.signature(function).parameters.values():
+            takes_any = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            if each.default is each.empty and not takes_any:
+                raise UsageError(
+                    where=name, what=f"it needs the argument {each.name!r}",
+                    why="partc calls it without arguments",
+                    do="Give the argument a default, or write a function that passes it: "
+                    f"def setup(): return {name.rpartition(':')[2]}(...).",
+                )  # fmt: skip
 
 
 def _found(module: str, attribute: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from partc.data.course import Course, Position
+from partc.data.failed_rows import naming_failures
 from partc.data.order import Row, Span
 from partc.data.sampler import RowSampler
 from partc.data.seeds import Generators, seed_of, seed_process
@@ -92,7 +93,8 @@ class RowLoader(Loader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iteration, spans = self.rows.begin(), self.rows.spans()
-        return self._taken(iteration, spans, super().__iter__())
+        batches = naming_failures(super().__iter__, self.dataset)
+        return self._taken(iteration, spans, batches)
 
     def _taken(
         self, iteration: int, spans: Iterator[Span], batches: Iterator[Any]

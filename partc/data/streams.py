@@ -18,6 +18,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from partc.data.course import Course, Position
 from partc.data.digest import digest_of
+from partc.data.failed_rows import naming_failures
 from partc.data.loader import Loader, as_it_is, check_options
 from partc.data.order import Last, Span, check_last
 from partc.data.sampler import refuse_empty_piece
@@ -66,7 +67,7 @@ class StreamLoader(Loader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iteration = self.course.begin()
         self.batches.begin(self.position)
-        return self._taken(iteration, super().__iter__())
+        return self._taken(iteration, naming_failures(super().__iter__, self.dataset))
 
     def _taken(self, iteration: int, batches: Iterator[tuple[Span, bytes, Any]]) -> Iterator[Any]:
         for number, (span, digest, batch) in enumerate(batches):
@@ -123,7 +124,7 @@ class OwnStreamLoader(Loader):
         aside: Callable[[], AbstractContextManager[None]] = nullcontext
         aside = aside if self.num_workers else Generators(seed).used
         with aside():
-            batches = super().__iter__()
+            batches = naming_failures(super().__iter__, self.dataset)
         return self._taken(iteration, start, batches, aside)
 
     def _taken(

@@ -12,7 +12,7 @@ from partc.errors import PlanError
 from partc.file_text import Unreadable, file_text, toml_table
 from partc.machines.topology import Device, Level, Points, Topology
 from partc.machines.topology_checks import check_keys, refusal
-from partc.wrong_calls import did_you_mean
+from partc.wrong_calls import as_path, did_you_mean
 
 T = TypeVar("T", Device, Level)
 NUMBERS = ("start_s", "contention", "skew", "sharing")
@@ -47,8 +47,11 @@ def _instead(name: str) -> str:
 
 
 def read_topology(path: str | Path) -> Topology:
-    """The topology in a file; PlanError names the file and the entry that is wrong."""
-    return topology_of(read_toml(path), str(path))
+    """The topology in a file; PlanError names the file and the entry that is wrong.
+
+    UsageError for what is no path.
+    """
+    return topology_of(read_toml(as_path(path, "Topology.read")), str(path))
 
 
 def parse_topology(text: str, where: str = "topology") -> Topology:

@@ -13,6 +13,7 @@ from partc.measure.bench_report import Bench
 from partc.program import load
 from partc.program.handshake import check_world, world_size
 from partc.verification.processes import Processes
+from partc.wrong_calls import check_whole_number
 
 TIMEOUT_S = 600.0
 
@@ -28,7 +29,7 @@ def bench(
     RunError if a rank fails or takes longer than ``timeout`` seconds.
     """
     program = load(folder)
-    _check(folder, steps, device)
+    _check(folder, steps, warmup, device)
     job = (folder, device, steps, warmup)
     if "RANK" not in os.environ:
         with Processes(program.mesh.num_ranks, timeout=timeout, quiet=True) as world:
@@ -41,7 +42,7 @@ def bench(
     return Bench(program, tuple(every))
 
 
-def _check(folder: str, steps: int, device: str) -> None:
+def _check(folder: str, steps: int, warmup: int, device: str) -> None:
     if steps < 2:
         raise UsageError(
             where=f"--steps {steps}",
@@ -49,6 +50,12 @@ def _check(folder: str, steps: int, device: str) -> None:
             why="medians and quartiles are shown",
             do="Give 2 or more.",
         )
+    check_whole_number(warmup, "--warmup")
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(
+            where=f"--device {device}", what="there is no such device",
+            why="ranks run on CPUs or on GPUs", do="Give cpu or cuda.",
+        )  # fmt: skip
     if device != "cpu" and "RANK" not in os.environ:
         raise UsageError(
             where=f"--device {device}",

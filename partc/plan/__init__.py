@@ -138,6 +138,11 @@ class Plan:
     other_passes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if isinstance(self.mesh, str):
+            do = f"Write Plan(preset={self.mesh!r}); the mesh is an argument of compile."
+            raise plan_error("Plan(...)", f"mesh is {quoted(self.mesh)}", "it comes first", do)
+
     @classmethod
     @known_arguments
     def parse(cls, text: str, where: str = "plan") -> Plan:
@@ -157,6 +162,11 @@ class Plan:
         if not isinstance(text, str):
             do = "Give the text of a plan.toml; Plan.load takes its path, Plan(...) fields."
             raise plan_error(where, f"{quoted(text)} is no text", "a plan is read from TOML", do)
+        if text.endswith(".toml") and "=" not in text:
+            do = f"Read the file: Plan.load({quoted(text)}), or plan={quoted(text)} itself."
+            raise plan_error(
+                where, f"{quoted(text)} is a path, and no plan", "parse takes TOML", do
+            )
         return cls(**read_fields(text, where))
 
     @classmethod

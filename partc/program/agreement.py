@@ -23,6 +23,7 @@ from partc.program.disagreement import Found, disagreement, equal_pieces, refuse
 from partc.program.holders import Holders
 from partc.program.role import Role, Shard
 from partc.program.tensor_hash import hashes_of, joined, sketch_of
+from partc.wrong_calls import check_whole_number
 
 EVERY = 100  # steps from one comparison to the next
 
@@ -63,9 +64,17 @@ class Agreement:
     def __init__(
         self, holders: Holders, sources: Callable[[], Mapping[str, int]], *, draws: bool
     ) -> None:
-        self.every, self.num_steps = EVERY, 0
+        self._every, self.num_steps = EVERY, 0
         self._holders, self._draws, self.sources = holders, draws, sources
         self._seen: dict[int, Role] = {}  # of the programs that have run
+
+    @property
+    def every(self) -> int:
+        return self._every
+
+    @every.setter
+    def every(self, steps: int) -> None:
+        self._every = check_whole_number(steps, "stage.agreement.every")
 
     def compare(
         self, role: Role, inputs: Sequence[Tensor] | None, held: Mapping[str, Tensor],

@@ -77,4 +77,11 @@ def choices_of(
     check_partial(partial)
     check_whole_number(most_programs, "module(most_programs=...)", 1)
     check_pad(pad, inputs)
+    if partial == "pad" and not pad:
+        raise UsageError(
+            where="module(partial='pad')", what="pad= is missing",
+            why="it has the number with which each input is filled up, by its name",
+            do=f"Write pad={{{next(iter(inputs), 'input_ids')!r}: 0}}; the inputs are "
+            f"{', '.join(inputs)}.",
+        )  # fmt: skip
     return Choices(partial, pad or {}, most_programs)

@@ -48,7 +48,7 @@ def check_norm(name: str, given: object) -> None:
     if not numbers or isinstance(given, bool):
         why = "it is a number"
     elif name == "max_norm" and not float(given) >= 0:  # type: ignore[arg-type]
-        why = "gradients times a number below zero would lead uphill"
+        why = "it is 0 or more: gradients times a number below zero would lead uphill"
     else:
         return
     raise UsageError(

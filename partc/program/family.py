@@ -43,8 +43,8 @@ from partc.program.members import Member
 from partc.program.results import results_of
 from partc.program.run_state import Guard
 from partc.program.same_choice import SameChoice
+from partc.program.step_failures import naming_calls
 from partc.program.uneven_rows import Results, UnevenRows
-from partc.program.user_lines import naming_calls
 from partc.program.wanted import Mode, Wanted
 from partc.trace.record import Kind
 
@@ -315,7 +315,7 @@ class Family:
         seed, step = self.state.seed
         if member.draws:  # programs count by themselves, and others have run meanwhile
             member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
-        with torch.no_grad(), naming_calls(member.role, member.run):
+        with torch.no_grad(), naming_calls(member.role, member.run, inputs):
             result = (member.run.step if trains else member.run)(*inputs)
         if counts:
             self.state.seed = seed, step + 1

@@ -20,6 +20,7 @@ from torch import Tensor
 from partc.errors import LoadError, RunError
 from partc.file_text import Unreadable, file_text
 from partc.program.manifest import OTHERS, refuse
+from partc.wrong_calls import failed_at
 
 NAME = "hooks.py"
 SET = "\nhooks: object = None"  # the line of a role that its loader fills in
@@ -146,7 +147,13 @@ def _checked(name: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tenso
 
     def hook(x: Tensor) -> Tensor:
         version = x._version
-        y = function(x)
+        try:
+            y = function(x)
+        except Exception as error:
+            raise RunError(
+                where=f"{NAME}, {name}", what="it fails", why=failed_at(error, function),
+                do=f"Mend it: it is given {tuple(x.shape)} {x.dtype}, this rank's piece.",
+            ) from error  # fmt: skip
         flaw = _flaw(x, y, version)
         if flaw:
             raise RunError(

@@ -218,11 +218,19 @@ def refuse_link(path: Path) -> None:
         refuse(path, "is a symbolic link", "a saved program consists of plain files")
 
 
+_OF_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
+
 def _instead(folder: Path) -> str:
     """What to name in place of a folder without a program; "" if there is something else."""
     if not folder.exists():
         return "Name the folder that program.save(), or `partc compile --out`, wrote."
     if folder.is_file():
+        if folder.suffix in _OF_WEIGHTS:
+            return (
+                "Name the folder of a program; weights are for a stage: "
+                "stage.load_full(torch.load(path, weights_only=True)), or the path of safetensors."
+            )
         return f"Name the folder, not a file in it: {folder.parent}."
     return ""
 

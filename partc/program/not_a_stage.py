@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from partc.errors import UsageError
+from partc.wrong_calls import did_you_mean
 
 
 class NoStageError(UsageError, AttributeError):
@@ -24,9 +25,16 @@ class NotAStage:
 
             if not name.startswith("_") and hasattr(Stage, name):
                 raise _no_stage(f"program.{name}", f"a program has no {name}", f"stage.{name}")
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
-            )
+            if name.startswith("_"):
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+                )
+            own = [each for each in dir(self) if not each.startswith("_")]
+            raise NoStageError(
+                where=f"program.{name}", what="a program has no such attribute",
+                why=f"it has {', '.join(own)}",
+                do=did_you_mean(name, own) or "See help(partc.Program).",
+            )  # fmt: skip
 
 
 def _no_stage(where: str, what: str, do: str) -> NoStageError:

@@ -205,5 +205,6 @@ def _not_of_stage(optimizer: Optimizer, param: Tensor) -> RunError:
         where=type(optimizer).__name__,
         what=f"has a parameter of shape {list(param.shape)} that is none of the stage's",
         why="it steps on the program's memory in the place of stage.parameters()",
-        do="Build the optimizer over stage.parameters(), in groups as you like.",
+        do="Build the optimizer over stage.parameters(), in groups as you like; in a "
+        "LightningModule over self.parameters().",
     )

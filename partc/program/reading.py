@@ -189,7 +189,7 @@ def _check_split(split: Split, share: Share, data_world: int) -> None:
 def num_rows(dataset: Any) -> int:
     """The number of rows of a dataset, or the number itself."""
     if isinstance(dataset, int):
-        return dataset
+        return check_whole_number(dataset, "the number of rows")
     if _is_stream(dataset) or not hasattr(dataset, "__len__"):
         raise UsageError(
             where=type(dataset).__name__,

@@ -22,7 +22,8 @@ from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, join_pieces, take_piece
 from partc.program.hooks import set_hooks
-from partc.program.user_lines import UserLines, naming_calls, show_lines
+from partc.program.step_failures import naming_calls
+from partc.program.user_lines import UserLines, show_lines
 
 COMPILES = "@torch.compile"  # the line before a function that torch.compile compiles
 TABLES = ("MESH", "SHARDS", "BUFFERS", "ALIASES", "INPUTS")
@@ -190,7 +191,7 @@ class Role:
         """Run a Step on the global batch: the loss, None of a forward program, and what is
         returned beside it by name.
         """
-        with naming_calls(self, step):
+        with naming_calls(self, step, inputs):
             result = (step if self.is_inference else step.step)(*inputs)
         if self.is_inference:
             return None, result

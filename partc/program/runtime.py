@@ -37,7 +37,7 @@ from partc.program.step_checks import can_be_moved, check_default_dtype
 from partc.program.user_modules import UserModules
 from partc.program.weights import Source, whole_tensors
 from partc.program.whole_states import WholeStates
-from partc.wrong_calls import check_whole_number
+from partc.wrong_calls import check_flag, check_whole_number
 
 
 class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
@@ -205,6 +205,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         Raises:
             LoadError: a name is missing or unknown, or a tensor has another shape.
         """
+        check_flag(strict, "load_full(strict=...)")
         self._tensors.load(whole_tensors(source), strict, self.shards)
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -270,6 +271,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Unmatched:
         """Copy this rank's shards from whole tensors, or DTensors of any mesh and placements."""
+        check_flag(strict, "load_state_dict(strict=...)")
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------

@@ -40,6 +40,12 @@ def start_stage(
     tell_at_exit()
     check_hooks(program.sources.values(), program.hooks)
     check_world(program.mesh, world_size())
+    if torch.is_inference_mode_enabled():
+        raise RunError(
+            where="program.module()", what="it is called under torch.inference_mode()",
+            why="tensors that are made there cannot be trained",
+            do="Make the stage outside of it; stage.eval() and eval_step compute no gradients.",
+        )  # fmt: skip
     here = device_of(device)
     if not dist.is_initialized():
         _join(here)

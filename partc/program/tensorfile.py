@@ -211,7 +211,9 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))
         if not found:
-            raise _no_weights(path, "there is no .safetensors file in it")
+            steps = next(path.glob("step-*"), None)
+            why = "; it holds checkpoints: partc.load_checkpoint(folder, stage)" if steps else ""
+            raise _no_weights(path, f"there is no .safetensors file in it{why}")
         return found
     if path.name.endswith(".index.json"):
         return [path.parent / name for name in _indexed(path)]

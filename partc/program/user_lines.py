@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import difflib
 import linecache
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-
-from partc.trace.source_lines import frames_of
 
 if TYPE_CHECKING:
     from partc.program.role import Role
@@ -114,33 +111,7 @@ def file_of(shown: str) -> str:
     return shown.removeprefix("<partc ").removesuffix(">").partition(" ")[0]
 
 
-@contextmanager
-def naming_calls(role: Role, step: Any) -> Iterator[None]:
-    """Add to an error of a role's text which call of the model the line stands for."""
-    try:
-        yield
-    except Exception as error:
-        _add_note(error, role, step)
-        raise
-
-
-def _add_note(error: Exception, role: Role, step: Any) -> None:
-    shown = role.module.Step.__init__.__code__.co_filename
-    frames = [(f, n) for f, n in frames_of(error.__traceback__) if f.f_code.co_filename == shown]
-    known = [(frame, number) for frame, number in frames if number in role.lines.of]
-    if not known:
-        return
-    frame, number = known[-1]
-    module, source = role.lines.of[number]
-    path = _path_in_model(module, frame.f_locals.get("self"), role, step)
-    code = linecache.getline(shown, number).partition("  # ")[0].strip()
-    user = f" ({source})" if source else ""
-    error.add_note(
-        f"{path or 'loss'}{user}\n  {role.file}:{number}, {frame.f_code.co_name}: {code}"
-    )
-
-
-def _path_in_model(module: str, block: Any, role: Role, step: Any) -> str:
+def path_in_model(module: str, block: Any, role: Role, step: Any) -> str:
     """``layers.*.mlp`` with the number of the block whose method was running."""
     if "*" not in module or not isinstance(block, nn.Module):
         return module

@@ -85,21 +85,27 @@ class UserModules(nn.Module):
             if name.startswith("_"):
                 raise
             root = self.__dict__.get("like_model")
-            if root is None:
-                error.add_note(
-                    "The model is not in this process: give it to partc.load(folder, model), and "
-                    "its attributes and methods are the stage's too."
-                )
-                raise
-            try:
+            if hasattr(root, name):
                 return getattr(root, name)
-            except AttributeError:
-                near = did_you_mean(name, [*dir(type(self)), *dir(root)])
-                raise NoAttributeError(
-                    where=f"stage.{name}", what=f"no stage and no {type(root).__name__} has it",
-                    why="a stage has methods of its own, and the attributes of its model",
-                    do=near or "See dir(stage).",
-                ) from None  # fmt: skip
+            raise self._no_attribute(name, root) from error
+
+    def _no_attribute(self, name: str, root: nn.Module | None) -> NoAttributeError:
+        own = dir(type(self)) if root is None else [*dir(type(self)), *dir(root)]
+        near = did_you_mean(name, [each for each in own if not each.startswith("_")])
+        what, do = "no stage has it", near or "See dir(stage)."
+        if root is not None:
+            what = f"no stage and no {type(root).__name__} has it"
+        else:
+            do = (
+                f"{near} The model is not in this process: give it to partc.load(folder, model), "
+                "and its attributes and methods are the stage's too."
+            )
+        if name == "backward":
+            do = "Leave it out: stage.step(...) has computed the gradients."
+        return NoAttributeError(
+            where=f"stage.{name}", what=what,
+            why="a stage has methods of its own, and the attributes of its model", do=do,
+        )  # fmt: skip
 
     def __getitem__(self, key: Any) -> Any:
         """The part of a model that has parts by number or name, as nn.Sequential has."""

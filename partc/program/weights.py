@@ -133,7 +133,7 @@ def check_shapes(
     dtypes: Mapping[str, torch.dtype],
 ) -> None:  # fmt: skip
     """LoadError, with a table, if a given tensor has another shape than the model's, or is complex
-    where the model's is not.
+    where the model's is not, or has whole numbers (is quantized) where the model's has fractions.
     """
     wrong = [
         f"{name}: {list(shapes[name])} compiled, {list(given[key].shape)} given"
@@ -144,6 +144,11 @@ def check_shapes(
         f"{name}: {dtype_name(dtypes[name])} compiled, a complex tensor given"
         for name, key in matched.found.items()
         if given[key].is_complex() and not dtypes[name].is_complex
+    ]
+    wrong += [
+        f"{name}: {dtype_name(dtypes[name])} compiled, {dtype_name(given[key].dtype)} given"
+        for name, key in matched.found.items()
+        if dtypes[name].is_floating_point and not given[key].dtype.is_floating_point
     ]
     if wrong:
         raise LoadError(

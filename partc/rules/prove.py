@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, fx
 
+from partc.errors import RuleError, UsageError
 from partc.plan.sharding import DTYPE_NAMES, Layout
 from partc.rules.experiment import (
     DRAWS,
@@ -31,6 +32,7 @@ from partc.rules.experiment import (
 from partc.rules.pieces import LocalCall
 from partc.rules.signature import Signature
 from partc.rules.strategy import Strategy, strategies
+from partc.wrong_calls import quoted
 
 SEEDS = (1, 2)
 Claims = Callable[[fx.Node, int], Sequence[Strategy]]
@@ -113,6 +115,13 @@ def prove(
     a certain literal, such as ``masked_fill`` with 0.
     """
     signature = call if isinstance(call, Signature) else Signature.of(call)
+    if not isinstance(strategy, Strategy) or len(strategy.ins) != len(signature.operands):
+        raise UsageError(
+            where=f"prove({signature})", what=f"{quoted(strategy)} is no strategy for it",
+            why=f"a strategy has a layout for each of the {len(signature.operands)} operands",
+            do="Write Strategy((cut(0), ...), (cut(0),)), operands first, or take one of "
+            "partc.rules.strategies(call.node(), num).",
+        )  # fmt: skip
     trials: list[Trial] = []
     for seed in seeds:
         trials += _trials(signature, strategy, num, seed, "given")
@@ -126,7 +135,7 @@ def prove(
 def _claimed(signature: Signature, num: int, claims: Claims) -> Sequence[Strategy]:
     try:
         return claims(signature.node(), num)
-    except (RuntimeError, ValueError, IndexError):  # the op does not take these literals
+    except (RuleError, RuntimeError, ValueError, IndexError):  # the op does not take these literals
         return ()
 
 

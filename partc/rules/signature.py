@@ -16,10 +16,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
+from partc.errors import RuleError, UsageError
 from partc.graph import Value, fake_of, is_tensor, set_fake, set_value, value
+from partc.graph.fake_calls import quiet_log
 from partc.graph.graph_edits import run_fake
 from partc.plan.sharding import DTYPE_NAMES
 from partc.rules.table import name_of
+from partc.wrong_calls import quoted
 
 HUGE = 1e6  # a larger literal is a mask's "minus infinity", which must not be redrawn
 
@@ -68,10 +71,24 @@ class Signature:
 
     @classmethod
     def call(cls, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Signature:
-        """A signature by hand, Specs for tensors: ``call(aten.mm.default, f(4, 6), f(6, 8))``."""
+        """A signature by hand, Specs for tensors: ``call(aten.mm.default, f(4, 6), f(6, 8))``.
+
+        UsageError for what is no op.
+        """
+        if not callable(target) or isinstance(target, torch._ops.OpOverloadPacket):
+            raise UsageError(
+                where="Signature.call", what=f"the op is {quoted(target)}",
+                why="a signature is of one overload of an op, itself and not its name",
+                do="Write torch.ops.aten.mm.default, with its overload at the end.",
+            )  # fmt: skip
         specs: list[Spec] = []
 
         def operand(arg: Any) -> Any:
+            if isinstance(arg, Tensor):
+                raise UsageError(
+                    where="Signature.call", what="a tensor is among the arguments",
+                    why="a signature has shapes and dtypes", do="Write f(4, 6) for f32[4,6].",
+                )  # fmt: skip
             if not isinstance(arg, Spec):
                 return arg
             specs.append(arg)
@@ -133,7 +150,10 @@ class Signature:
 
     @lru_cache(maxsize=256)  # noqa: B019 - a signature is a value, and is kept as its own key only
     def node(self) -> fx.Node:
-        """The call as the only op of a small graph, for code that needs a node."""
+        """The call as the only op of a small graph, for code that needs a node.
+
+        RuleError if the op does not take such operands.
+        """
         graph, mode = fx.Graph(), fake_mode()
         placeholders = []
         for i, spec in enumerate(self.operands):
@@ -145,8 +165,14 @@ class Signature:
         kwargs = self.filled(dict(self.kwargs), placeholders)
         call = graph.call_function(self.target, self.filled(self.args, placeholders), kwargs)
         set_value(call, Value())
-        with mode:
-            set_fake(call, run_fake(self.target, call.args, call.kwargs))
+        try:
+            with mode, quiet_log():
+                set_fake(call, run_fake(self.target, call.args, call.kwargs))
+        except Exception as error:  # whatever torch says of operands that do not fit
+            raise RuleError(
+                where=str(self), what="torch does not run such a call", why=str(error),
+                do="Correct the shapes, dtypes and other arguments of the signature.",
+            ) from error  # fmt: skip
         return call
 
     def _kwargs(self, operands: Sequence[Any]) -> dict[str, Any]:

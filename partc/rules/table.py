@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from partc.errors import UsageError
 from partc.registry import Registry
 from partc.rules.call import Call
-from partc.wrong_calls import did_you_mean, quoted
+from partc.rules.wrong_rules import check_rule, fails, slot_groups
+from partc.wrong_calls import failed_at, quoted
 
 Written = str | Callable[[Call], str]
 Reduce = Literal["sum", "max", "mean"]
@@ -76,19 +76,31 @@ class Rule:
     module: str = field(default="", compare=False)
 
     def written(self, call: Call) -> str:
-        """The rule's notation for this call, as text."""
-        return self.notation(call) if callable(self.notation) else self.notation
+        """The rule's notation for this call, as text; RuleError where its function fails."""
+        return self._text("notation", self.notation, call)
 
     def groups(self, call: Call) -> list[list[int]]:
         """The slots that may be unfinished sums together, for this call."""
-        text = self.linear(call) if callable(self.linear) else self.linear
+        text = self._text("linear", self.linear, call)
         filled = [i for i, slot in enumerate(call.slots) if slot is not None]
         if text == "all":
             return [filled]
-        groups = [[int(slot) for slot in group.split("+")] for group in text.split("|") if group]
+        groups = slot_groups(text, f"rule of {name_of(call.target)}")
         if self.added is not None and self.added in filled:
             groups = [sorted({*group, self.added}) for group in groups]
         return [group for group in groups if set(group) <= set(filled)]
+
+    def _text(self, name: str, given: Written, call: Call) -> str:
+        """A field that is a text, or what its function gives of a call."""
+        if not callable(given):
+            return given
+        try:
+            text = given(call)
+        except Exception as error:
+            raise fails(name_of(call.target), name, given, failed_at(error, given)) from error
+        if not isinstance(text, str):
+            raise fails(name_of(call.target), name, given, f"it gives {quoted(text)}")
+        return text
 
 
 RULES: Registry[Rule] = Registry("rule")
@@ -98,24 +110,13 @@ def rule(ops: str, notation: Written, **fields: Any) -> None:
     """Add a rule for one or more ops, separated by blanks.
 
     ``aten.add.Tensor`` names one overload, ``aten.add`` all overloads. ``fields`` are those of
-    `Rule`. UsageError if an op has a rule already.
+    `Rule`. UsageError if an op has a rule already, or a field is of a wrong kind; RuleError for a
+    malformed notation, and an op that torch has not got.
     """
-    if not isinstance(ops, str):
-        raise UsageError(
-            where="rule", what=f"the op is {str(ops) or quoted(ops)!r}, and no text",
-            why="rules are found by names", do='Write its name: rule("aten.mm", "mk,kn->mn").',
-        )  # fmt: skip
     known = [
         each.name for each in dataclass_fields(Rule) if each.name not in ("notation", "module")
     ]
-    unknown = next((name for name in fields if name not in known), None)
-    if unknown is not None or not (isinstance(notation, str) or callable(notation)):
-        what = f"there is no field {unknown!r}" if unknown else f"the rule is {quoted(notation)}"
-        raise UsageError(
-            where=f"rule({ops!r}, ...)", what=what,
-            why=f"a rule is a text such as 'mk,kn->mn', or a function of the call; its fields are "
-            f"{', '.join(known)}", do=did_you_mean(unknown, known) if unknown else "Write a text.",
-        )  # fmt: skip
+    check_rule(ops, notation, fields, known)
     entry = Rule(notation, **fields, module=sys._getframe(1).f_globals["__name__"])
     for name in ops.split():
         RULES.add(name, entry)

@@ -15,7 +15,7 @@ from partc.errors import PartcError, PlanError
 from partc.schedules import orders as _orders  # noqa: F401  (each file there registers its schedule)
 from partc.schedules.actions import Action, Schedule
 from partc.schedules.named import NAMES, Needs
-from partc.wrong_calls import quoted
+from partc.wrong_calls import failed_at, quoted
 
 __all__ = ["NAMES", "Action", "Needs", "Schedule", "make", "needs_of"]
 
@@ -64,19 +64,27 @@ def _orders_of(
         raise
     except Exception as error:
         raise PlanError(
-            where=at, what=f"the function failed: {type(error).__name__}: {error}",
+            where=at, what=f"the function failed: {failed_at(error, needs.orders)}",
             why=f"it was called as orders({ranks}, {microbatches}, {chunks}): the ranks, the "
             "microbatches and the stages on each rank",
             do="Mend it: it gives a row of actions for each rank.",
         ) from error  # fmt: skip
-    wrong = [one for row in rows for one in row if not isinstance(one, Action)]
+    wrong = [one for row in rows for one in row if not _is_action(one)]
     if wrong:
         raise PlanError(
-            where=at, what=f"{quoted(wrong[0])} is no action",
+            where=at, what=f"{_shown(wrong[0])} is no action",
             why="a row has partc.schedules.actions.Action of stage, kind and microbatch",
             do='Write Action(0, "F", 2), or Action.parse("0F2").',
         )  # fmt: skip
     return rows
+
+
+def _shown(given: object) -> str:
+    return f"{given}" if isinstance(given, Action) else quoted(given)
+
+
+def _is_action(given: object) -> bool:
+    return isinstance(given, Action) and given.kind in ("F", "B", "I", "W")
 
 
 def _wrong_chunks(name: str, needs: Needs, chunks: int) -> PlanError:

@@ -88,10 +88,13 @@ class Timeline:
 
 
 def timeline(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run a schedule with every action as early as possible; PlanError shows a cycle of waits.
+    """Run a schedule with every action as early as possible.
+
+    PlanError shows a cycle of waits, or says that there are too few costs.
 
     The work is linear in the number of actions. The schedule must have passed ``check_schedule``.
     """
+    _check_costs(schedule, costs)
     run = _Run(schedule, costs)
     ready = list(range(schedule.ranks))
     while ready:
@@ -100,6 +103,18 @@ def timeline(schedule: Schedule, costs: Costs) -> Timeline:
         raise _deadlock(schedule, [len(ends) for ends in run.ends])
     starts, ends = (tuple(map(tuple, rows)) for rows in (run.starts, run.ends))
     return Timeline(schedule, costs, starts, ends, tuple(run.peaks))
+
+
+def _check_costs(schedule: Schedule, costs: Costs) -> None:
+    """PlanError for a row of costs that is too short for the stages; as long rows are not read."""
+    for name, row in vars(costs).items():
+        needed = schedule.stages - (name == "transfer")
+        if len(row) < needed:
+            raise PlanError(
+                where=f"Costs, {name}", what=f"there are {len(row)} of {needed} numbers",
+                why=f"{schedule.name} has {schedule.stages} stages, and costs are those of a stage",
+                do=f"Give one for each stage: Costs.even({schedule.stages}).",
+            )  # fmt: skip
 
 
 class _Run:

@@ -152,7 +152,7 @@ class Given:
         """
         if isinstance(inputs, Given):
             return inputs
-        _check_loss(loss)
+        check_loss(loss)
         return cls.of_call(model, *spread(inputs), loss)
 
     @classmethod
@@ -272,7 +272,7 @@ def _default(parameter: inspect.Parameter) -> Tree | None:
     return tree if known else Tree("left out", of=f"a {type(parameter.default).__name__}")
 
 
-def _check_loss(loss: Any) -> None:
+def check_loss(loss: Any) -> None:
     """TraceError for torch's losses of predictions and targets, which take no model."""
     kind = loss if isinstance(loss, type) else type(loss)
     name = kind.__name__ if kind.__module__ == "torch.nn.modules.loss" else ""

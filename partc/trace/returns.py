@@ -90,7 +90,10 @@ class Returns:
     def _no_loss(self, outcome: Any, model: str) -> TraceError:
         what = _told(outcome)
         do = "Return the tensor that the loss is."
-        if isinstance(outcome, Tensor):
+        if isinstance(outcome, Tensor) and not outcome.shape:
+            do = "Return a loss of floating-point numbers: classes that argmax picks, and "
+            do += "comparisons, have no gradient."
+        elif isinstance(outcome, Tensor):
             do = "Give loss=fn(model, *inputs) with a 0-d result; the tensor itself may be an "
             do += "extra, (loss, extras). For a forward program compile under torch.no_grad() and "
             do += "without loss=."
@@ -100,6 +103,10 @@ class Returns:
             do += "(loss, extras)."
         elif isinstance(outcome, Mapping) or hasattr(outcome, "loss"):
             do = "Return its loss, or (loss, extras) if the step is to give back more of it."
+            if self.own and isinstance(outcome, Mapping):
+                what += f" with {', '.join(map(str, outcome))}"
+                do = "Let the model return it under the name loss, or give partc.compile "
+                do += "loss=lambda model, x, y: criterion(model(x)['logits'], y)."
         return TraceError(
             where=model,
             what=f"the loss is {what}",

@@ -44,6 +44,15 @@ _KNOWN = (
      "a text or a list stands where a tensor is needed",
      "Give tensors for what is computed with: of texts the ids that the tokenizer gives "
      '(return_tensors="pt").'),
+    (r"'(tuple|dict|list|\w+Output\w*)' object has no attribute",
+     "a tuple, dict or output of a model stands where a tensor is needed",
+     "Take the tensor out of it: model(x)[0], or model(x)['logits']."),
+    (r"(missing \d+ required|unexpected keyword|takes \d+ positional|takes from \d+)",
+     "a call does not fit the arguments of the function that it calls",
+     "Give inputs that the model and the loss take, by place or by their names."),
+    ("Inference tensors",
+     "the model or its inputs were made under torch.inference_mode()",
+     "Make and compile them outside of it: what is made there cannot be trained."),
     (r"Expected (dtype|tensor).*(int64|Long)|scalar type Long", "whole numbers are needed",
      "Give class numbers and indices as whole numbers: labels.long()."),
 )  # fmt: skip
@@ -96,6 +105,17 @@ def _shapes(
         return (
             "the shapes do not fit each other",
             f"Compare the inputs, {given}, with what the model takes, and give others.",
+        )
+    if kind in _OF_PYTHON:
+        return (
+            f"the code fails with {kind}, also without partc",
+            "Correct this line: the name in it is not there.",
+        )
+    if kind != "RuntimeError":  # of Python, or raised by the code itself
+        return (
+            f"the code fails with {kind}",
+            f"Correct this line, or what it is given, {given or 'no inputs'}; if the model runs "
+            "without partc, report it.",
         )
     return (
         "tracing failed",

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from partc.collecting import no_collecting
-from partc.errors import UsageError
+from partc.errors import RunError, UsageError
+from partc.program.step_failures import THEIRS, described
 from partc.trace.arguments import Given
 from partc.trace.capture import named_results
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
 from partc.trace.portable_kernels import attention_in_python
-from partc.trace.returns import Returns, described
+from partc.trace.returns import Returns
+from partc.trace.returns import described as described_results
+from partc.trace.source_lines import module_of, source_of
 from partc.trace.tensor_caches import caches_restored
 from partc.trace.untouched import untouched
 from partc.verification.piece_norms import Key, PieceNorms, Pieces, seen_norms
@@ -120,11 +123,12 @@ def eager(
     raised = raised_model(model) if dtype == torch.float64 else nullcontext()
     with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised, attention_in_python():
         weights = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
-        if train:
-            whole, *others = _trained(model, batch, objective, pieces, draws)
-            results = dict(zip(returns.names, others, strict=True))
-        else:
-            whole, results = None, _results(model, batch, given.function, draws)
+        with _naming_model(model, given.arguments.names, batch):
+            if train:
+                whole, *others = _trained(model, batch, objective, pieces, draws)
+                results = dict(zip(returns.names, others, strict=True))
+            else:
+                whole, results = None, _results(model, batch, given.function, draws)
         params = dict(model.named_parameters())
         reference = Reference(
             weights=weights,
@@ -157,6 +161,27 @@ def lent(model: nn.Module, loss: Loss | None, dtype: torch.dtype | None) -> Iter
             for tensor, data, grad in before:
                 tensor.grad = None
                 tensor.data, tensor.grad = data, grad
+
+
+@contextmanager
+def _naming_model(
+    model: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
+) -> Iterator[None]:
+    """Say of an error of the model itself at which line it arose, and of which inputs."""
+    try:
+        yield
+    except THEIRS:
+        raise
+    except Exception as error:
+        path, source = module_of(error, model) or type(model).__name__, source_of(error)
+        reason = (str(error).strip().splitlines() or [""])[0]
+        read = ", ".join(map(described, names, inputs))
+        raise RunError(
+            where=f"{path} ({source})" if source else path,
+            what="the model itself does not compute this batch",
+            why=f"{type(error).__name__}: {reason}",
+            do=f"Give a batch that it takes; this one has {read}.",
+        ) from error
 
 
 def _trained(
@@ -200,7 +225,7 @@ def _results(
     model: nn.Module, inputs: Sequence[Tensor], function: Loss, draws: SameDraws
 ) -> dict[str, Tensor]:
     with draws.inside(model):
-        return named_results(described(function(model, *inputs))[1])
+        return named_results(described_results(function(model, *inputs))[1])
 
 
 def _check_values(model: nn.Module, given: Given) -> None:

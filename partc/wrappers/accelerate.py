@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from partc.errors import RunError, UsageError
-from partc.plan.mesh import MeshLike
+from partc.plan.mesh import Mesh, MeshLike
 from partc.program.choices import check_fillers
+from partc.program.handshake import check_world
 from partc.trace.no_model import check_model
 from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
 from partc.wrappers.optimizer import Optimizer, Scheduler
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.ranks import OnMesh
-from partc.wrappers.said import check_loss, check_names, check_no_plugins, check_said
-from partc.wrong_calls import known_arguments
+from partc.wrappers.said import check_loss, check_names, check_no_plugins, check_said, in_our_words
+from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
 
 OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "deepspeed_plugins")
 KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -60,10 +61,14 @@ class Accelerator(OnMesh):
         check_loss("Accelerator", loss)
         check_fillers("Accelerator", pad)
         check_no_plugins("Accelerator", named, lambda name: name in OTHER_WAYS)
+        steps = named.get("gradient_accumulation_steps", 1)
+        check_whole_number(steps, "Accelerator(gradient_accumulation_steps=...)", 1)
         self.how = How(mesh, plan, loss, outputs, pad or {}, options or {})
         self.ranks = DataRanks.of(mesh)
         self._prepared: WeakSet[Prepared] = WeakSet()
-        super().__init__(**named)
+        with in_our_words("Accelerator()", "Correct the argument: it is one of accelerate's own."):
+            super().__init__(**named)
+        check_world(Mesh.of(mesh), self.state.num_processes)
         backend = self.state.dynamo_plugin.backend
         if self.distributed_type not in KINDS or backend != DynamoBackend.NO:
             raise _other_ways(self.distributed_type.value, backend.value)
@@ -71,6 +76,7 @@ class Accelerator(OnMesh):
     # prepare ---------------------------------------------------------------------------------
     def prepare(self, *args: Any, **named: Any) -> Any:
         """As accelerate's; a model is compiled when it is called first."""
+        _check_prepared(args)
         found = super().prepare(*args, **named)
         for optimizer in self._optimizers:
             optimizer.find(self._prepared)
@@ -122,9 +128,34 @@ class Accelerator(OnMesh):
     # the loop --------------------------------------------------------------------------------
     def backward(self, loss: Tensor, **named: Any) -> None:
         """As accelerate's; RunError for a loss of eval mode, which has no gradients."""
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                where="backward", what=f"the loss is {quoted(loss)}", why="it is a tensor",
+                do="Pass what the model returned: accelerator.backward(outputs.loss).",
+            )  # fmt: skip
         if not loss.requires_grad:
             raise _no_gradient()
         super().backward(loss, **named)
+
+    def save_state(self, *args: Any, **named: Any) -> Any:
+        """As accelerate's; UsageError for a folder where nothing can be written."""
+        do = "Name a folder where you may write, with room on its disk."
+        with in_our_words(f"save_state({', '.join(map(quoted, args))})", do):
+            return super().save_state(*args, **named)
+
+    def save_model(self, model: Any, save_directory: Any, *args: Any, **named: Any) -> Any:
+        """As accelerate's; UsageError for a folder where nothing can be written."""
+        do = "Name a folder where you may write, with room on its disk."
+        with in_our_words(f"save_model({quoted(save_directory)})", do):
+            return super().save_model(model, save_directory, *args, **named)
+
+    def load_state(self, input_dir: Any = None, *args: Any, **named: Any) -> None:
+        """As accelerate's; UsageError for a folder that ``save_state`` did not write."""
+        if input_dir is not None:
+            as_path(input_dir, "load_state")
+        do = "Name the folder that save_state wrote, of the same models and optimizers."
+        with in_our_words(f"load_state({quoted(input_dir)})", do):
+            super().load_state(input_dir, *args, **named)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """As accelerate's, over all ranks' pieces and all stages of a pipeline."""
@@ -139,6 +170,17 @@ class Accelerator(OnMesh):
     def unwrap_model(self, model: Any, *args: Any, **named: Any) -> Any:
         """A prepared model as it is: it has the attributes and the whole state dict of its own."""
         return model if isinstance(model, Prepared) else super().unwrap_model(model, *args, **named)
+
+
+def _check_prepared(given: tuple[Any, ...]) -> None:
+    """UsageError for nothing, and for a class in the place of a model."""
+    wrong = next((quoted(x) for x in given if isinstance(x, type)), "" if given else "nothing")
+    if wrong:
+        raise UsageError(
+            where="prepare", what=f"it is given {wrong}",
+            why="it takes models, optimizers, loaders and schedulers that were made",
+            do="Write model, optimizer, loader = accelerator.prepare(model, optimizer, loader).",
+        )  # fmt: skip
 
 
 def _other_ways(distributed: str, backend: str) -> UsageError:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from partc.api import compile as compile_program
 from partc.errors import UsageError
 from partc.given_plan import read_plan
+from partc.passes.search.plans.choose_plan import AUTO_PLAN
+from partc.passes.shard.apply_preset import preset_words
 from partc.plan.mesh import Mesh
 from partc.wrong_calls import did_you_mean, quoted
 
@@ -20,7 +23,9 @@ def check_said(where: str, mesh: Any, plan: Any, options: Any) -> None:
     ``partc.compile``'s.
     """
     Mesh.of(mesh)
-    read_plan(plan)
+    preset = read_plan(plan).preset
+    if preset and preset != AUTO_PLAN:
+        preset_words(preset)
     if not isinstance(options, Mapping | None):
         raise UsageError(
             where=f"{where}(options=...)", what=f"it is {quoted(options)}",
@@ -35,6 +40,16 @@ def check_said(where: str, mesh: Any, plan: Any, options: Any) -> None:
             why=f"partc.compile has {', '.join(known)}",
             do=did_you_mean(unknown, known) or "Leave it out.",
         )  # fmt: skip
+
+
+@contextmanager
+def in_our_words(where: str, do: str) -> Iterator[None]:
+    """What the wrapped library says of wrong arguments and files, as a UsageError."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, KeyError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(where=where, what=said, why="", do=do) from error
 
 
 def check_names(where: str, given: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from partc.errors import UsageError
 from partc.plan.mesh import MeshLike
+from partc.trace.no_model import check_model
 from partc.wrappers.accelerate import Accelerator
 from partc.wrappers.said import check_no_plugins, check_said
 from partc.wrappers.whole_files import WholeFiles
@@ -56,6 +57,9 @@ class Trainer(WholeFiles):
         check_said("Trainer", mesh, plan, options)
         of = vars(named.get("args") or (args[1] if len(args) > 1 else None) or object)
         check_no_plugins("TrainingArguments", of, lambda name: name in ("fsdp", "deepspeed"))
+        model = args[0] if args else named.get("model")
+        if model is not None:
+            check_model(model, "Trainer")
         self._how: dict[str, Any] = {"mesh": mesh, "plan": plan, "options": options}
         super().__init__(*args, **named)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)

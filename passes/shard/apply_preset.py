@@ -80,7 +80,7 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
     if plan.preset == "auto":
         plan = plan.changed(preset=_auto(mesh))
         notes.append(_AUTO_NOTE)
-    words = _words(plan.preset)
+    words = preset_words(plan.preset)
     data, tensor = _axes_of(mesh, words, plan)
     shard = _sharded_axes(words, data, mesh)
     inputs = {
@@ -128,7 +128,7 @@ def _auto(mesh: Mesh) -> str:
     return "+".join(words) or "ddp"
 
 
-def _words(preset: str) -> list[str]:
+def preset_words(preset: str) -> list[str]:
     """The words of a preset; PlanError for an unknown word or two for the same axes."""
     words = [w.strip() for w in preset.split("+")]
     for word in words:
@@ -173,7 +173,7 @@ def store_cut(params: Mapping[str, Cuts], graph: Graph, mesh: Mesh, preset: str)
     """Add to layouts of parameters the sharding along the data axes that ``preset`` stores."""
     data = [axis for axis in mesh.names if axis in DATA_AXES]
     stored = {name: dict(cuts) for name, cuts in params.items()}
-    for axis in _sharded_axes(_words(preset), data, mesh):
+    for axis in _sharded_axes(preset_words(preset), data, mesh):
         for name, cuts in stored.items():
             _shard(cuts, graph.params[name], axis, mesh)
     return dict(stored)

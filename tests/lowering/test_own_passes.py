@@ -189,7 +189,7 @@ def broken(graph):
 @partc.graph_pass(after="insert_collectives")
 def broken(graph, weather): ...
 ''',
-        "missing 1 required positional argument: 'weather'",
+        "it asks for 'weather'",
     ),
     "gives what is no part of a step": (
         '''

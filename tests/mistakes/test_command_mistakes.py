@@ -27,7 +27,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a preset": ((*COMPILE, "--plan", "mgatron"), ("Did you mean 'megatron'",)),
     "a schedule": ((*COMPILE, "--schedule", "gipe"), ("Did you mean 'gpipe'",)),
     "a plan": ((*COMPILE, "--plan", "no.toml"), ("no.toml", "program.save")),
-    "nothing": (("compile", MODELS + "nothing", *COMPILE[2:]), ("NoneType",)),
+    "nothing": (("compile", MODELS + "nothing", *COMPILE[2:]), ("it gives None",)),
     "no inputs": (("compile", MODELS + "alone", *COMPILE[2:]), ("(model, inputs, loss)",)),
     "another model": (("verify", "BUILD", "--model", MODELS + "other"), ("up.weight", "Compile")),
     "no folder": (("check", "nowhere"), ("nowhere", "partc compile --out")),

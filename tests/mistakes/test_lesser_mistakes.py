@@ -14,8 +14,11 @@ import partc
 from partc.metrics import JsonLines, Meter
 from partc.program.choices import check_fillers
 from partc.program.meeting import NotMetError, open_store
+from partc.rules.prove import prove
+from partc.rules.signature import Signature, f
 from partc.rules.table import rule
 from partc.schedules import make
+from partc.schedules.actions import Action
 from partc.schedules.csv_form import read_csv
 from partc.schedules.named import NAMES, Needs, schedule
 from tests.mistakes.things import Net, batch_of, check, compiled, loss_of
@@ -38,6 +41,15 @@ def orders(ranks: int, microbatches: int, chunks: int) -> Any:
 
 def failing(ranks: int) -> Any:
     return []
+
+
+def odd(ranks: int, microbatches: int, chunks: int) -> Any:
+    return [[Action(rank, any_type("X"), 0)] for rank in range(ranks)]
+
+
+class Tells:
+    def log(self, numbers: Any) -> None:
+        """Takes no step."""
 
 
 def made(function: Any) -> Any:
@@ -83,6 +95,38 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "a path for loggers": (lambda: Meter(any_type("m.jsonl")), ("'m.jsonl' is no logger",)),
     "several numbers": (lambda: Meter([]).log(1, {"a": torch.ones(2)}), ("Meter.log, a",)),
+    "a traced step": (
+        lambda: partc.Traced(Net(), loss_of, any_type(batch_of())), ("it is no function",),
+    ),
+    "a preset by place": (lambda: partc.Plan(any_type("fsdp")), ("Plan(preset='fsdp')",)),
+    "an attribute of a program": (lambda: any_type(compiled()).modul, ("Did you mean 'module'",)),
+    "a logger that fails": (
+        lambda: Meter([any_type(Tells())]).log(1, {"a": 1.0}), ("Tells.log", "positional"),
+    ),
+    "a line of no JSON": (
+        lambda: JsonLines("/dev/null").log({"a": any_type(torch.ones(2))}, 1), ("JSON", "Tensor"),
+    ),
+    "a kind of action": (lambda: made(odd), ("0X0 is no action",)),
+    "a strategy as text": (
+        lambda: prove(Signature.call(torch.ops.aten.relu.default, f(4)), any_type("cut 0"), 2),
+        ("prove(aten.relu.default", "'cut 0'"),
+    ),
+    "a dict for a loss": (
+        lambda: compiled(loss=lambda model, x, y: nn.functional.mse_loss(any_type({}), y)),
+        ("'dict' object has no attribute", "model(x)['logits']"),
+    ),
+    "whole numbers for a loss": (
+        lambda: compiled(loss=lambda model, x, y: model(x).argmax()), ("argmax", "floating-point"),
+    ),
+    "no batches": (lambda: Meter([]).waiting(ANY), ("Meter.waiting", "None", "loader")),
+    "lines below a file": (lambda: JsonLines(f"{__file__}/a/m.jsonl"), ("Not a directory",)),
+    "no machine's file": (lambda: partc.Topology.read(ANY), ("Topology.read", "None is no path")),
+    "a text for its file": (
+        lambda: partc.Topology.read('name = "lab"\nlibrary = "gloo"'), ("several lines", "path"),
+    ),
+    "a path for a plan": (lambda: partc.Plan.parse("plan.toml"), ("Plan.load('plan.toml')",)),
+    "a rank as text": (lambda: compiled().source(any_type("0")), ("'0'", "Write 0")),
+    "rows below none": (lambda: compiled().sampler(-5, 0), ("-5", "0 or more")),
     "a folder for lines": (lambda: JsonLines("."), ("metrics.jsonl",)),
     "no devices": (lambda: Meter([], devices=0), ("devices", "1 or more")),
     "a text that fills": (lambda: check_fillers("module", {"x": "0"}), ("'0' is no number",)),

@@ -119,6 +119,29 @@ MISTAKES: dict[str, Called] = {
         lambda at: index(at, weight_map("/dev/zero")),
         ("'/dev/zero'", "not the name of a"),
     ),
+    "weights of a quantized model": (
+        lambda at: stage().load_full({k: v.int() for k, v in Net().state_dict().items()}),
+        ("up.weight: float32 compiled, int32 given",),
+    ),
+    "agreement": (lambda at: setattr(stage().agreement, "every", "10"), ("'10'", "Write 10")),
+    "a pad of nothing": (lambda at: one().module(partial="pad"), ("pad= is missing", "'x': 0")),
+    "collate": (
+        lambda at: next(iter(stage().loader(ROWS, collate_fn=lambda rows: rows["x"]))),
+        ("TensorDataset", "TypeError", "test_stage_mistakes.py"),
+    ),
+    "pickle": (
+        lambda at: next(
+            iter(
+                stage().loader(
+                    ROWS,
+                    collate_fn=lambda rows: rows,
+                    num_workers=1,
+                    multiprocessing_context="spawn",
+                )
+            )
+        ),
+        ("sent to a worker", "num_workers=0"),
+    ),
     "step text": (lambda at: api.save_checkpoint(at, stage(), step="x"), ("step", "'x'")),
     "step -1": (lambda at: api.save_checkpoint(at, stage(), step=-1), ("-1", "from 0 on")),
     "step None": (lambda at: api.save_checkpoint(at, stage(), step=None), ("None", "step")),
@@ -227,7 +250,7 @@ def test_a_stage_moves_only_where_it_can() -> None:
 
 def test_a_program_has_no_attributes_of_a_stage() -> None:
     assert not hasattr(program(), "parameters")
-    with pytest.raises(AttributeError, match="no attribute 'sav'"):
+    with pytest.raises(AttributeError, match="Did you mean 'save'"):
         _ = program().sav
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.mistakes.things import Mistake, check
 
@@ -47,6 +48,19 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "FSDP too": (
         lambda: accelerator(mesh="dp=1", fsdp_plugin=True), ("fsdp_plugin", 'plan="fsdp"'),
+    ),
+    "a preset": (lambda: strategy("dp=1", "dpp"), ("'dpp'", "Did you mean 'ddp'")),
+    "accelerate's own": (
+        lambda: accelerator(mesh="dp=1", plan="ddp", mixed_precision="bf61"), ("bf61", "bf16"),
+    ),
+    "ranks that were not started": (
+        lambda: accelerator(mesh="dp=2", plan="ddp"), ("1 processes", "torchrun"),
+    ),
+    "a folder of states": (
+        lambda: accelerator(mesh="dp=1", plan="ddp").load_state("none"), ("none", "save_state"),
+    ),
+    "a class": (
+        lambda: accelerator(mesh="dp=1", plan="ddp").prepare(nn.Linear), ("the class Linear",),
     ),
     "a batch size": (lambda: strategy("dp=1", batch=8), ("batch = 8", "'global'")),
     "a number of ranks": (lambda: strategy(2), ("2 does not describe", "'dp=2'")),

@@ -120,7 +120,7 @@ def without_the_model(path: Path) -> None:
         stage.apply(zeroed)
     with pytest.raises(AttributeError, match="configure_optimizers") as error:
         stage.configure_optimizers(0.1)
-    assert "partc.load(folder, model)" in error.value.__notes__[0]
+    assert "partc.load(folder, model)" in str(error.value)
     ignored(stage)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import partc
+from partc.errors import RunError
 from partc.program import Program, load_edited
 from partc.program.user_lines import UserLines
 
@@ -66,28 +67,27 @@ def run(program: Program, x: Tensor = X) -> None:
     role.run(step, [x])
 
 
-def note_of(program: Program) -> tuple[str, str]:
-    """The note of the error of a step, and the error's whole text."""
-    with pytest.raises(RuntimeError) as found:
+def told(program: Program) -> tuple[str, str]:
+    """Where the error of a step arose, and the error's whole text."""
+    with pytest.raises(RunError) as found:
         run(program)
-    (note,) = found.value.__notes__
-    return note, "".join(traceback.format_exception(found.value))
+    return found.value.where, "".join(traceback.format_exception(found.value))
 
 
 def test_an_error_names_the_block_and_the_source_line() -> None:
     program = compiled()
     broken = edited(program, "        y = x + down ", "        y = x + down[:, :3] ")
-    note, text = note_of(broken)
-    assert note.startswith("layers.0 (")
-    assert f"{HERE}:" in note
-    assert "y: Tensor = x + self.down(torch.tanh(self.up(x))))" in note
+    where, text = told(broken)
+    assert where.startswith("layers.0 (")
+    assert f"{HERE}:" in where
+    assert "y: Tensor = x + self.down(torch.tanh(self.up(x))))" in where
     assert "<- layers.* at " in text  # behind the line of the traceback
 
 
 def test_the_number_is_that_of_the_block_that_failed() -> None:
     second = "embed_x[:, :3] if layers_saved else embed_x"
     broken = edited(compiled(), "saved = layer(embed_x)", f"saved = layer({second})")
-    assert note_of(broken)[0].startswith("layers.1.up (")
+    assert told(broken)[0].startswith("layers.1.up (")
 
 
 def test_lines_follow_an_edit(tmp_path: Path) -> None:
@@ -97,16 +97,16 @@ def test_lines_follow_an_edit(tmp_path: Path) -> None:
     old = "        y = x + down"
     text = program.sources[name].replace(old, f"        # mine\n        {old.strip()}[:, :3]")
     (tmp_path / name).write_text(text)
-    assert note_of(load_edited(tmp_path))[0].startswith("layers.0 (")
+    assert told(load_edited(tmp_path))[0].startswith("layers.0 (")
 
 
 def test_equal_names_show_their_own_text() -> None:
     first, second = compiled(), edited(compiled(), "x + down ", "x + down[:, :3] ")
     first.role(0)
-    _, text = note_of(second)
+    _, text = told(second)
     second.role(0), first.role(0)
     assert "x + down[:, :3]" in text
-    with pytest.raises(RuntimeError) as found:
+    with pytest.raises(RunError) as found:
         run(first, X[:, :3])
     assert "down[:, :3]" not in "".join(traceback.format_exception(found.value))
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+from partc.errors import RuleError
 from partc.rules.experiment import Refused, whole_run
 from partc.rules.signature import Signature, Spec
 
@@ -79,7 +79,7 @@ def _runs(signature: Signature) -> bool:
     try:
         _, results = whole_run(signature, seed=1)
         signature.node()
-    except (Refused, DynamicOutputShapeException):
+    except (Refused, RuleError):
         return False
     return any(result is not None for result in results)
 

@@ -1,0 +1,110 @@
+"""What is no sharding rule: wrong fields, ops that torch has not got, functions that fail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from partc.errors import RuleError, UsageError
+from partc.rules.notation import parse
+from partc.wrong_calls import did_you_mean, quoted
+
+_TORCHS = ("aten", "prims")  # whose ops are all there before a rule can be written
+_GROUPS = re.compile(r"all|(\d+(\+\d+)*(\|\d+(\+\d+)*)*)?")
+_REDUCE = ("sum", "max", "mean")
+# What a field of a rule has to be, in words and as a test.
+_SLOT = (
+    "the number of a tensor argument, from 0",
+    lambda x: x is None or (type(x) is int and x >= 0),
+)
+_FLAG = ("True or False", lambda x: isinstance(x, bool))
+_TEXT = ("the name of an argument", lambda x: isinstance(x, str))
+_NAMES = (
+    'names of arguments: ("input", "weight")',
+    lambda x: isinstance(x, tuple) and all(isinstance(name, str) for name in x),
+)
+_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "linear": (
+        'slots that may be unfinished sums, "0|1" or "0+1", "all", or a function of the call',
+        lambda x: callable(x) or (isinstance(x, str) and _GROUPS.fullmatch(x) is not None),
+    ),
+    "added": _SLOT, "unread": _SLOT, "moves": _FLAG, "reshapes": _FLAG, "sizes": _TEXT,
+    "contiguous": _NAMES, "adjacent": _NAMES, "traced": _NAMES,
+    "reduce": ("one of " + ", ".join(_REDUCE), lambda x: x in _REDUCE),
+    "scales": (
+        'letters by argument: {"groups": "g"}',
+        lambda x: isinstance(x, Mapping) and all(isinstance(v, str) for v in x.values()),
+    ),
+}  # fmt: skip
+
+
+def check_rule(ops: Any, notation: Any, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """UsageError for a call of ``rule`` that makes none, RuleError for a text that is no notation.
+
+    ``given`` are the fields of the call, ``known`` the names of all that there are.
+    """
+    if not isinstance(ops, str) or not ops.strip():
+        raise UsageError(
+            where="rule", what=f"the op is {str(ops) or quoted(ops)!r}, and no text",
+            why="rules are found by names", do='Write its name: rule("aten.mm", "mk,kn->mn").',
+        )  # fmt: skip
+    known, where = [*known], f"rule({ops!r}, ...)"
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None or not (isinstance(notation, str) or callable(notation)):
+        what = f"there is no field {unknown!r}" if unknown else f"the rule is {quoted(notation)}"
+        raise UsageError(
+            where=where, what=what,
+            why=f"a rule is a text such as 'mk,kn->mn', or a function of the call; its fields are "
+            f"{', '.join(known)}", do=did_you_mean(unknown, known) if unknown else "Write a text.",
+        )  # fmt: skip
+    for name, value in given.items():
+        kind, fits = _FIELDS.get(name, ("", callable))
+        if kind and not fits(value):
+            raise UsageError(
+                where=where, what=f"{name} is {quoted(value)}", why=f"it is {kind}",
+                do="Correct it, or leave it out.",
+            )  # fmt: skip
+    if isinstance(notation, str):
+        parse(notation)
+    for op in ops.split():
+        _check_exists(op)
+
+
+def _check_exists(op: str) -> None:
+    """RuleError for an op of torch that torch has not got; others may come later."""
+    namespace, _, rest = op.partition(".")
+    if namespace not in _TORCHS:
+        return
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    if found is None or (overload and overload not in found.overloads()):
+        each = found.overloads() if found is not None else dir(getattr(torch.ops, namespace))
+        raise RuleError(
+            where=f"rule({op!r}, ...)", what=f"torch has no op {op}",
+            why="a rule is found by the op's name, so that this one would never be",
+            do=did_you_mean(overload if found is not None else packet, each)
+            or "`partc explain --rules` lists ops and their rules.",
+        )  # fmt: skip
+
+
+def fails(op: str, field: str, function: Callable[..., Any], why: str) -> RuleError:
+    """The error for a function of a rule that does not give what it should."""
+    return RuleError(
+        where=f"rule of {op}, {field}={getattr(function, '__qualname__', function)}",
+        what="the function does not give a text such as 'mk,kn->mn'", why=why,
+        do="Mend the function: it is given a partc.rules.call.Call, which has the shapes and "
+        "arguments of one call of the op.",
+    )  # fmt: skip
+
+
+def slot_groups(text: str, where: str) -> list[list[int]]:
+    """The slots of ``"0|1+2"``, as ``[[0], [1, 2]]``; RuleError for another text."""
+    if not _GROUPS.fullmatch(text):
+        raise RuleError(
+            where=where, what=f"linear={text!r} names no slots", why=_FIELDS["linear"][0],
+            do='Write for example "0|1": slot 0 or slot 1 alone.',
+        )  # fmt: skip
+    return [[int(slot) for slot in group.split("+")] for group in text.split("|") if group]
