@@ -25,11 +25,11 @@ def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[s
     for run, parts in zip(runs, parents, strict=True):
         words = [p for p in parts if not p.isdigit()]
         alike = [p for p in parents if [w for w in p if not w.isdigit()][-1:] == words[-1:]]
-        wanted: Sequence[str] = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
+        wanted: Sequence[str] = _last_two(parts) if len(alike) > 1 else words[-1:] or ["blocks"]
         if run.kin:
             wanted = _shortest(parts, parents)
         attribute = scope.fresh("_".join(wanted))
-        singular = re.sub(r"(?<=[a-z]{3})s$", "", "_".join(wanted))
+        singular = re.sub(r"(?<=[a-z]{2}[^isu\W\d])s$", "", "_".join(wanted))  # not of a cross
         name = "".join(
             word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word
         )
@@ -37,6 +37,14 @@ def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[s
             name = identifier(classes[run.layers[0]])
         found.append((taken.fresh(name or "Block"), attribute))
     return found
+
+
+def _last_two(parts: Sequence[str]) -> Sequence[str]:
+    """The last two parts of a path, and what stands before them if they begin with a number."""
+    end = list(parts[-2:])
+    while end[0].isdigit() and len(end) < len(parts):
+        end.insert(0, parts[-len(end) - 1])
+    return end
 
 
 def _shortest(parts: Sequence[str], parents: Sequence[Sequence[str]]) -> Sequence[str]:

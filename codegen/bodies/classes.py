@@ -254,7 +254,10 @@ class BlockClass:
         free_blocks([method.ledger for method in methods])
         settled = self.scope.settled([method.lines() for method in methods])
         self.codes = [
-            line.code for lines in settled for line in lines if line.code and not line.frees
+            line.code
+            for lines in settled
+            for line in lines
+            if line.code and not line.frees and not line.code.startswith("#")
         ]
         return [
             {"signature": "\n".join(wrap(signature.code, 4)), "body": self.helpers.block(body, 2)}

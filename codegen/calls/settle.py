@@ -84,7 +84,8 @@ class Claim:
         if self.is_gradient:
             names = gradient_names(node, wish, wishes, self.of)
         else:
-            names = chain([wish], longer_names(node, wish, wishes))
+            longer = longer_names(node, wish, wishes)  # "d_" begins the names of gradients
+            names = chain([wish], (name for name in longer if not name.startswith("d_")))
         return list(dict.fromkeys(map(identifier, names)))
 
     @property

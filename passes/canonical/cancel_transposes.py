@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, is_call, shape_of
+from partc.graph import Graph, is_call, shape_of, value
 from partc.graph.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
@@ -26,6 +26,8 @@ def _cancel(node: fx.Node) -> None:
     """Simplify one transpose by the call that it reads."""
     inner: Any = node.args[0]
     if is_call(inner, *SWAPS):
+        if _is_shared(inner, node):
+            return
         source: Any = inner.args[0]
         dims = [_order(inner)[d] for d in _order(node)]
         replace_by(node, _permuted(node, source, dims))
@@ -35,6 +37,15 @@ def _cancel(node: fx.Node) -> None:
         replace_by(node, call_before(inner, aten.mm.default, right, left))
     elif len(_order(node)) == 2 and _order(node) == [1, 0] and node.target != aten.t.default:
         replace_by(node, call_before(node, aten.t.default, inner))
+
+
+def _is_shared(inner: fx.Node, node: fx.Node) -> bool:
+    """Whether one module hands its transpose to another one, and to others beside that.
+
+    It is made anyhow, and blocks stay alike: what they read does not depend on their neighbours.
+    """
+    modules = {value(inner).module, value(node).module}
+    return len(modules - {""}) > 1 and len(inner.users) > 1
 
 
 def _permuted(where: fx.Node, source: fx.Node, dims: list[int]) -> fx.Node:

@@ -48,5 +48,7 @@ def _broadcast(node: fx.Node) -> None:
         small: Any = operand.args[0]  # type: ignore[union-attr]
         if value(small).shape == () and value(small).dtype != value(other).dtype:
             continue  # a 0-d operand does not take part in type promotion
+        if not all(user.target in (*UNARY, *BINARY) for user in operand.users):  # type: ignore[union-attr]
+            continue  # it is expanded anyhow: blocks stay alike, whatever stands behind them
         node.args = tuple(small if j == i else a for j, a in enumerate(node.args))
         return

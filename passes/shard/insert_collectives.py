@@ -41,7 +41,7 @@ from partc.passes.shard.microbatches import (
 )
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
-from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
+from partc.passes.shard.reshard import Step, reaches, reshard_steps, transition_cost
 from partc.passes.shard.results import sharding_of_result
 from partc.plan import Plan
 from partc.plan.batch import given
@@ -192,11 +192,12 @@ class _Partition:
             return self._get_dealt(node, want)
         if want not in copies and node in self.input_only:
             return self._get_given(node, want, reader)
-        if want not in copies:
-            source = min(copies, key=lambda have: self._cost(have, want))
+        near = {have: copy for have, copy in copies.items() if reaches(value(copy), reader)}
+        if want not in near:
+            source = min(near, key=lambda have: self._cost(have, want))
             once = node in self.moved or value(node).kind == "input"
             at = value(node) if once else reader
-            copies[want] = self._reshard(copies[source], want, at)
+            copies[want] = self._reshard(near[source], want, at)
         return copies[want]
 
     def _get_given(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from partc.graph import collectives
+from partc.graph import ANYWHERE, Value, collectives
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R, Sharding
 
@@ -180,3 +180,14 @@ def _leaving(have: Sharding, want: Sharding) -> list[str]:
             shared += 1
         leaving += [axis for axis, _ in reversed(old[shared:])]
     return leaving
+
+
+def reaches(made: Value, reader: Value) -> bool:
+    """Whether a pipeline stage may read what another one has made.
+
+    Values of the forward are sent to later stages, gradients to earlier ones.
+    """
+    if ANYWHERE in (made.stage, reader.stage):
+        return True
+    first, last = (made, reader) if made.phase != "B" else (reader, made)
+    return first.stage <= last.stage
