@@ -38,6 +38,15 @@ def by_columns(x: Tensor) -> Tensor:
     return x.mT.clone(memory_format=torch.contiguous_format).mT
 
 
+def solved(x: Tensor, info: Tensor, name: str) -> Tensor:
+    """``x``, which a routine of ``torch.linalg`` gave: ``f32[8,5,5], i32[8] -> f32[8,5,5]``.
+
+    Raises as the routine does where its ``info`` says that it could not.
+    """
+    torch.ops.aten._linalg_check_errors(info, name, is_matrix=info.dim() == 0)
+    return x
+
+
 def dropout_mask(x: Tensor, p: float) -> Tensor:
     """0 with probability ``p``, else ``1 / (1 - p)``, shaped as ``x``: dropout is ``x * mask``.
 

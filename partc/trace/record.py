@@ -37,6 +37,7 @@ from partc.trace.dtypes_meet import check_dtypes_meet
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.kept_fakes import check_none_kept
 from partc.trace.known_values import SMALL_BYTES
+from partc.trace.linalg_checks import keep_checks
 from partc.trace.returns import Returns
 from partc.trace.scan_blocks import skipping, spare_blocks
 from partc.trace.shared_values import free_shared
@@ -186,6 +187,7 @@ def _build(
     _describe(graph)
     check_dtypes_meet(graph)
     keep_order(graph)
+    keep_checks(graph)
     _set_outputs(graph, recording, model, extras)
     graph.frozen, graph.decided = tuple(recording.frozen), dict(recording.decided)
     return graph

@@ -50,6 +50,8 @@ def why_not_run(name: str) -> str:
     """Why a rule without a case has none; empty if there is no reason but forgetting it."""
     if name == "operator.getitem":
         return "hands on a result of a call, and is proved with that call"
+    if name == "partc.hooked":
+        return "calls a function that the user writes"
     if not name.startswith("aten."):
         return ""
     packet = _packet(name)

@@ -14,6 +14,7 @@ from partc.graph.ops import (
     inverse_order,
     masked_embedding,
     masked_gather,
+    solved,
     weight_grad,
     window,
 )
@@ -27,6 +28,8 @@ def h(*shape: int) -> Spec:
     """A bfloat16 operand, for ops that take nothing wider."""
     return Spec(shape, torch.bfloat16)
 
+
+INFO = Spec((12,), torch.int32, high=1)  # zeros: of a routine of torch.linalg that could
 
 MATMUL = (
     call(aten.linear.default, f(12, 2, 24), f(36, 24)),
@@ -64,6 +67,8 @@ LINALG = (
     call(aten._linalg_det.default, f(12, 4, 4)),
     call(aten._linalg_slogdet.default, f(12, 4, 4)),
     call(by_columns, f(12, 4, 6)),
+    call(solved, f(12, 4, 4), INFO, "inv"),
+    call(solved, f(12, 4), INFO, "solve"),
     call(aten._linalg_solve_ex.default, f(12, 4, 4), f(12, 4, 6)),
     call(aten._linalg_solve_ex.default, f(12, 4, 4), f(12, 4)),
     call(aten.linalg_matrix_exp.default, f(12, 4, 4)),

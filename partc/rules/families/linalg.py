@@ -28,6 +28,13 @@ def solve(call: Call) -> str:
     return f"...__,{side}->{side},...__,..._,..."
 
 
+def solved(call: Call) -> str:
+    """A result of any dims behind those of the batch, which alone ``info`` has."""
+    x, info = call.shapes[:2]
+    behind = "_" * (len(x) - len(info)) if x is not None and info is not None else "__"
+    return f"...{behind},...->...{behind}"
+
+
 rule("aten.linalg_cholesky_ex aten.linalg_inv_ex", "...__->...__,...")
 rule("aten.linalg_lu_factor_ex", "...__->...__,..._,...")
 rule("aten.linalg_qr", "...__->...__,...__")
@@ -36,6 +43,7 @@ rule("aten._linalg_svd", "...__->...__,..._,...__")
 rule("aten._linalg_det", "...__->...,...__,..._", traced=("A",))
 rule("aten._linalg_slogdet", "...__->...,...,...__,..._", traced=("A",))
 rule("aten._linalg_solve_ex", solve, traced=("A",))
+rule("partc.ops.solved", solved)
 rule("partc.ops.by_columns", "...__->...__", linear="0", moves=True)
 rule("aten.linalg_matrix_exp", "...__->...__")
 rule("aten.linalg_solve_triangular", "...__,...__->...__", linear="1")
