@@ -20,10 +20,10 @@ def keep_checks(graph: Graph) -> None:
     """``check(info)`` becomes ``solved(L, info)``, which all that read ``L`` read in its place."""
     for node in list(graph.calls()):
         if node.target is torch.ops.aten._linalg_check_errors.default:
-            info, name = node.args[:2]
+            info: Any = node.args[0]
             result = _result(info)
             if result is not None:
-                kept = call_before(node, ops.solved, result, info, name)
+                kept = call_before(node, ops.solved, result, info, node.args[1])
                 first, second = sorted((result, info))  # fx nodes compare by graph position
                 first.append(second)  # ahead of all that reads the result
                 second.append(kept)
@@ -36,4 +36,4 @@ def _result(info: Any) -> fx.Node | None:
     (routine,) = info.all_input_nodes
     results = [user for user in routine.users if user.target is operator.getitem]
     read = [each for each in results if each.users and each is not info]
-    return min(read, key=lambda each: int(each.args[1]), default=None)  # type: ignore[arg-type]
+    return min(read, key=lambda each: str(each.args[1]), default=None)
