@@ -27,7 +27,8 @@ def keep_checks(graph: Graph) -> None:
                 first, second = sorted((result, info))  # fx nodes compare by graph position
                 first.append(second)  # ahead of all that reads the result
                 second.append(kept)
-                result.replace_all_uses_with(kept, lambda user, new=kept: user is not new)
+                for user in [user for user in result.users if user is not kept]:
+                    user.replace_input_with(result, kept)
             graph.fx.erase_node(node)
 
 
