@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from partc.errors import PartcError, RunError
 from partc.plan.sharding import dtype_name
@@ -122,9 +123,8 @@ def _read(
     """What tensors a line reads, in words; and those that its numbers may come from: tensors of
     whole numbers, or else inputs.
     """
-    memory = {
-        x.untyped_storage().data_ptr(): name for name, x in zip(role.inputs, inputs, strict=False)
-    }
+    named = zip(role.inputs, inputs, strict=False)
+    memory = {_memory(x): name for name, x in named if not isinstance(x, FakeTensor)}
     names = {each.key: each.name for each in role.shards}
     held: list[str] = []
     integers: list[str] = []
@@ -134,7 +134,7 @@ def _read(
         holds = vars(frame.f_locals.get("self")).get("_parameters", {}) if owner else frame.f_locals
         x = holds.get(attribute)
         if isinstance(x, Tensor):
-            given = memory.get(x.untyped_storage().data_ptr()) if x.numel() else None
+            given = memory.get(_memory(x)) if x.numel() else None
             called = f"the input {given}" if given else names.get(attribute, attribute)
             held.append(described(called, x))
             if not x.is_floating_point():
@@ -144,6 +144,11 @@ def _read(
     return (f", of {', '.join(held)}" if held else ""), integers or others
 
 
+def _memory(x: Tensor) -> int:
+    """Where a tensor's memory begins; 0 of one without."""
+    return 0 if isinstance(x, FakeTensor) else x.untyped_storage().data_ptr()
+
+
 def described(name: str, x: Tensor) -> str:
     """``ids int64[8, 6] with numbers from 0 to 99``."""
     return f"{name} {dtype_name(x.dtype)}{list(x.shape)}{_range(x)}"
@@ -151,6 +156,7 @@ def described(name: str, x: Tensor) -> str:
 
 def _range(x: Tensor) -> str:
     """`` with numbers from 0 to 99``, where they can be looked at: not behind a failed kernel."""
-    if x.is_complex() or x.dtype == torch.bool or x.device.type != "cpu" or not x.numel():
+    unseen = isinstance(x, FakeTensor) or x.device.type != "cpu" or not x.numel()
+    if unseen or x.is_complex() or x.dtype == torch.bool:
         return ""
     return f" with numbers from {x.min().item():.6g} to {x.max().item():.6g}"

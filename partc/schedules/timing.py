@@ -6,7 +6,7 @@ Transfers take time, but no rank's computing time. Costs that are integers give 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from partc.errors import PlanError
@@ -107,7 +107,8 @@ def timeline(schedule: Schedule, costs: Costs) -> Timeline:
 
 def _check_costs(schedule: Schedule, costs: Costs) -> None:
     """PlanError for a row of costs that is too short for the stages; as long rows are not read."""
-    for name, row in vars(costs).items():
+    for name in (each.name for each in fields(Costs)):
+        row = getattr(costs, name)
         needed = schedule.stages - (name == "transfer")
         if len(row) < needed:
             raise PlanError(

@@ -229,7 +229,7 @@ class Drawn:
     plan: str
     loss: Callable[..., Tensor] = cross_entropy
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str | None = None
     tied: bool = False
     frozen: bool = False
 
@@ -244,7 +244,7 @@ class Drawn:
         return cls(
             tuple(calls), mesh, draw.choice(plans), draw.choice(LOSSES),
             draw.choice((2, 3) if piped else (1, 2)),
-            draw.choice(SCHEDULES) if piped else "1f1b",
+            draw.choice(SCHEDULES) if piped else None,
             draw.random() < 0.25, draw.random() < 0.15,
         )  # fmt: skip
 
