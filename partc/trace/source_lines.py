@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 import sys
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -25,7 +27,7 @@ def source_here() -> str:
     while frame is not None:
         code = frame.f_code
         if is_users(code.co_filename):
-            return line_text(code.co_filename, frame.f_lineno)
+            return statement_text(code.co_filename, frame.f_lineno, _column(frame))
         if code.co_name == _ENTRY and code.co_filename.startswith(_OURS):
             return ""
         frame = frame.f_back
@@ -92,6 +94,33 @@ def line_text(filename: str, line: int) -> str:
     """``models/llama.py:14: the code``: the path below its import folder, and the line's text."""
     code = linecache.getline(filename, line).strip()
     return f"{_importable(filename)}:{line}" + (f": {code}" if code else "")
+
+
+def _column(frame: FrameType) -> int:
+    """Where on its line the code begins that is running, if several statements stand there."""
+    if ";" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+        return 0
+    at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return at[2] or 0
+
+
+@cache
+def statement_text(filename: str, line: int, column: int) -> str:
+    """As ``line_text``, but of several statements on the line the one at a column alone."""
+    whole = linecache.getline(filename, line)
+    try:
+        tree = ast.parse(whole.strip()) if ";" in whole else ast.Module([], [])
+    except SyntaxError:  # a part of a longer statement
+        return line_text(filename, line)
+    column -= len(whole) - len(whole.lstrip())
+    found = [
+        each for each in ast.walk(tree)
+        if isinstance(each, ast.stmt) and each.col_offset <= column < (each.end_col_offset or 0)
+    ]  # fmt: skip
+    if len(found) == 0:
+        return line_text(filename, line)
+    code = ast.get_source_segment(whole.strip(), found[-1])  # the innermost one comes last
+    return f"{_importable(filename)}:{line}: {code}"
 
 
 @cache
