@@ -12,7 +12,7 @@ from partc.audit.fixed import check_fixed
 from partc.audit.numbers import check_numbers
 from partc.audit.order import check_alike, check_order, within
 from partc.audit.other_numbers import check_other_numbers
-from partc.audit.record import failed, record
+from partc.audit.record import fail, record
 from partc.audit.recording import Record, check_names
 from partc.audit.sums import Followed, check_sums, summing_axes
 from partc.audit.tables import check_tables
@@ -20,7 +20,6 @@ from partc.codegen.safety import check_source
 from partc.dryrun.nccl_order import ALL_RULES
 from partc.dryrun.nccl_order import check_order as check_nccl_order
 from partc.dryrun.recording import record as nccl_events
-from partc.errors import PartcError
 from partc.graph.fake_calls import quiet_log
 from partc.plan import Plan
 from partc.plan.mesh import PP, Mesh
@@ -169,10 +168,8 @@ def _meet_on_nccl(program: Program, ranks: Iterable[int]) -> None:
         role = program.role(rank)
         try:
             events[rank] = nccl_events(role, rank)
-        except PartcError:
-            raise
         except Exception as error:
-            raise failed(role, rank, error) from error
+            fail(role, rank, error)
     for rules in ALL_RULES:
         check_nccl_order(events, rules)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from partc.audit.recording import Record, RecordingDist, Transfer
 from partc.dryrun.alone import alone
 from partc.dryrun.live_memory import LiveMemory
-from partc.errors import CheckError, PartcError
+from partc.errors import CheckError, PartcError, RunError
 from partc.program.role import Role
 
 
@@ -33,10 +33,8 @@ def record(role: Role, rank: int, library: str = "gloo") -> Record:
         role.module.__dict__["dist"] = RecordingDist(found, role.mesh, live, library)
         try:
             _run(role, here, live, found)
-        except PartcError:
-            raise
         except Exception as error:
-            raise failed(role, rank, error) from error
+            fail(role, rank, error)
     return found
 
 
@@ -111,16 +109,22 @@ def _check_loss(role: Role, loss: Any) -> None:
         )
 
 
-def failed(role: Role, rank: int, error: Exception) -> CheckError:
-    """The error for a text that torch cannot run, with the line that failed."""
+def fail(role: Role, rank: int, error: Exception) -> NoReturn:
+    """Raise CheckError for a text that torch cannot run, with its line; partc's own errors as they
+    are.
+    """
+    if isinstance(error, RunError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # torch's, which the step has explained for its users
+    if isinstance(error, PartcError):
+        raise error
     file = role.module.Step.__init__.__code__.co_filename
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-    return CheckError(
+    raise CheckError(
         where=f"{_file(role)}:{lines[-1] if lines else 0}, rank {rank}",
         what=f"the text cannot be run: {type(error).__name__}",
         why=str(error).strip().partition("\n")[0],
         do="Undo the edit of this line, or of what it reads.",
-    )
+    ) from error
 
 
 def changed(role: Role, rank: int, name: str) -> CheckError:

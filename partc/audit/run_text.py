@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.audit.keys import Drawn, check_keys
-from partc.audit.record import changed, failed
-from partc.errors import PartcError
+from partc.audit.record import changed, fail
 from partc.plan.mesh import PP
 from partc.plan.wires import is_residual
 from partc.program import Program
@@ -82,10 +81,8 @@ class Run:
         sum_exactly(role)  # the classes of narrow sums stand as printed (`fixed.py`)
         try:
             outcome: Outcome = run(role, rank)
-        except PartcError:
-            raise
         except Exception as error:
-            raise failed(role, rank, error) from error
+            fail(role, rank, error)
         return outcome
 
     def _role(self, rank: int) -> Role:
