@@ -253,12 +253,8 @@ class BlockClass:
         methods = [self._method(side) for side in self.sides]
         free_blocks([method.ledger for method in methods])
         settled = self.scope.settled([method.lines() for method in methods])
-        self.codes = [
-            line.code
-            for lines in settled
-            for line in lines
-            if line.code and not line.frees and not line.code.startswith("#")
-        ]
+        codes = (line.code for lines in settled for line in lines if not line.frees)
+        self.codes = [code for code in codes if code and not code.startswith("#")]
         return [
             {"signature": "\n".join(wrap(signature.code, 4)), "body": self.helpers.block(body, 2)}
             for signature, *body in settled
