@@ -73,13 +73,15 @@ class BlockClass:
 
     lead: BlockClass | None = None  # of the run whose class serves this one too, if it is another
     sized_like: BlockClass | None = None  # of an earlier run of its kin, with blocks of its sizes
+    lent: frozenset[str] = frozenset()  # buffers of blocks that the step itself reads and writes
+    lends_name: bool = False  # whether the step reads the blocks' names
     codes: list[str] = field(default_factory=list)  # the methods' statements, without comments
     texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
 
     def __post_init__(self) -> None:
         scope = attributes(self.graph.mesh, *(row.name for row in self.run.numbers))
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
-        written = self._names_written()
+        written = self._names_written() | self._names_lent()
         for name, node in {**self.graph.params, **self.graph.buffers}.items():
             suffix = self.own(name)
             if suffix and (node in used or name in written):
@@ -119,6 +121,15 @@ class BlockClass:
         grads = {n for n, d in outputs.grads.items() if made_in_step(self.graph, d) in inside}
         return grads | {name for name, new in outputs.buffers.items() if new in inside}
 
+    def _names_lent(self) -> set[str]:
+        """Names of the first block's buffers that the step reads, which all blocks have."""
+        known = {*self.graph.params, *self.graph.buffers}
+        layers = [at for at in self.run.layers if any(has(at, name, ()) for name in known)]
+        mine = ((name, self.own(name)) for name in self.lent)
+        return {
+            name for name, own in mine if own and all(name_in(at, own) in known for at in layers)
+        }
+
     @property
     def draws(self) -> bool:
         """Whether the block draws random numbers."""
@@ -127,8 +138,8 @@ class BlockClass:
 
     @property
     def is_named(self) -> bool:
-        """Whether an instance has to know its name in the model: it draws, or has ranges."""
-        return self.draws or self.helpers.ranges
+        """Whether an instance has to know its name in the model: for draws, or for ranges."""
+        return self.draws or self.helpers.ranges or self.lends_name
 
     @property
     def adds_up(self) -> bool:

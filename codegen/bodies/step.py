@@ -17,6 +17,7 @@ from partc.codegen.bodies.block_arguments import (
 )
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.calls.expressions import ADDS
 from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.ranges import WAIT_FOR_GRADS, of_loop
 from partc.codegen.calls.settle import unmarked
@@ -208,7 +209,8 @@ class StepBody(Body):
             ahead.append(Line(f"before, reduced = reduced, {cls.adds.reduced}", indent=1))
             behind = "reduced behind this block's backward"
             waits = Range(WAIT_FOR_GRADS) if self.helpers.ranges else None
-            ends = "before.pass_on(reduced)" if self.helpers.narrow else "before.finish()"
+            passes_on = self.helpers.narrow and cls.adds is ADDS
+            ends = "before.pass_on(reduced)" if passes_on else "before.finish()"
             after.append(Line(ends, behind, indent=1, range=waits))
         if self._gather(loop):
             ahead += self._gather_ahead(loop, early, begun)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jinja2
 import torch
@@ -185,7 +185,11 @@ class RoleText:
     @cached_property
     def draws(self) -> bool:
         """Whether the program draws random numbers."""
-        return bool(draws_of(self.graph)) or any(map(is_keyed, self.graph.calls()))
+        return bool(draws_of(self.graph)) or any(map(is_keyed, self.sums()))
+
+    def sums(self) -> Iterable[fx.Node]:
+        """The calls among which are all sums with fewer bytes."""
+        return self.graph.calls()
 
     @property
     def is_distributed(self) -> bool:
@@ -202,10 +206,14 @@ class RoleText:
             )
             self.classes[run] = BlockClass(
                 self.graph, run, sides["F"], sides.get("B"), name, attribute, self.helpers,
-                self.adds, sides.get("W"), self.is_distributed, lead=lead,
+                self.adds, sides.get("W"), self.is_distributed, lead=lead, **self.lent_by_blocks(),
             )  # fmt: skip
 
         share_tables(self)
+
+    def lent_by_blocks(self) -> dict[str, Any]:
+        """What the step itself reads of blocks beside their parameters, as a class is told it."""
+        return {}
 
     def name_attributes(self) -> None:
         """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""

@@ -31,6 +31,7 @@ from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Printed, block
 from partc.graph import Graph, value
 from partc.graph.hooked import calls_hooks
+from partc.graph.moves import wire_of
 from partc.graph.tied import Tied
 from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh
 from partc.quoting import docstring, identifier, literal
@@ -81,6 +82,7 @@ class Pipeline:
         helpers = Helpers(
             messages=self.messages, backend=self.backend, ranges=self.ranges,
             hooks=any(map(calls_hooks, self.graphs)),
+            narrow=any(wire_of(node) for graph in self.graphs for node in graph.calls()),
         )  # fmt: skip
         stages = self._stages(ranks, helpers)
         steps = {
@@ -283,6 +285,9 @@ class _File:
             yield Line(f"self.{PP}, self.{RANK} = mesh.get_group({literal(PP)}), {RANK}")
         elif self.pipeline.schedule.ranks > 1:
             yield Line(f"self.{PP} = mesh.get_group({literal(PP)})")
+        for axis in self.first.others():
+            if axis != PP:
+                yield Line(f"self.{axis} = mesh.get_group({literal(axis)})")
 
     def _with_rank(self, lines: list[Line]) -> list[Line]:
         """The statements, with ``pp_rank = self.pp_rank`` before them where they read it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from partc.codegen.calls.ranges import LOSS, numbered
+from partc.codegen.calls.ranges import LOSS, finished, numbered
 from partc.codegen.files.alike_stages import made
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.roll_schedule import parted, turn_lines, whole_backwards
@@ -16,6 +16,7 @@ from partc.codegen.files.stages import StageText
 from partc.codegen.repeats.layers import Layers
 from partc.codegen.text import Line
 from partc.graph import Graph, Phase, value
+from partc.graph.moves import wire_of
 from partc.graph.tied import Tied
 from partc.plan.mesh import MICROBATCH_AXIS, PP
 from partc.quoting import literal
@@ -98,6 +99,15 @@ class RankStep:
         """Whether a stage of the rank draws random numbers."""
         return any(stage.draws for stage in self.stages.values())
 
+    def others(self) -> list[str]:
+        """The axes of ranks that see other sums with fewer bytes than this rank does."""
+        among = {
+            str(n.kwargs["axis"]) for graph in self.graphs for n in graph.calls() if wire_of(n)
+        }
+        own = [axis for axis, size in self.graphs[0].mesh.axes if size > 1]
+        mine = [axis for axis in own if axis != MICROBATCH_AXIS and axis not in among]
+        return [*([PP] if self.schedule.ranks > 1 else []), *mine] if among else []
+
     def shared_here(self) -> list[Tied]:
         """The tied parameters that several stages of this rank hold."""
         return [t for t in self.tied if len(self.mine(t)) > 1]
@@ -146,10 +156,15 @@ class RankStep:
         holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
         extras = any(g.outputs.results for g in self.graphs)
         yield from [Line("results = {}")] * extras
+        narrow = self.links.helpers.narrow
+        yield from [Line(f"reduced = {self.links.helpers.use('Reduced')}()")] * narrow
         for number, stage in self.stages.items():
             if stage.finishes:
                 more = ["results"] * bool(stage.graph.outputs.results)
                 yield from _finished(stage, number, ["loss"] * (number == holder) + more)
+        if narrow:
+            others = ", ".join(f"self.{axis}" for axis in self.others())
+            yield from finished(f"reduced.finish({others})", ranges=self.links.helpers.ranges)
         for number, one in enumerate(self.tied):
             yield from self._sum_tied(one, number)
         source = self.schedule.rank_of[holder]
@@ -214,7 +229,8 @@ class RankStep:
 
 def _finished(stage: StageText, number: int, gives: Sequence[str]) -> Iterator[Line]:
     """The statements that end a stage's step; ``gives``: "loss", "results", both or neither."""
-    call = f"self.{stage.attribute}.finish()"
+    reduces = stage.ends.reduces and stage.helpers.narrow
+    call = f"self.{stage.attribute}.finish({'reduced' if reduces else ''})"
     ranged = numbered("gradients of stage", number) if stage.helpers.ranges else None
     if gives == ["loss", "results"]:
         yield Line(f"loss, found = {call}", range=ranged)

@@ -7,23 +7,29 @@ runs these collectives in buckets.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.calls.ranges import finished
+from partc.codegen.files.narrow_ends import NarrowEnd
 from partc.codegen.files.spelling import result_type
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.own_names import name_in
 from partc.codegen.repeats.runs import Run
 from partc.codegen.text import Line, block
 from partc.errors import CheckError, PlanError
-from partc.graph import Graph, collectives, fake_of, first_operand, value
+from partc.graph import Graph, collectives, fake_of, first_operand, is_tensor, picked, value
+from partc.graph.moves import kind_of, state_of, wire_of
 from partc.passes.stages.early_sums import Chain, Leaving, closing_chain, leaving
 from partc.quoting import literal
+
+Group = tuple[Chain, list[str]]  # what finishes gradients, and the parameters of these
 
 
 @dataclass(frozen=True)
@@ -42,31 +48,53 @@ class Ends:
     """The collectives that reduce a stage's sums over microbatches when the step ends.
 
     ``grads`` has a chain of collectives for each parameter; an empty chain means that the sum over
-    microbatches is the gradient. The nodes of chains are in no graph any more. ``leaving`` says
-    which gradients are reduced before the end, beside the last backward.
+    microbatches is the gradient. ``narrow`` are sums with fewer bytes, which come behind the chains
+    of their gradients. The nodes of chains are in no graph any more. ``leaving`` says which
+    gradients are reduced before the end, beside the last backward.
     """
 
     grads: dict[str, Chain]
     loss: Chain | None  # None: the stage has no loss, or it is not summed over microbatches
     results: dict[str, Joined] = field(default_factory=dict)
     leaving: Leaving | None = None
+    narrow: tuple[NarrowEnd, ...] = ()
 
     @property
     def reduces(self) -> bool:
         """Whether any gradient is summed over ranks once per step."""
-        return any(self.grads.values())
+        return any(self.grads.values()) or bool(self.narrow)
 
     def groups(self) -> Iterator[tuple[Chain, list[str]]]:
-        """Each different chain, with the parameters whose gradients are reduced by it."""
-        found: dict[object, tuple[Chain, list[str]]] = {}
-        for name, chain in self.grads.items():
-            found.setdefault(_way(chain), (chain, []))[1].append(name)
-        yield from found.values()
+        """Each different chain, with the parameters whose gradients it finishes."""
+        narrow = self._narrow_params()
+        yield from _by_way({n: chain for n, chain in self.grads.items() if n not in narrow})
+
+    def before_narrow(self) -> Iterator[tuple[Chain, list[str]]]:
+        """The same for gradients that a sum with fewer bytes finishes, behind the chain."""
+        narrow = self._narrow_params()
+        yield from _by_way({n: chain for n, chain in self.grads.items() if chain and n in narrow})
+
+    def _narrow_params(self) -> set[str]:
+        return {name for each in self.narrow for name in each.params}
+
+
+def _by_way(chains: Mapping[str, Chain]) -> Iterable[tuple[Chain, list[str]]]:
+    """Each different chain, with the names that have it."""
+    found: dict[object, tuple[Chain, list[str]]] = {}
+    for name, chain in chains.items():
+        found.setdefault(_way(chain), (chain, []))[1].append(name)
+    return found.values()
 
 
 def _way(chain: Chain) -> object:
     """A key that is equal for chains which do the same: ops, axes, dims and dtypes."""
-    return tuple((n.target, tuple(sorted(n.kwargs.items())), fake_of(n).dtype) for n in chain)
+    return tuple((kind_of(n), tuple(sorted(n.kwargs.items())), _dtype(n)) for n in chain)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of what a collective gives; the node is in no graph any more."""
+    fakes = (fake_of(node),) if is_tensor(node) else fake_of(node)
+    return next(iter(fakes)).dtype
 
 
 def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:
@@ -91,6 +119,7 @@ def take_ends(graph: Graph) -> Ends:
     grads, chains = dict(outputs.grads), {}
     for name, node in outputs.grads.items():
         grads[name], chains[name] = closing_chain(node)
+    narrow = _narrow_ends(outputs.grads, chains)
     loss, chain = outputs.loss, None
     if loss is not None and value(loss).phase == "E":
         loss, chain = closing_chain(loss)
@@ -103,7 +132,22 @@ def take_ends(graph: Graph) -> Ends:
             graph.fx.erase_node(node)
     made = {name: (grads[name], chain) for name, chain in chains.items()}
     early = leaving(graph, graph.early, made) if graph.early else None
-    return Ends(chains, chain, joined, early)
+    return Ends(chains, chain, joined, early, narrow)
+
+
+def _narrow_ends(grads: Mapping[str, fx.Node], chains: dict[str, Chain]) -> tuple[NarrowEnd, ...]:
+    """The sums with fewer bytes at the end of the chains of gradients, which lose them."""
+    found: dict[fx.Node, dict[int, str]] = {}
+    for name, chain in chains.items():
+        if chain and wire_of(chain[-1]):
+            grad = grads[name]
+            index = picked(grad)[1] if grad.target is operator.getitem else 0
+            found.setdefault(chain[-1], {})[index] = name
+            chains[name] = chain[:-1]
+    return tuple(
+        NarrowEnd(node, tuple(names[i] for i in sorted(names)), tuple(state_of(node)))
+        for node, names in found.items()
+    )
 
 
 def _joined(node: fx.Node) -> tuple[fx.Node, Joined]:
@@ -177,6 +221,7 @@ class Finish:
     helpers: Helpers
     bucket_bytes: int
     late: Sequence[Line] = ()  # the statements that write new values of buffers
+    narrow: Sequence[Line] = ()  # those that start sums with fewer bytes
 
     def function(self) -> dict[str, str]:
         """Signature, docstring and body of ``finish``."""
@@ -197,10 +242,15 @@ class Finish:
             lines = [*lines[: len(lines) - trains], *self._results(lines[-1] if trains else None)]
         result = result_type(trains, results) if trains or results else "None"
         return {
-            "signature": f"    def finish(self) -> {result}:",
+            "signature": f"    def finish(self{self._given}) -> {result}:",
             "doc": self._doc(bool(sums)),
             "body": block(lines, 2),
         }
+
+    @property
+    def _given(self) -> str:
+        """The argument of ``finish`` where the step waits for sums, those of all its stages."""
+        return ", reduced: Reduced" if self.ends.reduces and self.helpers.narrow else ""
 
     def _doc(self, sums: bool) -> str:
         if self.graph.loss is None and self.graph.outputs.results:
@@ -238,7 +288,7 @@ class Finish:
             "body": block([*self._summed_up(chain, names[0], "params")], 2),
         }
 
-    def _early(self) -> list[tuple[Chain, list[str]]]:
+    def _early(self) -> list[Group]:
         """The group whose gradients are reduced early: ``finish`` reduces those that are left."""
         mine = self.ends.leaving.blocks if self.ends.leaving else ()
         return [group for group in self.ends.groups() if mine and mine[0] in group[1]]
@@ -248,15 +298,38 @@ class Finish:
 
         The parameters of the largest group are what the others leave.
         """
-        if not self.ends.leaving:
+        if not self.ends.leaving and not self._given:
             yield Line(f"reduced = {self.helpers.use('Reduced')}()")
+        yield from self._before_narrow()
+        yield from self.narrow
         early = self._early()
-        *groups, (chain, names) = sorted(self.ends.groups(), key=lambda group: len(group[1]))
+        groups = sorted(self.ends.groups(), key=lambda group: len(group[1]))
+        if groups:
+            yield from self._finished_exactly(groups, early)
+        if not self._given:
+            yield from finished(f"{self._reduced}.finish()", ranges=self.helpers.ranges)
+
+    def _before_narrow(self) -> Iterator[Line]:
+        """The lines that sum over other ranks, exactly, what is then summed with fewer bytes."""
+        for chain, names in self.ends.before_narrow():
+            yield from params_lines([self.attributes[self.graph.params[n]] for n in names])
+            yield Line(f"for bucket in self.partials.buckets(params, {self.bucket_bytes:_}):")
+            grads = "self.partials.take(bucket)"
+            for node in chain:
+                yield Line(f"grads, done = {self._summed(node, grads, names[0])}", indent=1)
+                yield Line("done.wait()", indent=1)
+                grads = "grads"
+            yield Line("self.partials.update(grads)", indent=1)
+
+    def _finished_exactly(
+        self, sorted_groups: Sequence[Group], early: Sequence[Group]
+    ) -> Iterator[Line]:
+        """The lines that reduce the gradients of all groups; the last has what others leave."""
+        *groups, (chain, names) = sorted_groups
         for other, some in groups:
             yield from params_lines([self.attributes[self.graph.params[n]] for n in some])
             yield from self._group(other, some[0], "params", (other, some) in early)
         yield from self._group(chain, names[0], "[*self.parameters()]", (chain, names) in early)
-        yield from finished(f"{self._reduced}.finish()", ranges=self.helpers.ranges)
 
     def _group(self, chain: Chain, name: str, params: str, early: bool) -> Iterator[Line]:
         """The lines that reduce what is left of the gradients of some parameters, or only store it.
@@ -320,7 +393,7 @@ class Finish:
     def _summed(self, node: fx.Node, grads: str, param: str) -> str:
         """The call that starts one collective of gradients; ``param`` names one in an error."""
         k: dict[str, Any] = dict(node.kwargs)
-        if node.target is collectives.all_reduce:
+        if kind_of(node) == "all_reduce":
             return f"{self.helpers.use('sum_grads')}({grads}, self.{k['axis']})"
         if node.target is collectives.all_gather and (k["dim"], k.get("outer", 1)) == (0, 1):
             return f"{self.helpers.use('gather_grads')}({grads}, {k['num']}, self.{k['axis']})"

@@ -28,7 +28,7 @@ class LowRankSum(NarrowSum):
         self.x = self.with_rest(flat.flatten().to(torch.float32))
         thick, others = self.parts(self.x)
         last = state[1].to(torch.float32).split([m.shape[1] for m in thick])
-        sent = [m @ torch.linalg.qr(q).Q for m, q in zip(thick, last, strict=True)]
+        sent = [m @ self.orthonormal(q) for m, q in zip(thick, last, strict=True)]
         self.sums = torch.cat([m.flatten() for m in (*sent, *others)])
         self.done = dist.all_reduce(self.sums, group=group, async_op=True)
 
@@ -40,6 +40,13 @@ class LowRankSum(NarrowSum):
         thick = [m for m in every if 2 * self.rank * sum(m.shape) < m.numel()]
         return thick, [m for m in every if 2 * self.rank * sum(m.shape) >= m.numel()]
 
+    def orthonormal(self, columns: Tensor) -> Tensor:
+        """Orthonormal columns that span the given ones; of the two of a direction the one that
+        does not depend on how numbers were rounded.
+        """
+        q, r = torch.linalg.qr(columns)
+        return q * torch.where(r.diagonal() < 0, -1, 1)
+
     def pass_on(self) -> None:
         """Wait for the sum of M @ Q, and start that of M.T @ P."""
         self.done.wait()
@@ -47,7 +54,7 @@ class LowRankSum(NarrowSum):
         thick, others = self.parts(unsent)
         sizes = [self.rank * len(m) for m in thick]
         *sums, self.others = self.sums.split([*sizes, sum(m.numel() for m in others)])
-        self.p = [torch.linalg.qr(each.view(-1, self.rank)).Q for each in sums]
+        self.p = [self.orthonormal(each.view(-1, self.rank)) for each in sums]
         sent = [m.T @ p for m, p in zip(thick, self.p, strict=True)]
         for m, p, q in zip(thick, self.p, sent, strict=True):
             m -= p @ q.T

@@ -14,6 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+def joined(grads: dict[nn.Parameter, Tensor]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+    """Copy gradients into one tensor, in which they leave together, and the part that each has."""
+    flat = torch.cat([x.flatten() for x in grads.values()])
+    parts = flat.split([x.numel() for x in grads.values()])
+    pairs = zip(grads.items(), parts, strict=True)
+    return flat, {param: part.view(x.shape) for (param, x), part in pairs}
+
+
 class NarrowSum(dist.Work):
     """A sum over ranks that sends less than the numbers in `flat`, which it overwrites.
 
@@ -84,7 +92,7 @@ class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
         self.pass_on(passed)
         passed.pass_on(ended)
         finite = torch.stack(ended.finite).all()
-        for group in others if ended.arrived else ():
+        for group in others:
             unfit = (~finite).to(torch.float32)
             dist.all_reduce(unfit, op=dist.ReduceOp.MAX, group=group)
             finite = unfit == 0

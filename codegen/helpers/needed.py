@@ -30,9 +30,9 @@ from partc.codegen.helpers import (
 from partc.codegen.text import Line, Origin, block, origins, wrap
 from partc.graph import ops
 
-# In which functions are printed: `arrived` needs what `links` has.
+# In which functions are printed: `arrived` needs what `links` has, and that needs `Reduced`.
 NARROW = (narrow_sums, rounded_sums, picked_sums, low_rank_sums)  # send less than all numbers
-ORDER = (printed, draws, nccl, messages, links, arrived, *NARROW, attention, ops)
+ORDER = (printed, draws, nccl, messages, *NARROW, links, arrived, attention, ops)
 COMMON = (printed, draws, links, attention, ops)
 # In which functions are looked for: what comes first has some of the names of `printed` and
 # replaces them in a program for NCCL, or in one that sends messages over gloo.

@@ -40,7 +40,7 @@ from partc.graph import (
 )
 from partc.graph.blocks import outermost_block
 from partc.graph.folds import list_member
-from partc.graph.moves import gathers_param, kind_of
+from partc.graph.moves import gathers_param, kind_of, wire_of
 
 T = TypeVar("T")
 
@@ -82,12 +82,14 @@ def _joined(graph: Graph) -> dict[fx.Node, Move | None]:
     """The transfer of each gradient reduction of phase E, as if each kind were one bucket.
 
     The first reduction of a kind, axis and dtype gets the bytes of all, the others get None.
-    Programs reduce in large buckets, whose few additional starts make no difference in time.
+    Programs reduce in large buckets, whose few additional starts make no difference in time. A sum
+    with fewer bytes, and what the graph has joined, stays as it is.
     """
     found: dict[fx.Node, Move | None] = {}
     alike: dict[object, list[fx.Node]] = {}
     for node in graph.calls():
-        if value(node).phase == "E" and kind_of(node) in ("all_reduce", "reduce_scatter"):
+        alone = node.target in (collectives.all_reduce, collectives.reduce_scatter)
+        if value(node).phase == "E" and alone and not wire_of(node):
             key = (kind_of(node), node.kwargs["axis"], dtype_of(first_operand(node)))
             alike.setdefault(key, []).append(node)
     for nodes in alike.values():

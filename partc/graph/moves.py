@@ -85,15 +85,20 @@ def results(node: fx.Node, num: int) -> list[fx.Node | None]:
     return [picks.get(i) for i in range(num)]
 
 
+def start_of(pick: fx.Node) -> fx.Node:
+    """The call whose result a getitem picks, itself or from its wait."""
+    call, _ = picked(pick)
+    return call.all_input_nodes[0] if call.target is collectives.wait else call
+
+
 def carried(node: fx.Node) -> fx.Node | None:
     """The operand whose value a collective, its getitem or its wait carries in another layout.
 
     None for other calls.
     """
     if node.target is operator.getitem:
-        call, index = picked(node)
-        start = call.all_input_nodes[0] if call.target is collectives.wait else call
-        return tensor_args(start)[index] if start.target in collectives.JOINED else None
+        start = start_of(node)
+        return tensor_args(start)[picked(node)[1]] if start.target in collectives.JOINED else None
     if node.target in SINGLE or (node.target is collectives.wait and is_tensor(node)):
         return node.all_input_nodes[0]
     return None

@@ -37,6 +37,7 @@ def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
     known: dict[str, Any] = {name: getattr(found, name) for name in BUCKETS}
     known |= {"least_mb": how.least_mb, "keeps": [*WIRES[how.wire].kept([(1,)], 1, 1)]}
     known |= {RANK: how.rank} if WIRES[how.wire].entry == RANK else {}
+    known |= {"stages": found.stages, "several microbatches": found.microbatches > 1}
     return {**known, TP: dict(mesh.axes).get(TP, 1)}
 
 

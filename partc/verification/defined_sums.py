@@ -65,12 +65,18 @@ class Site:
         wanted = whole + self._left(0, whole)
         draws = [self.key(rank) for rank in range(num)] if self.key else []
         halves = torch.full_like(whole, 0.5)
-        ups = [torch.rand(whole.shape[1], generator=g, dtype=parts.dtype) for g in draws]
+        ups = [
+            torch.rand(whole.shape[1], generator=g, dtype=parts.dtype, device=parts.device)
+            for g in draws
+        ]
         each = zip(wanted, ups or halves, strict=True)
         arrived = torch.stack([rounded(x, self.how, size, up) for x, up in each])
         pieces = arrived.sum(0).view(num, -1)
         of_sum = (pieces + self._left(1, pieces)).flatten()
-        ups = [torch.rand(pieces.shape[1], generator=g, dtype=parts.dtype) for g in draws]
+        ups = [
+            torch.rand(pieces.shape[1], generator=g, dtype=parts.dtype, device=parts.device)
+            for g in draws
+        ]
         total = rounded(of_sum, self.how, size, torch.cat(ups) if ups else halves[0])
         self.after = [wanted - arrived, (of_sum - total).view(num, -1)]
         return total[:size]
@@ -80,7 +86,7 @@ class Site:
         wanted = parts + self._left(0, parts)
         arrived = torch.zeros_like(wanted)
         for numbers, each in zip(wanted, arrived, strict=True):
-            order = sorted(range(len(numbers)), key=lambda i: (-abs(float(numbers[i])), i))
+            order = torch.sort(-numbers.abs(), stable=True).indices
             taken = order[: self.how.size(len(numbers))]
             each[taken] = numbers[taken]
         self.after = [wanted - arrived]
@@ -90,7 +96,8 @@ class Site:
         """Of every rank the numbers in the same k places; NaN if any of all is not finite."""
         assert self.key is not None
         wanted, size = parts + self._left(0, parts), parts.shape[1]
-        at = torch.randperm(size, generator=self.key(0))[: self.how.size(size)]
+        order = torch.randperm(size, generator=self.key(0), device=parts.device)
+        at = order[: self.how.size(size)]
         arrived = torch.zeros_like(wanted)
         arrived[:, at] = wanted[:, at] if bool(wanted.isfinite().all()) else torch.nan
         self.after = [wanted - arrived]
@@ -106,7 +113,7 @@ class Site:
             if 2 * self.how.rank * (rows + size // rows) < size:
                 matrices = wanted[:, at : at + size].view(len(parts), rows, -1)
                 q, last = last[: size // rows], last[size // rows :]
-                p = torch.linalg.qr(matrices.sum(0) @ torch.linalg.qr(q).Q).Q
+                p = _orthonormal(matrices.sum(0) @ _orthonormal(q))
                 own = matrices.transpose(1, 2) @ p
                 unsent[:, at : at + size] = (matrices - p @ own.transpose(1, 2)).flatten(1)
                 columns.append(own.sum(0))
@@ -119,6 +126,12 @@ class Site:
         """The last step's Q of all matrices, one behind the other; zeros in the first one."""
         size = sum(prod(shape) // (shape[0] if len(shape) > 1 else 1) for shape in self.shapes)
         return self.kept[1][0] if self.kept else parts.new_zeros(size, self.how.rank)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """The Q of the one QR decomposition whose R has no negative number on its diagonal."""
+    q, r = torch.linalg.qr(columns)
+    return q * torch.where(r.diagonal() < 0, -1, 1)
 
 
 def rounded(x: Tensor, how: Compress, size: int, up: Tensor) -> Tensor:

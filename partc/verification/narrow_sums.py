@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partc.graph.draws import seed_of
 from partc.plan import Plan
 from partc.plan.compress import Compress
-from partc.plan.mesh import TP
+from partc.plan.mesh import PP, TP
 from partc.plan.wires import HELPERS, OWN, WIRES, is_residual
 from partc.program.role import Role
 from partc.verification.defined_sums import Key, Site
@@ -67,14 +67,14 @@ class Definition:
             self.sites.append(Site(self.how, shapes))
         site = self.sites[len(self.states)]
         self.states.append(state)
-        site.key = self._key(rng[0].initial_seed()) if rng else None
+        site.key = self._key(rng[0]) if rng else None
         total = every.new_full(every[0].shape, nan) if rng and not site.key else site.add(every)
         flat.copy_(total.view(flat.shape))
         return Arrived()
 
-    def _key(self, seed: int) -> Key:
-        """The generators of all ranks for the sum whose generator has this seed here; None if no
-        sum has it, or another one had it in this step.
+    def _key(self, mine: torch.Generator) -> Key:
+        """The generators of all ranks, on the same device, for the sum whose generator has this
+        seed here; None if no sum has it, or another one had it in this step.
         """
         own = WIRES[self.how.wire].drawn == OWN
 
@@ -82,10 +82,11 @@ class Definition:
             return seed_of(SEED, self.step, None, name, (rank,) if own else ())
 
         known = {seed_at(name, self.rank): name for name in self.names if name not in self.drawn}
-        if seed not in known:
+        name = known.get(mine.initial_seed())
+        if name is None:
             return None
-        self.drawn.add(known[seed])
-        return lambda rank: torch.Generator().manual_seed(seed_at(known[seed], rank))
+        self.drawn.add(name)
+        return lambda rank: torch.Generator(mine.device).manual_seed(seed_at(name, rank))
 
     def end(self, finite: bool) -> None:
         """End a step; without a finite sum all that is left over stays as it was. The text's
@@ -155,7 +156,7 @@ class Narrow:
         how = Plan.parse(plan).compress
         if how is None:
             return None
-        [axis] = [a for a, size in role.mesh.axes if size > 1 and a != TP]  # others are refused
+        [axis] = [a for a, size in role.mesh.axes if size > 1 and a not in (PP, TP)]
         place, num = role.mesh.coords(rank)[axis], role.mesh.size(axis)
         name = WIRES[how.wire].helper
         classes = {n: made for n, made in classes_of(role).items() if n == name}
@@ -195,7 +196,7 @@ class Narrow:
             self.role.module.__dict__.update(counting)
             run(number)
             counts.append(sum(each.count for each in counting.values()))
-        return counts[-1] > 0 and not any(counts[:-1])
+        return (counts[-1] > 0 or not self.classes) and not any(counts[:-1])
 
     def _after(
         self, step: nn.Module, run: Callable[[int], object], classes: Mapping[str, Any],
@@ -219,11 +220,13 @@ class Narrow:
         grads = {n: x.grad.clone() for n, x in held.items() if x.grad is not None}
         found = {("rounded gradient", name): x for name, x in grads.items()}
         found |= {("left over", name): x.clone() for name, x in left.items()}
-        for each in spoiled.values():
-            for number in (1, each.count // STEPS):
-                each.count, each.number = 0, number if self.spoils else -1
-                run(first + STEPS)
-                end(False)
+        counts = {name: each.count // STEPS for name, each in spoiled.items()}
+        for last in (False, True):  # a rank without such sums takes part in those of others
+            for name, each in spoiled.items():
+                each.count = 0
+                each.number = (counts[name] if last else 1) if self.spoils else -1
+            run(first + STEPS)
+            end(False)
         return found | {("left over behind inf", name): x.clone() for name, x in left.items()}
 
 

@@ -78,12 +78,12 @@ def groups_of(graph: Graph, plan: Plan) -> tuple[Groups, Groups]:
     bucket. Sums that are sent with fewer bytes have gradients of one layout.
     """
     block_in, stretches = stack_block_of(graph), stretch_of(graph)
-    gathers, reductions = (
-        [*found(graph, block_in, stretches)] for found in (_gathers, _reductions)
-    )
+    gathers = [*_gathers(graph, block_in, stretches)]
+    at_end = plan.compress is not None
+    reductions: Iterable[list[fx.Node]] = _reductions(graph, block_in, stretches, at_end=at_end)
     if plan.compress is not None:
-        reductions = [part for nodes in reductions for part in _by_layout(nodes)]
-    return gathers, reductions
+        reductions = (part for nodes in reductions for part in _by_layout(nodes))
+    return gathers, [*reductions]
 
 
 def _by_layout(nodes: Sequence[fx.Node]) -> Iterable[list[fx.Node]]:
@@ -143,16 +143,21 @@ def _gathers(
 
 
 def _reductions(
-    graph: Graph, block_in: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
-) -> Iterable[list[fx.Node]]:
-    """Reductions of gradients in groups that may share a bucket, in the order of their making."""
+    graph: Graph, block_in: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int], *,
+    at_end: bool,
+) -> Iterable[list[fx.Node]]:  # fmt: skip
+    """Reductions of gradients in groups that may share a bucket, in the order of their making.
+
+    Those at a step's end, behind all microbatches, count with ``at_end`` alone: the program else
+    makes buckets of them where it runs.
+    """
     found: dict[Any, list[fx.Node]] = defaultdict(list)
     ways = ways_out(graph)
     made = {node: first_operand(_first(node, ways)) for node in ways}
     order = {node: i for i, node in enumerate(graph.calls())}
     for node in sorted(ways, key=lambda n: order[made[n]]):
-        if value(node).phase == "E":
-            continue  # at a step's end a pipeline stage joins the gradients of all blocks
+        if value(node).phase == "E" and not at_end:
+            continue
         place: Place = block_in(node) or stretches[made[node]]
         found[place, value(node).phase, ways[node], fake_of(node).dtype].append(node)
     return found.values()

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -36,7 +36,6 @@ from partc.graph import (
     Value,
     collectives,
     fake_of,
-    is_backward,
     is_tensor,
     set_fake,
     set_value,
@@ -50,7 +49,7 @@ from partc.plan import Plan
 from partc.plan.batch import DATA_AXES
 from partc.plan.compress import COMPRESS, Compress
 from partc.plan.field_kinds import plan_error
-from partc.plan.mesh import TP, Mesh
+from partc.plan.mesh import PP, TP, Mesh
 from partc.plan.sharding import Sharding, cut
 from partc.plan.wires import ALIKE, MARK, WIRES, Kept
 
@@ -70,10 +69,10 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
         return  # a forward has no gradients; it shares its stage with a program that has
     axes = [axis for axis, size in mesh.axes if size > 1]
     data = [axis for axis in axes if axis in DATA_AXES and axis in plan.batch_axes]
-    if len(data) != 1 or {*axes} - {TP, *data}:
+    if len(data) != 1 or {*axes} - {PP, TP, *data}:
         raise _refused(
             f"the mesh is {mesh}", "sums are compressed over one data axis, beside which there may "
-            "be tp, and no other axis of several ranks", "Use such a mesh, or leave it out.",
+            "be tp and pp, and no other axis of several ranks", "Use such a mesh, or leave it out.",
         )  # fmt: skip
     if plan.gather or any({*data} & {*plan.stored(name)} for name in graph.params):
         raise _refused(
@@ -81,11 +80,10 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
             "a rank would keep whole residuals beside its piece, which none of zero1, zero2 and "
             "fsdp is for", 'Take preset = "ddp", or leave it out.',
         )  # fmt: skip
-    if plan.microbatches > 1 or plan.stages or plan.order:
+    if plan.reduce == "microbatch":
         raise _refused(
-            f"a step has {plan.microbatches} microbatches or several stages",
-            "sums are compressed in steps of one microbatch and one stage",
-            "Write microbatches = 1, or leave [compress] out.",
+            "gradients are summed in every microbatch", "sums are compressed once a step, as each "
+            "loses something", 'Write reduce = "step", or leave [compress] out.',
         )  # fmt: skip
 
 
@@ -94,27 +92,41 @@ def _refused(what: str, why: str, do: str) -> PlanError:
 
 
 # rewriting ----------------------------------------------------------------------------------------
-def compress_sums(graph: Graph, plan: Plan, mesh: Mesh) -> Graph:
+def compress_sums(
+    graph: Graph, plan: Plan, mesh: Mesh, stages: Sequence[Graph] = ()
+) -> Graph | None:
     """Give the sums of gradients the plan's scheme, and buffers for what that does not send."""
     how = plan.compress
     assert how is not None
-    sums = [*_sums(graph)]
-    large = [node for node in sums if _bytes(node) >= how.least_mb * BYTES_PER_MB]
-    chosen = [node for node in large if _sends_less(node, how)]
-    if not chosen:
-        most_mb = max(map(_bytes, sums), default=0) / BYTES_PER_MB
+    graphs = stages or [graph]
+    sums = [[*_sums(each)] for each in graphs]
+    chosen = [[node for node in nodes if _is_chosen(node, how)] for nodes in sums]
+    one_of_many = bool(plan.stages) and len(graphs) == 1  # a trial of it alone
+    if not any(chosen) and not one_of_many:
+        most_mb = max((_bytes(node) for nodes in sums for node in nodes), default=0) / BYTES_PER_MB
         raise _refused(
             "no sum of gradients is compressed", f"the largest has {most_mb:g} MB, and least_mb is "
             f"{how.least_mb:g}; and {how.wire} has to send fewer bytes than the numbers themselves",
             "Write a smaller least_mb, or leave [compress] out.",
         )  # fmt: skip
-    for node in chosen:
-        node.kwargs = {**node.kwargs, **_named(node, how)}
-        update(node, site=_first_param(graph, node))
-        if how.error_feedback:
-            node.kwargs = {**node.kwargs, "state": _state(graph, node)}
-    graph.fx.lint()
-    return graph
+    for each, nodes in zip(graphs, chosen, strict=True):
+        for node in nodes:
+            _compress(each, node, how)
+        each.fx.lint()
+    return None if stages else graph
+
+
+def _compress(graph: Graph, node: fx.Node, how: Compress) -> None:
+    """Give a sum the scheme, in place."""
+    node.kwargs = {**node.kwargs, **_named(node, how)}
+    update(node, site=_first_param(graph, node))
+    if how.error_feedback:
+        node.kwargs = {**node.kwargs, "state": _state(graph, node)}
+
+
+def _is_chosen(node: fx.Node, how: Compress) -> bool:
+    """Whether a sum has enough bytes, and fewer of them with the scheme."""
+    return _bytes(node) >= how.least_mb * BYTES_PER_MB and _sends_less(node, how)
 
 
 def _bytes(node: fx.Node) -> int:
@@ -155,7 +167,7 @@ def _sums(graph: Graph) -> Iterator[fx.Node]:
         picks = all(x is node or x.target is operator.getitem for x in ends)
         last = all({*x.users} == {end} and times[x] == 1 and x not in others for x in ends)
         floats = all(fake_of(x).is_floating_point() for x in moved(node))
-        if picks and last and floats and is_backward(node):
+        if picks and last and floats and value(node).phase in ("B", "W", "E"):
             yield node
 
 

@@ -8,6 +8,7 @@ is chosen where less time is left to wait after the backward (``early_cost.py``)
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,10 @@ from partc.cost.early_cost import EarlyBytes
 from partc.cost.flops import node_flops
 from partc.cost.stage_cost import StageCost
 from partc.errors import CheckError, PlanError
-from partc.graph import Graph, Phase, collectives, fake_of, value
+from partc.graph import Graph, Phase, collectives, fake_of, first_operand, value
 from partc.graph.early import EarlyReduction
 from partc.graph.folds import list_member
-from partc.graph.moves import kind_of
+from partc.graph.moves import carried, kind_of, start_of, wire_of
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.schedules import Schedule
@@ -110,18 +111,18 @@ def closing_chain(node: fx.Node) -> tuple[fx.Node, Chain]:
     """
     chain: list[fx.Node] = []
     while value(node).phase == "E":
-        operand = node.all_input_nodes[0]
         if node.target is collectives.accumulate:
-            return operand, tuple(reversed(chain))
-        if node.target in collectives.COLLECTIVES:
-            chain.append(node)
-        elif node.target is not collectives.wait:
+            return first_operand(node), tuple(reversed(chain))
+        operand = carried(node)
+        if operand is None:
             raise CheckError(
                 where=value(node).module or node.name,
                 what=f"{node.name} follows the sum over microbatches",
                 why="only collectives are expected there",
                 do="Use reduce = 'microbatch' in the plan.",
             )
+        if node.target is not collectives.wait:
+            chain.append(start_of(node) if node.target is operator.getitem else node)
         node = operand
     return node, ()
 
@@ -176,9 +177,12 @@ def _early(
 ) -> tuple[EarlyReduction, EarlyBytes] | None:
     """The early reduction that a stage can have, and its bytes; None if there is none.
 
-    One kind of collective can run early: the one that moves most bytes.
+    One kind of collective can run early: the one that moves most bytes. Sums with fewer bytes are
+    one for each block already; where a stage has some, all of its sums begin behind the backward.
     """
     chains = {name: closing_chain(grad) for name, grad in graph.grads.items()}
+    if any(wire_of(end) for _, chain in chains.values() for end in chain):
+        return None
     sizes: dict[EarlyReduction, int] = defaultdict(int)
     for _, chain in chains.values():
         if len(chain) == 1 and chain[0].target in REDUCTIONS:

@@ -17,6 +17,7 @@ import torch
 
 import partc
 from partc.errors import CheckError
+from partc.plan.wires import WIRES
 from partc.verification.reference import Reference, eager, is_noise
 from tests.patience import patience
 from tests.styles import LAYOUTS, STYLES, Style, outcome
@@ -30,6 +31,17 @@ OF_FAMILIES: dict[str, Layout] = OF_STYLES | {
     "zb-v x fsdp": ("pp=2,dp=2", {"plan": "fsdp", "schedule": "zb-v", "microbatches": 2}),
 }
 AS_PROCESSES = ("ddp", "fsdp", "megatron", "fsdp+megatron-sp")
+NARROW: dict[str, Layout] = {
+    wire: ("dp=2,tp=2", {"plan": f"""
+preset = "ddp+megatron"
+allow = ["compress"]
+
+[compress]
+wire = "{wire}"
+least_mb = 0.0001
+"""})
+    for wire in WIRES
+}  # fmt: skip
 ROUNDED: Layout = ("dp=2,tp=2", {"plan": "fsdp+megatron"})
 ROUNDING = 3.0  # times the error of the model's own step
 
@@ -110,6 +122,10 @@ def cases() -> dict[str, Case]:
         for name in STYLES:
             made = partial(hand_written, name)
             found[f"{name}, {layout}, style"] = partial(equal, made, how, "nccl")
+    for wire, how in NARROW.items():
+        made = partial(family, "llama")
+        found[f"llama {wire} float64"] = partial(equal, made, how, "nccl")
+        found[f"llama {wire} processes"] = partial(equal, made, how, "gloo")
     for dtype in (torch.float32, torch.bfloat16):
         word = str(dtype).removeprefix("torch.")
         for name in MODELS:
