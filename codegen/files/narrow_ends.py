@@ -5,7 +5,8 @@ what stands outside of blocks. Out: for equal blocks a loop,
 
     for layer in self.blocks:
         flat, grads = joined(self.partials.take([*layer.parameters()]))
-        reduced.append((grads, Int8Sum(flat, 2, 256, [layer.w_residual_dp, ...], self.dp)))
+        done = Int8Sum(flat, 2, 256, [layer.w_residual_dp, ...], self.dp)
+        reduced.append((grads, done))
 
 and for others a line each. All sums of a step start before one is waited for.
 """
@@ -117,7 +118,8 @@ class NarrowEnds:
         own = [f"self.{end.node.kwargs['axis']}_rank"] * (drawn == OWN)
         key = f"self.rng.of_step({', '.join([site, *own])})" if drawn else ""
         call = c10d.narrow_sum(end.node, ["flat", "[*grads.values()]", key], state, self.helpers)
-        yield Line(f"reduced.append((grads, {call}))", indent=indent)
+        yield Line(f"done = {call}", indent=indent)
+        yield Line("reduced.append((grads, done))", indent=indent)
 
     # loops ---------------------------------------------------------------------------------------
     def _by_list(self) -> dict[str, dict[int, Block]]:

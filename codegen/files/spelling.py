@@ -39,11 +39,12 @@ def result_type(trains: bool, results: bool) -> str:
 def numbered(parent: str, number: str) -> str:
     """The expression of a member's path: ``"h"`` and ``i`` give ``f"h.{i}"``.
 
-    >>> numbered('f"e.{n + 1}.h"', "i")
-    'f"e.{n + 1}.h.{i}"'
+    >>> numbered('f"e.{n + 1}.h"', "i"), numbered('""', "i")  # of the model itself
+    ('f"e.{n + 1}.h.{i}"', 'f"{i}"')
     """
     text = parent if parent.startswith("f") else "f" + parent.replace("{", "{{").replace("}", "}}")
-    return f"{text[:-1]}.{{{number}}}{text[-1]}"
+    dot = "." if len(parent) > len('""') else ""
+    return f"{text[:-1]}{dot}{{{number}}}{text[-1]}"
 
 
 def row_name(cls: BlockClass, name: str) -> str:
@@ -54,8 +55,9 @@ def row_name(cls: BlockClass, name: str) -> str:
     if not cls.run.elsewhere:
         return cls.own(name)
     own = cls.own(name).replace("{", "{{").replace("}", "}}")
-    parent = cls.run.layers[0].rpartition(".")[0].replace("{", "{{").replace("}", "}}")
-    return own.replace(NUMBER, "{}", 1) if is_elsewhere(own) else f"{parent}.{{}}.{own}"
+    parent, dot, _ = cls.run.layers[0].rpartition(".")
+    head = f"{parent}{dot}".replace("{", "{{").replace("}", "}}")
+    return own.replace(NUMBER, "{}", 1) if is_elsewhere(own) else f"{head}{{}}.{own}"
 
 
 def spread_rows(cls: BlockClass, name: str, relative: bool) -> str:
@@ -77,9 +79,10 @@ def spread_rows(cls: BlockClass, name: str, relative: bool) -> str:
     if cls.run.elsewhere:
         path = f'f"{cls.attribute}.{{i}}.{{attribute}}"'
         return f"**{{{path}: (name.format({where}), *rest)\n       {rows}"
-    parent = literal(cls.run.layers[0].removesuffix(str(first)))
+    parent = cls.run.layers[0].removesuffix(str(first))
+    named = f"{literal(parent)} + " if parent else ""
     return (
-        f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'
+        f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({named}f"{{{where}}}.{{name}}", *rest)\n'
         f"       {rows}"
     )
 

@@ -94,7 +94,8 @@ def _way(chain: Chain) -> object:
 def _dtype(node: fx.Node) -> torch.dtype:
     """The dtype of what a collective gives; the node is in no graph any more."""
     fakes = (fake_of(node),) if is_tensor(node) else fake_of(node)
-    return next(iter(fakes)).dtype
+    dtype: torch.dtype = next(iter(fakes)).dtype
+    return dtype
 
 
 def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:

@@ -45,7 +45,8 @@ class LowRankSum(NarrowSum):
         does not depend on how numbers were rounded.
         """
         q, r = torch.linalg.qr(columns)
-        return q * torch.where(r.diagonal() < 0, -1, 1)
+        found: Tensor = q * torch.where(r.diagonal() < 0, -1, 1)
+        return found
 
     def pass_on(self) -> None:
         """Wait for the sum of M @ Q, and start that of M.T @ P."""

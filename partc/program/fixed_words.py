@@ -113,6 +113,8 @@ def _reason(node: ast.AST, names: Names) -> str:
             return _of_attribute(node)
         case ast.Name():
             return LOCALS.get(node.id, "")
+        case ast.Call(func=ast.Attribute(value=ast.Name("reduced"), attr="finish"), args=[_, *_]):
+            return ROUNDED  # the ranks that agree on what is kept of sums
         case ast.FormattedValue() | ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod()):
             return TEXT
         case ast.arg() if node.arg in names.functions:

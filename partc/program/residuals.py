@@ -37,7 +37,8 @@ def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
     known: dict[str, Any] = {name: getattr(found, name) for name in BUCKETS}
     known |= {"least_mb": how.least_mb, "keeps": [*WIRES[how.wire].kept([(1,)], 1, 1)]}
     known |= {RANK: how.rank} if WIRES[how.wire].entry == RANK else {}
-    known |= {"stages": found.stages, "several microbatches": found.microbatches > 1}
+    known |= {"stages": [*found.stages]} if found.stages else {}
+    known |= {"several microbatches": True} if found.microbatches > 1 else {}
     return {**known, TP: dict(mesh.axes).get(TP, 1)}
 
 
@@ -82,12 +83,13 @@ def check_same_sums(path: Path, saved: Mapping[str, Any], mine: Mapping[str, Any
             f"{path}: what rounded sums had left over is dropped, as this program keeps none: the "
             "gradients of one step more or less, rounded", stacklevel=4,
         )  # fmt: skip
-    differing = [name for name in mine if saved and saved.get(name) != mine[name]]
+    either = {**mine, **saved} if saved and mine else {}
+    differing = [name for name in either if saved.get(name) != mine.get(name)]
     if differing:
         name = differing[0]
         raise LoadError(
             where=str(path), what="what rounded sums have left over is of other sums",
-            why=f"{name} was {saved.get(name)} in the plan, and is {mine[name]}",
+            why=f"{name} was {saved.get(name)} in the plan, and is {mine.get(name)}",
             do=f"Compile with {name} as it was, or take the weights alone: compile with what the "
             "checkpoint has, load it there, and load_full its full_state_dict().",
         )  # fmt: skip

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +38,7 @@ _DAMAGE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError,
     RecursionError, PartcError,
 )  # fmt: skip
+LARGEST = torch.finfo(torch.float32).max
 _ENTRIES = {"schema", "step", "mesh", "random", "tensors", "files", "optimizer", "data", "sha256"}
 
 
@@ -241,6 +242,8 @@ def _group(entry: Any) -> dict[str, Any]:
         plain = str if name in ("params", CLASS) else (bool, int, float, str)
         if not all(isinstance(part, plain) for part in parts):
             raise ValueError(f"the optimizer's {name} is no plain value")
+        if any(isinstance(part, int | float) and LARGEST < abs(part) < inf for part in parts):
+            raise ValueError(f"the optimizer's {name} = {value} is more than float32 holds")
     if not isinstance(entry["params"], list) or isinstance(entry.get(CLASS), list):
         raise ValueError("a group of the optimizer is malformed")
     return dict(entry)

@@ -131,7 +131,8 @@ class Site:
 def _orthonormal(columns: Tensor) -> Tensor:
     """The Q of the one QR decomposition whose R has no negative number on its diagonal."""
     q, r = torch.linalg.qr(columns)
-    return q * torch.where(r.diagonal() < 0, -1, 1)
+    found: Tensor = q * torch.where(r.diagonal() < 0, -1, 1)
+    return found
 
 
 def rounded(x: Tensor, how: Compress, size: int, up: Tensor) -> Tensor:

@@ -99,6 +99,11 @@ def compress_sums(
     how = plan.compress
     assert how is not None
     graphs = stages or [graph]
+    if plan.stages and not all(each.grads for each in graphs):
+        raise _refused(
+            "a stage has no parameters that are trained", "it sees no sums, and so not whether "
+            "those of a step are finite", "Move the stages' beginnings, or leave [compress] out.",
+        )  # fmt: skip
     sums = [[*_sums(each)] for each in graphs]
     chosen = [[node for node in nodes if _is_chosen(node, how)] for nodes in sums]
     one_of_many = bool(plan.stages) and len(graphs) == 1  # a trial of it alone

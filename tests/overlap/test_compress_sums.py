@@ -99,6 +99,13 @@ def test_bytes_are_those_that_are_sent(wire: str, own: str) -> None:
     assert f"all_reduce in {wire} over dp" in program.source()
 
 
+@pytest.mark.parametrize("wire", ["int8", "power-sgd"])
+def test_several_microbatches_send_as_much_as_one(wire: str) -> None:
+    """Their gradients are added up first, and are sent once, in the same sums."""
+    once = compiled(plan_of(wire))
+    assert counted(compiled(f"microbatches = 2\n{plan_of(wire)}")) == counted(once)
+
+
 @pytest.mark.parametrize(
     ("wire", "size", "sent"),
     [
@@ -157,10 +164,14 @@ REFUSED = {
     "nothing allows it": (f'preset = "ddp"\n{TABLE}', "dp=4", "nothing allows it"),
     "two data axes": (PLAN, "dp_replicate=2,dp_shard=2", "over one data axis"),
     "one rank": (PLAN, "dp=1", "over one data axis"),
-    "pp": (PLAN, "pp=2,dp=2", "over one data axis"),
+    "two data axes beside pp": (PLAN, "pp=2,dp_replicate=2,dp_shard=2", "over one data axis"),
     "fsdp": (PLAN.replace("ddp", "fsdp"), "dp=4", "sharded over dp"),
     "zero1": (PLAN.replace("ddp", "zero1"), "dp=4", "sharded over dp"),
-    "microbatches": (f"microbatches = 2\n{PLAN}", "dp=4", "2 microbatches"),
+    "in every microbatch": (
+        f'microbatches = 2\nreduce = "microbatch"\n{PLAN}',
+        "dp=4",
+        "once a step",
+    ),
     "none is large enough": (PLAN.replace("0.001", "5"), "dp=4", "no sum of gradients"),
     "an unknown format": (PLAN.replace("int8", "int7"), "dp=4", "'int7' means nothing"),
     "an odd block": (PLAN.replace("= 32", "= 12"), "dp=4", "a multiple of 8"),
@@ -185,6 +196,14 @@ def test_refused(case: str) -> None:
     plan, mesh, said = REFUSED[case]
     with pytest.raises(PlanError, match=said):
         compiled(plan, mesh)
+
+
+def test_a_stage_that_trains_nothing_is_refused() -> None:
+    """It would not see whether the sums of other stages are finite."""
+    plan = f'stages = ["1"]\nmicrobatches = 2\n{PLAN}'
+    net, x = nn.Sequential(nn.Tanh(), nn.Linear(WIDE, WIDE)), torch.randn(ROWS, WIDE)
+    with pytest.raises(PlanError, match="has no parameters that are trained"):
+        compile(net, "pp=2,dp=2", (x,), loss=lambda m, x: m(x).square().mean(), plan=plan)
 
 
 @pytest.mark.parametrize("given", [Compress("int7"), {"wire": "int8"}, Compress("int8", block=9)])

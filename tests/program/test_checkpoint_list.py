@@ -59,6 +59,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a fraction of a step": (lambda f: f.update(step=3.5), "is no whole number"),
     "no seed": (lambda f: f.update(random=None), "TypeError"),
     "a table as lr": (lambda f: f["optimizer"][0].update(lr={}), "lr is no plain value"),
+    "an lr without end": (lambda f: f["optimizer"][0].update(lr=1e300), "more than float32 holds"),
     "an entry": (lambda f: f.update(run="rm"), "its entries differ in"),
     "a file": (lambda f: f["files"].pop(), "does not name a file for each rank"),
     "a digest": (lambda f: f["files"].__setitem__(0, "../x"), "ValueError"),

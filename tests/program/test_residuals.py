@@ -34,6 +34,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 def begin(num: int, plan: str) -> Began:
     mesh = "dp=2,tp=2" if "megatron" in plan else f"dp={num}"
+    mesh = "pp=2,dp=2" if "microbatches" in plan else mesh
     stage = compile(model(), mesh, (torch.ones(8, 12),), loss=loss, plan=plan).module()
     stage.load_full(model())
     return stage, torch.optim.AdamW(stage.parameters(), lr=1e-2)
@@ -91,6 +92,7 @@ def resumes(folder: Path) -> None:
 def resumes_with(folder: Path, own: str) -> None:
     """Bit for bit, where sums draw numbers or keep more than what they have not sent."""
     exact = EXACT.replace("ddp", "ddp+megatron") if "block" in own else EXACT
+    exact = f"microbatches = 2\n{EXACT}" if "fp16" in own or "start_step" in own else exact
     plan = f'{exact}allow = ["compress"]\n[compress]\nleast_mb = 0\n{own}\n'
     whole, first = begin(4, plan), begin(4, plan)
     losses = train(whole, range(5))
@@ -144,7 +146,8 @@ def test_training_resumes(world: Processes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "own",
     [
-        'wire = "random-k"\nshare = 0.2\nstart_step = 1',
+        'wire = "random-k"\nshare = 0.2\nstart_step = 1',  # in two stages, as what follows
+        'wire = "fp16"',
         'wire = "power-sgd"\nrank = 1',
         'wire = "top-k"\nshare = 0.1',
         'wire = "int8-stochastic"\nblock = 8',  # beside tp, as what follows

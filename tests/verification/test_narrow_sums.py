@@ -142,6 +142,81 @@ def test_pieces_over_tp_are_summed_apart(wire: str, preset: str) -> None:
         verified(replace(program, sources=dict.fromkeys(program.sources, text)), case)
 
 
+@cache
+def tower() -> Case:
+    """Eight equal blocks between two layers of other sizes."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(8)]
+    model = nn.Sequential(nn.Linear(6, 12), *blocks, nn.Linear(12, 5))
+    return Case(model, (torch.randn(8, 6),), lambda m, x: m(x).square().mean())
+
+
+def staged(
+    own: str, mesh: str, case: Case | None = None, preset: str = "ddp", schedule: str = "1f1b"
+) -> Program:
+    case = case or tower()
+    plan = f'microbatches = 2\nschedule = "{schedule}"\n{PLAN}{own}'
+    plan = plan.replace('"ddp"', f'"{preset}"')
+    return compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("own", "mesh"),
+    [
+        ('"int8"\nblock = 8', "dp=2"),
+        ('"int8-stochastic"\nblock = 8', "pp=2,dp=2"),
+        ('"random-k"\nshare = 0.2\nstart_step = 2', "pp=4,dp=2"),
+        ('"top-k"\nshare = 0.2\nerror_feedback = false', "pp=2,dp=2"),
+        ('"power-sgd"\nrank = 1', "dp=4"),
+    ],
+)
+def test_microbatches_are_added_up_and_then_sent(own: str, mesh: str) -> None:
+    program = staged(own, mesh)
+    verified(program, tower())
+    assert "for layer in self." in program.sources["pipeline0.py"].split("def finish(self, red")[1]
+    assert "makes" in str(audit(program))
+
+
+def test_sums_over_tp_come_first() -> None:
+    """A norm's gradient is an exact sum over tp, which comes first on this mesh, and over dp."""
+    program = staged('"int8"\nblock = 64', "pp=2,tp=2,dp=2", llama(), "ddp+megatron-sp")
+    verified(program, llama())
+    assert "self.partials.update(grads)" in program.sources["pipeline0.py"]
+    assert "reduced.finish(self.pp, self.tp)" in program.sources["pipeline0.py"]
+    last = staged('"int8"\nblock = 64', "dp=2,tp=2", llama(), "ddp+megatron-sp")
+    verified(last, llama())
+    assert "reduced.append(sum_grads(grads, self.tp))" in last.sources["pipeline0.py"]
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "gpipe"])
+def test_stages_of_one_rank_begin_together(schedule: str) -> None:
+    program = staged('"int8"\nblock = 8\n', "pp=2,dp=2", schedule=schedule)
+    verified(program, tower())
+    assert program.sources["pipeline0.py"].count("reduced.finish(self.pp)") == 1
+
+
+IN_STAGES = {  # in the texts of a pipeline's programs -> what is wrong then
+    "other stages are not asked": ("reduced.finish(self.pp)", "reduced.finish()"),
+    "a block is left out": ("for layer in self.blocks:\n            flat", "for layer in self.blocks[1:]:\n            flat"),
+    "all blocks draw the same": ('f"{layer.name}.0.weight"', '"1.0.weight"'),
+    "all ranks draw the same": ('.0.weight", self.dp_rank)', '.0.weight", 0)'),
+    "one buffer is for two": ("[layer._0_weight_residual_dp, ", "[self.blocks[0]._0_weight_residual_dp, "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", IN_STAGES)
+def test_mistakes_in_stages_are_found(mistake: str) -> None:
+    old, new = IN_STAGES[mistake]
+    program = staged('"int8-stochastic"\nblock = 8', "pp=2,dp=2")
+    texts = {name: text.replace(old, new) for name, text in program.sources.items()}
+    assert texts != program.sources
+    edited = replace(program, sources=texts)
+    with pytest.raises((CheckError, RuntimeError)):
+        verified(edited, tower())
+    with pytest.raises(CheckError):
+        audit(replace(edited, fixed=program.fixed))
+
+
 OWN = """        pieces = self.decode(self.sums)
         pieces[dist.get_rank(self.group)] = self.own
         self.write(pieces)"""

@@ -238,6 +238,15 @@ def test_a_recomputation_draws_again_from_the_same_key() -> None:
     assert found[1, None, "blocks.1.draws.bernoulli", (0,)] == 1  # of chances: its result is kept
 
 
+def test_blocks_of_the_model_itself_draw_under_their_own_names() -> None:
+    """The blocks of a bare nn.Sequential have no list around them: "1", and not ".1"."""
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(4))
+    model, given = nn.Sequential(*blocks), (torch.randn(4, 8), torch.randn(4, 8))
+    program = partc.compile(model, "dp=2", given, loss=loss_of, plan="ddp")
+    assert "for layer in self.blocks" in program.source()
+    verify(program, model, given, loss=loss_of).check()
+
+
 def test_every_step_draws_others() -> None:
     (found, _) = keys(compiled("ddp"), steps=2)
     assert {step for step, *_ in found} == {1, 2}
