@@ -197,10 +197,14 @@ def test_stages_of_one_rank_begin_together(schedule: str) -> None:
 
 IN_STAGES = {  # in the texts of a pipeline's programs -> what is wrong then
     "other stages are not asked": ("reduced.finish(self.pp)", "reduced.finish()"),
-    "a block is left out": ("for layer in self.blocks:\n            flat", "for layer in self.blocks[1:]:\n            flat"),
+    "a block is left out": (
+        "in self.blocks:\n            flat", "in self.blocks[1:]:\n            flat"
+    ),
     "all blocks draw the same": ('f"{layer.name}.0.weight"', '"1.0.weight"'),
     "all ranks draw the same": ('.0.weight", self.dp_rank)', '.0.weight", 0)'),
-    "one buffer is for two": ("[layer._0_weight_residual_dp, ", "[self.blocks[0]._0_weight_residual_dp, "),
+    "one buffer is for two": (
+        "[layer._0_weight_residual_dp, ", "[self.blocks[0]._0_weight_residual_dp, "
+    ),
 }  # fmt: skip
 
 
