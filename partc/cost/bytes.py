@@ -12,8 +12,6 @@ from partc.graph import Graph, collectives, fake_of, results_of, tensor_args
 from partc.graph.moves import kind_in_words, kind_of, moved, moves, wire_of
 from partc.plan.wires import WIRES
 
-CODING = 5  # how often numbers are read or written to encode or decode them: scale, round, cast
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -87,7 +85,7 @@ def packed_bytes(node: fx.Node) -> int:
     0 where the one operand can be sent as it lies in memory.
     """
     if wire_of(node):
-        return CODING * sum(_num_bytes(fake_of(x)) for x in moved(node))
+        return _coded_bytes(node)
     targets = (collectives.reduce_scatter, collectives.reduce_scatter_joined)
     together = len(tensor_args(node)) > 1
     if node.target is collectives.all_to_all:
@@ -96,6 +94,11 @@ def packed_bytes(node: fx.Node) -> int:
         cut = node.target in targets and _is_cut_inside(node)
     packed = 2 * put_in_bytes(node) if together or cut else 0
     return packed + _cast_bytes(node)
+
+
+def _coded_bytes(node: fx.Node) -> int:
+    """Bytes read and written to encode what a sum with fewer bytes sends, or to decode it."""
+    return WIRES[wire_of(node)].coding * sum(_num_bytes(fake_of(x)) for x in moved(node))
 
 
 def _cast_bytes(node: fx.Node) -> int:
@@ -112,7 +115,7 @@ def unpacked_bytes(node: fx.Node) -> int:
     of dim 0; shards of another dim have to be copied into place.
     """
     if wire_of(node):
-        return CODING * sum(_num_bytes(fake_of(x)) for x in moved(node))
+        return _coded_bytes(node)
     gathers = (collectives.all_gather, collectives.all_gather_joined, collectives.all_to_all)
     if node.target not in gathers or not _is_cut_inside(node):
         return 0
