@@ -39,7 +39,7 @@ from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
-from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name
+from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name, that_all_have
 from partc.codegen.repeats.runs import Run
 from partc.codegen.repeats.slots import Interface, outside
 from partc.codegen.text import Line, Range, Text, block, wrap
@@ -81,7 +81,8 @@ class BlockClass:
     def __post_init__(self) -> None:
         scope = attributes(self.graph.mesh, *(row.name for row in self.run.numbers))
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
-        written = self._names_written() | self._names_lent()
+        known = {*self.graph.params, *self.graph.buffers}
+        written = self._names_written() | that_all_have(self.lent, self.run.layers, known)
         for name, node in {**self.graph.params, **self.graph.buffers}.items():
             suffix = self.own(name)
             if suffix and (node in used or name in written):
@@ -120,15 +121,6 @@ class BlockClass:
         outputs = self.graph.outputs
         grads = {n for n, d in outputs.grads.items() if made_in_step(self.graph, d) in inside}
         return grads | {name for name, new in outputs.buffers.items() if new in inside}
-
-    def _names_lent(self) -> set[str]:
-        """Names of the first block's buffers that the step reads, which all blocks have."""
-        known = {*self.graph.params, *self.graph.buffers}
-        layers = [at for at in self.run.layers if any(has(at, name, ()) for name in known)]
-        mine = ((name, self.own(name)) for name in self.lent)
-        return {
-            name for name, own in mine if own and all(name_in(at, own) in known for at in layers)
-        }
 
     @property
     def draws(self) -> bool:

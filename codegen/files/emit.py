@@ -152,6 +152,7 @@ class RoleText:
     attributes: dict[fx.Node, str] = field(
         default_factory=dict
     )  # "layers.0.w" of a parameter or buffer
+    lent_by_blocks: dict[str, Any] = field(default_factory=dict)  # what the step reads of blocks
 
     def text(self) -> str:
         """The text of the file."""
@@ -188,8 +189,7 @@ class RoleText:
         return bool(draws_of(self.graph)) or any(map(is_keyed, self.sums()))
 
     def sums(self) -> Iterable[fx.Node]:
-        """The calls among which are all sums with fewer bytes."""
-        return self.graph.calls()
+        return self.graph.calls()  # among which are all sums with fewer bytes
 
     @property
     def is_distributed(self) -> bool:
@@ -206,14 +206,10 @@ class RoleText:
             )
             self.classes[run] = BlockClass(
                 self.graph, run, sides["F"], sides.get("B"), name, attribute, self.helpers,
-                self.adds, sides.get("W"), self.is_distributed, lead=lead, **self.lent_by_blocks(),
+                self.adds, sides.get("W"), self.is_distributed, lead=lead, **self.lent_by_blocks,
             )  # fmt: skip
 
         share_tables(self)
-
-    def lent_by_blocks(self) -> dict[str, Any]:
-        """What the step itself reads of blocks beside their parameters, as a class is told it."""
-        return {}
 
     def name_attributes(self) -> None:
         """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -27,6 +28,9 @@ from partc.graph import value
 from partc.graph.moves import wire_of
 from partc.plan.wires import OWN, WIRES
 from partc.quoting import literal
+
+if TYPE_CHECKING:
+    from partc.codegen.files.stages import StageText
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,14 @@ class Place:
         return self.params, self.state, self.site, self.how
 
 
+def lent(ends: Sequence[NarrowEnd]) -> dict[str, Any]:
+    """What classes of blocks are told: the buffers that ``finish`` reads, and whether it draws for
+    sums of blocks, under their names.
+    """
+    state = frozenset(value(node).name for end in ends for node in end.state)
+    return {"lent": state, "lends_name": any(WIRES[wire_of(end.node)].drawn for end in ends)}
+
+
 Block = list[tuple[Place, NarrowEnd]]  # the sums of one block, in order
 
 
@@ -84,6 +96,14 @@ class NarrowEnds:
     lists: Mapping[str, Sequence[str]]
     helpers: Helpers
     literal_of: Callable[[str], str]
+
+    @classmethod
+    def of(cls, stage: StageText) -> NarrowEnds:
+        lists = {each.attribute: each.run.layers for each in stage.classes.values()}
+        return cls(
+            stage.ends.narrow, stage.graph.params, stage.attributes, lists, stage.helpers,
+            stage.site_literal,
+        )  # fmt: skip
 
     def lines(self) -> Iterator[Line]:
         """The lines of ``finish``, which has made ``reduced`` before them."""

@@ -8,20 +8,17 @@ runs these collectives in buckets.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.calls.ranges import finished
 from partc.codegen.files.narrow_ends import NarrowEnd
 from partc.codegen.files.spelling import result_type
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.repeats.own_names import name_in
-from partc.codegen.repeats.runs import Run
 from partc.codegen.text import Line, block
 from partc.errors import CheckError, PlanError
 from partc.graph import Graph, collectives, fake_of, first_operand, is_tensor, picked, value
@@ -98,6 +95,9 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return dtype
 
 
+ON_RANKS_OF_THEIR_OWN = "Take a schedule that has these stages on ranks of their own, as 1f1b."
+
+
 def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:
     """PlanError if a rank's stages, by number, reduce a tied parameter's gradient differently."""
     chains = {stage: its.grads[name] for stage, its in ends.items() if name in its.grads}
@@ -107,7 +107,15 @@ def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:
             what=f"stages {', '.join(map(str, chains))} of one rank sum its gradient over other "
             "ranks in different ways",
             why="they add to one gradient, and what one has summed another would sum again",
-            do="Take a schedule that has these stages on ranks of their own, as 1f1b.",
+            do=ON_RANKS_OF_THEIR_OWN,
+        )
+    narrow = [stage for stage, its in ends.items() for end in its.narrow if name in end.params]
+    if len(narrow) > 1:
+        raise PlanError(
+            where=name,
+            what=f"stages {', '.join(map(str, narrow))} of one rank compress sums of its gradient",
+            why="it is one gradient, of which two sums would each keep what they have not sent",
+            do=f"{ON_RANKS_OF_THEIR_OWN} Or leave [compress] out.",
         )
 
 
@@ -161,49 +169,6 @@ def _joined(node: fx.Node) -> tuple[fx.Node, Joined]:
     strange = [each for each in chain if each.target is not collectives.all_reduce]
     assert not strange, "a result's sum over microbatches is reduced over ranks, and no more"
     return made, Joined(sums=chain)
-
-
-def early_sums(
-    leaving: Leaving, first: Sequence[str], classes: Sequence[BlockClass], params: Collection[str]
-) -> dict[Run, tuple[list[Line], list[Line]]]:
-    """The lines that start early reductions, in the backward of the last microbatch.
-
-    For each run of blocks they are the lines before its loop, and those at the end of each
-    iteration. ``first`` has the paths of parameters whose gradients are final before the first
-    loop. ``classes`` are the block classes in the order of their loops.
-    """
-    found: dict[Run, tuple[list[Line], list[Line]]] = {}
-    for cls in classes:
-        before = [] if found else [f"self.{path}" for path in first]
-        behind = _leaving_behind(cls, {*leaving.blocks}, params)
-        found[cls.run] = (
-            _reduced_early(before, "beside the blocks", 0),
-            _reduced_early(behind, "beside the blocks that are left", 1),
-        )
-    return found
-
-
-def _leaving_behind(cls: BlockClass, early: Set[str], params: Collection[str]) -> list[str]:
-    """The parameters of a block whose gradients are reduced early, as texts.
-
-    Empty if the blocks of the class differ in this: one text serves all of them.
-    """
-    mine = [s for s in cls.suffixes if name_in(cls.run.layers[0], s) in params]
-    here = [layer for layer in cls.run.layers if mine and name_in(layer, mine[0]) in params]
-    leaves = [[s for s in mine if name_in(layer, s) in early] for layer in here]
-    if not leaves or any(each != leaves[0] for each in leaves):
-        return []
-    if leaves[0] == mine:
-        return ["*layer.parameters()"]
-    return [f"layer.{cls.suffixes[suffix]}" for suffix in leaves[0]]
-
-
-def _reduced_early(params: Sequence[str], remark: str, indent: int) -> list[Line]:
-    """The lines that start to reduce gradients, if this is the last microbatch to add to them."""
-    if not params:
-        return []
-    start = Line(f"self.reduce([{', '.join(params)}])", remark, indent=indent + 1)
-    return [Line("if i == self.last:", indent=indent), start]
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
 from partc.codegen.files.alike_stages import declared, given
+from partc.codegen.files.early_ends import early_sums
 from partc.codegen.files.emit import RoleText
-from partc.codegen.files.narrow_ends import NarrowEnds
+from partc.codegen.files.narrow_ends import NarrowEnds, lent
 from partc.codegen.files.spelling import read
-from partc.codegen.files.stage_ends import Ends, Finish, early_sums, take_ends
+from partc.codegen.files.stage_ends import Ends, Finish, take_ends
 from partc.codegen.files.stage_flow import StageFlow, has_phase
 from partc.codegen.files.stage_methods import METHODS, Method
 from partc.codegen.helpers.needed import Helpers
@@ -44,9 +45,7 @@ from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Phase, fake_of, innermost_block, is_tensor, typed, value
 from partc.graph.graph_edits import copied
-from partc.graph.moves import wire_of
 from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
-from partc.plan.wires import WIRES
 from partc.quoting import comment, literal
 
 
@@ -117,6 +116,7 @@ class StageText(RoleText):
         self.class_of = self
         self.flow = StageFlow(self.graph, self.items, self.sides)
         self.adds = PARTIALS if self.ends.reduces else ADDS
+        self.lent_by_blocks = lent(self.ends.narrow)
         self.make_classes()
         self.name_attributes()
         self.scope = Scope([*self.helpers.names, "i"])
@@ -193,25 +193,14 @@ class StageText(RoleText):
     def _finish(self) -> Finish:
         steady = [cls.attribute for cls in self._steady()]
         late = ((self.buffer_text(name), node) for name, node in self.late.items())
-        lists = {cls.attribute: cls.run.layers for cls in self.classes.values()}
-        narrow = NarrowEnds(
-            self.ends.narrow, self.graph.params, self.attributes, lists, self.helpers,
-            self.site_literal,
-        )  # fmt: skip
         return Finish(
             self.graph, self.ends, self.attributes, steady, self.helpers, self.bucket_bytes,
             updates(late, lambda node: Text(self.scope.named(str(self.seen[node])))),
-            [*narrow.lines()],
+            [*NarrowEnds.of(self).lines()],
         )  # fmt: skip
 
     def sums(self) -> list[fx.Node]:
         return [*self.graph.calls(), *(end.node for end in self.ends.narrow)]
-
-    def lent_by_blocks(self) -> dict[str, Any]:
-        """The buffers that ``finish`` reads, and whether it draws for sums of blocks."""
-        ends = self.ends.narrow
-        state = frozenset(value(node).name for end in ends for node in end.state)
-        return {"lent": state, "lends_name": any(WIRES[wire_of(end.node)].drawn for end in ends)}
 
     def _steady(self) -> list[BlockClass]:
         """The block classes whose weights are gathered once for all microbatches."""

@@ -7,7 +7,7 @@ has the members of the other lists with its own number: ``norms.#.weight`` of ``
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from partc.graph.folds import layer_path
 
@@ -43,6 +43,18 @@ def name_in(layer: str, own: str) -> str:
         number = layer.rpartition(".")[2]
         return ".".join(number if part == NUMBER else part for part in own.split("."))
     return f"{layer}.{own}"
+
+
+def that_all_have(
+    names: Collection[str], layers: Sequence[str], known: Collection[str]
+) -> set[str]:
+    """Of the names in the first block those that all blocks have; ``known``: all names there are.
+
+    Blocks without any name that is known, which stand for others, do not count.
+    """
+    here = [at for at in layers if any(has(at, name, ()) for name in known)]
+    mine = {name: own_name(layers[0], name) for name in names if has(layers[0], name, ())}
+    return {name for name, own in mine.items() if all(name_in(at, own) in known for at in here)}
 
 
 def is_elsewhere(own: str) -> bool:

@@ -116,7 +116,8 @@ def verify(
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
         sources = {name: raised_text(text) for name, text in sources.items()}
-    job = _Job(replace(program, cost=SavedCost(), sources=sources), reference, dtype, lr, place)
+    printed = replace(program, cost=SavedCost())
+    job = _Job(replace(printed, sources=sources), printed, reference, dtype, lr, place)
     num = program.mesh.num_ranks
     if processes:
         check_carried(program, place)
@@ -145,19 +146,31 @@ def _pieces(program: Program) -> Pieces:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank needs to compare its results with the reference."""
+    """What a rank needs to compare its results with the reference.
+
+    ``program`` may have float64 in its text in place of narrower floats; ``printed`` is as it was.
+    """
 
     program: Program
+    printed: Program
     reference: Reference
     dtype: torch.dtype | None
     lr: float
     device: torch.device
 
 
-def _in_thread(job: _Job, rank: int, dist: Any) -> list[Row]:
+def _roles(job: _Job, rank: int) -> tuple[Role, Role]:
+    """One rank's role in the text that is run, and in the text as it was printed."""
     role = job.program.role(rank)
-    role.module.dist = dist  # type: ignore[attr-defined]
-    return _check(job, role, ThreadMesh(job.program.mesh, rank), rank)
+    same = job.printed.sources is job.program.sources
+    return role, role if same else job.printed.role(rank)
+
+
+def _in_thread(job: _Job, rank: int, dist: Any) -> list[Row]:
+    roles = _roles(job, rank)
+    for role in roles:
+        role.module.dist = dist  # type: ignore[attr-defined]
+    return _check(job, roles, ThreadMesh(job.program.mesh, rank), rank)
 
 
 def _in_process(job: _Job) -> list[Row]:
@@ -168,25 +181,27 @@ def _in_process(job: _Job) -> list[Row]:
     mesh, rank = job.program.mesh, dist.get_rank()
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)  # a DeviceMesh takes the GPU LOCAL_RANK otherwise
-    return _check(job, job.program.role(rank), device_mesh(mesh, job.device.type), rank)
+    return _check(job, _roles(job, rank), device_mesh(mesh, job.device.type), rank)
 
 
-def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]:
+def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int) -> list[Row]:
     """Build one rank's module, run its step, and compare all results; return their errors.
 
-    Narrow sums are exact at first; then they are compared with their definition.
+    Narrow sums are exact at first; then they are compared with their definition, in the text as it
+    was printed (the second one of ``roles``), where torch.compile leaves functions as they are.
     """
-    narrow = Narrow.of(role, job.program.plan, rank)
+    role, printed = roles
+    narrow = Narrow.of(printed, job.program.plan, rank)
     if narrow is not None:
         sum_exactly(role)
-    with _raised(job, role):
+    with nullcontext() if role.compiles else _raised(job):
         found = [*_Rank(job, role, _built(job, role, mesh), rank).rows()]
     if narrow is None or role.is_inference:
         return found
     if not narrow.rounds_in_float64 and job.device.type == "cpu":
         job = replace(job, dtype=None)
-    with _raised(job, role):
-        one = _Rank(job, role, _built(job, role, mesh), rank)
+    with _raised(job):
+        one = _Rank(job, printed, _built(job, printed, mesh), rank)
         one._fill()
         compared = [*narrow.rows(one.step, one._run)]
     return [*found, *(Row(error, kind, name, rank) for kind, name, error in compared)]
@@ -198,8 +213,8 @@ def _built(job: _Job, role: Role, mesh: RankMesh | None) -> nn.Module:
     return step if job.dtype is None else convert(step, job.dtype)
 
 
-def _raised(job: _Job, role: Role) -> AbstractContextManager[Any]:
-    return Raised() if job.dtype == torch.float64 and not role.compiles else nullcontext()
+def _raised(job: _Job) -> AbstractContextManager[Any]:
+    return Raised() if job.dtype == torch.float64 else nullcontext()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 from partc.api import compile
 from partc.audit.audit import audit
 from partc.checks.local_graph import check
-from partc.errors import CheckError
+from partc.errors import CheckError, PlanError
 from partc.graph import Graph, collectives, fake_of, update, value
 from partc.graph.moves import state_of, wire_of
 from partc.lowering import partition
@@ -177,6 +177,16 @@ def test_microbatches_are_added_up_and_then_sent(own: str, mesh: str) -> None:
     assert "makes" in str(audit(program))
 
 
+@pytest.mark.parametrize("wire", ["int8", "bf16"])
+def test_functions_of_torch_compile(wire: str) -> None:
+    """They stand beside the classes of sums, whose text is run as it was printed."""
+    case = tower()
+    plan = f'compile = "inductor"\n{PLAN}"{wire}"'
+    program = compile(case.model, "dp=2", case.inputs, loss=case.loss, plan=plan)
+    assert "@torch.compile" in program.source()
+    verified(program, case)
+
+
 def test_sums_over_tp_come_first() -> None:
     """A norm's gradient is an exact sum over tp, which comes first on this mesh, and over dp."""
     program = staged('"int8"\nblock = 64', "pp=2,tp=2,dp=2", llama(), "ddp+megatron-sp")
@@ -190,6 +200,9 @@ def test_sums_over_tp_come_first() -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-v", "gpipe"])
 def test_stages_of_one_rank_begin_together(schedule: str) -> None:
+    if schedule == "zb-v":
+        with pytest.raises(PlanError, match="compress sums of its gradient"):
+            staged('"int8"', "pp=2,dp=2", MODELS["gpt2"](), schedule=schedule)
     program = staged('"int8"\nblock = 8\n', "pp=2,dp=2", schedule=schedule)
     verified(program, tower())
     assert program.sources["pipeline0.py"].count("reduced.finish(self.pp)") == 1
