@@ -12,7 +12,7 @@ from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.idle_axes import IDLE
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.plan import Plan
-from partc.plan.compress import Compress, read_compress
+from partc.plan.compress import COMPRESS, Compress, read_compress
 from partc.plan.decided import NCCL
 from partc.plan.field_kinds import PLAIN, check_fields
 from partc.plan.mesh import Mesh
@@ -72,7 +72,13 @@ def check_made(plan: Plan) -> None:
     check_fields({name: given for name, given in said.items() if name in of_text}, "Plan")
     if plan.compress is not None:
         own = isinstance(plan.compress, Compress)
-        read_compress(vars(plan.compress) if own else {"a table": plan.compress}, "Plan")
+        if not own:
+            raise PlanError(
+                where="Plan(...)", what=f"compress is {quoted(plan.compress)}",
+                why="a plan in Python has partc's own types",
+                do='Write compress=partc.plan.compress.Compress("int8"), or a plan as text.',
+            )  # fmt: skip
+        read_compress(vars(plan.compress), "Plan")
     for name, lies in plan.values.items() if isinstance(plan.values, Mapping) else ():
         if not isinstance(lies, Mapping):
             raise PlanError(
@@ -151,6 +157,11 @@ def warn_of_idle(plan: str, step: Traced) -> None:
         warnings.warn(
             f"the plan names no preset and cuts nothing over {made.mesh}, {IDLE}. Write "
             'preset = "ddp", or another.', stacklevel=5,
+        )  # fmt: skip
+    if COMPRESS in made.allow and made.compress is None:
+        warnings.warn(
+            f'allow = ["{COMPRESS}"] says nothing here: the plan has no table [{COMPRESS}], so all '
+            "sums are exact", stacklevel=5,
         )  # fmt: skip
     if made.mesh is not None and not is_pipeline(made, made.mesh):
         for name in (each for each in _OF_PIPELINES if getattr(made, each)):

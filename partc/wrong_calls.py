@@ -33,6 +33,11 @@ _TOLD = {
     "step": "a checkpoint is named by its folder, checkpoints/step-00000100",
     "optimizer": "an optimizer is made over stage.parameters(), and steps behind stage.step(...)",
 }
+_OF_PLANS = (  # entries of a plan that are no arguments of compile
+    "allow", "backend", "bucket_mb", "compress", "early_sums", "gather", "grad_parts",
+    "hierarchical", "hooks", "messages", "overlap_pieces", "params", "preset", "profiler_ranges",
+    "reduce", "scatter", "sends", "stages", "values",
+)  # fmt: skip
 _READ = {"Mesh": 'Mesh.of("dp=2,tp=4") reads axes from a text'}
 _SURPLUS = {  # what somebody means who passes more by place than there is
     "graph_pass": '@graph_pass(after="insert_collectives") says behind which pass yours runs',
@@ -94,6 +99,8 @@ def _unbound(
     else:
         what = f"there is no argument {unknown!r}"
         told = _TOLD.get(unknown) or _READ.get(name, "")
+        if name == "compile" and unknown in _OF_PLANS:
+            told = f"it is an entry of a plan, plan=partc.Plan(..., {unknown}=...)"
         do = f"Leave it out: {told}." if told else did_you_mean(unknown, each)
         if RENAMED.get(unknown) in each:
             do = f"It is called {RENAMED[unknown]!r}."

@@ -64,7 +64,7 @@ def read_compress(table: Mapping[str, Any], where: str) -> Compress:
         if name not in _KNOWN:
             raise _wrong(where, f"there is no entry {name!r}", f"entries are {', '.join(_KNOWN)}")
         if why := _KNOWN[name](given):
-            raise _wrong(where, f"{name} = {given!r} means nothing", why)
+            raise _wrong(where, f"{name} = {given!r} means nothing", why, _usual(name))
     if "wire" not in table:
         raise _wrong(where, "it does not say in which numbers", _is_wire(None))
     made = Compress(**table)
@@ -72,10 +72,12 @@ def read_compress(table: Mapping[str, Any], where: str) -> Compress:
     for name in _KNOWN:
         if name not in own and getattr(made, name) != getattr(left_out, name):
             has = ", ".join(own)
-            raise _wrong(where, f"{made.wire} reads no {name}", f"its entries are {has}")
+            why, do = f"its entries are {has}", f"Leave {name} out."
+            raise _wrong(where, f"{made.wire} reads no {name}", why, do)
     if WIRES[made.wire].needs_rest and not made.error_feedback:
         why = "what it does not send in one step it has to send in another"
-        raise _wrong(where, f"{made.wire} does not work without error_feedback", why)
+        do = "Write error_feedback = true, or leave the entry out."
+        raise _wrong(where, f"{made.wire} does not work without error_feedback", why, do)
     return made
 
 
@@ -122,6 +124,15 @@ _KNOWN: Mapping[str, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def _wrong(where: str, what: str, why: str) -> PlanError:
-    do = 'Write [compress], and below it wire = "int8"; docs/reference/plan.md has all entries.'
+def _usual(name: str) -> str:
+    """What to write for an entry that means nothing; "" for the one that has no usual value."""
+    usual = {each.name: each.default for each in fields(Compress)}[name]
+    text = str(usual).lower() if isinstance(usual, bool) else usual
+    return "" if name == "wire" else f"Leave it out for {name} = {text}, or write another."
+
+
+def _wrong(where: str, what: str, why: str, do: str = "") -> PlanError:
+    do = do or (
+        'Write [compress], and below it wire = "int8"; docs/reference/plan.md has all entries.'
+    )
     return PlanError(where=f"{where}, compress", what=what, why=why, do=do)

@@ -101,10 +101,11 @@ def _word(name: str, given: Any, where: str) -> None:
 
 def _no_word(name: str, given: Any, where: str, words: Iterable[str]) -> PlanError:
     listed = ", ".join(map(repr, words))
-    return plan_error(
-        where, f"{name} = {quoted(given)} means nothing", f"it is one of {listed}",
-        did_you_mean(given, words) or f"Write one of {listed}.",
-    )  # fmt: skip
+    do = did_you_mean(given, words) or f"Write one of {listed}."
+    if name == "batch" and not isinstance(given, str):
+        do = "Pass example inputs as the third argument, or as inputs=."
+    what = f"{name} = {quoted(given)} means nothing"
+    return plan_error(where, what, f"it is one of {listed}", do)
 
 
 def _number(name: str, given: Any, where: str) -> None:
@@ -122,7 +123,9 @@ def _number(name: str, given: Any, where: str) -> None:
 
 def _text(name: str, given: Any, where: str) -> None:
     if not isinstance(given, str):
-        do = f'Write a text: {name} = "...".'
+        words = given if isinstance(given, list | tuple) else ()
+        joined = "+".join(map(str, words)) if words and name == "preset" else "..."
+        do = f'Write a text: {name} = "{joined}".'
         raise plan_error(where, f"{name} = {quoted(given)} means nothing", "it is a text", do)
 
 

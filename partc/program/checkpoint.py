@@ -28,6 +28,7 @@ from partc.plan.wires import is_residual
 from partc.program.checkpoint_call import check_arguments
 from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
+from partc.program.other_ranks import of_other_ranks
 from partc.program.residuals import check_same_sums
 from partc.program.role import Shard
 from partc.program.runtime import Stage
@@ -59,6 +60,7 @@ Optimizer = torch.optim.Optimizer
 
 
 @known_arguments
+@of_other_ranks("save_checkpoint")
 def save_checkpoint(
     folder: str | Path,
     stage: Stage,
@@ -110,6 +112,7 @@ def save_checkpoint(
 
 
 @known_arguments
+@of_other_ranks("load_checkpoint")
 def load_checkpoint(
     folder: str | Path,
     stage: Stage,
@@ -169,6 +172,9 @@ def latest(folder: str | Path) -> Path:
     steps = [p for p in path.glob("step-*") if STEP.match(p.name) and (p / MANIFEST).is_file()]
     if not steps:
         why, do = "there is no committed step in it", "Name the folder that was saved to."
+        if path.is_file():
+            why = "it is a file, and a checkpoint is the folder that save_checkpoint makes"
+            do = "Name that folder; weights alone go through stage.load_full(torch.load(path))."
         if cut_off := [each.name for each in path.glob("step-*")]:
             why += f": {cut_off[0]} has no {MANIFEST}"
             do = "Copy the checkpoint with all of its files, or name another."

@@ -40,6 +40,7 @@ from partc.program.given import plain_inputs
 from partc.program.handshake import check_agreement
 from partc.program.loss_backward import check_scale
 from partc.program.members import Member
+from partc.program.other_ranks import of_other_ranks
 from partc.program.results import results_of
 from partc.program.run_state import Guard
 from partc.program.same_choice import SameChoice
@@ -122,6 +123,7 @@ class Family:
         return None if found is None else results_of(found[1](), found[0].program.returns)
 
     # chosen ----------------------------------------------------------------------------------
+    @of_other_ranks("step")
     def _ready(
         self, kind: Kind, mode: Mode, args: Sequence[Any], named: Mapping[str, Any], device: str
     ) -> tuple[Member, Run] | None:

@@ -21,6 +21,7 @@ from partc.plan import Plan
 from partc.plan.mesh import TP, Mesh
 from partc.plan.wires import PIECE, RANK, WIRES, is_residual, whose
 
+KEEPS = "keeps"  # which buffers a scheme has
 BUCKETS = ("bucket_mb", "bucket_copy_mb", "grad_parts")  # decide which gradients share a sum
 
 
@@ -35,7 +36,7 @@ def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
         return {}
     how = found.compress
     known: dict[str, Any] = {name: getattr(found, name) for name in BUCKETS}
-    known |= {"least_mb": how.least_mb, "keeps": [*WIRES[how.wire].kept([(1,)], 1, 1)]}
+    known |= {"least_mb": how.least_mb, KEEPS: [*WIRES[how.wire].kept([(1,)], 1, 1)]}
     known |= {RANK: how.rank} if WIRES[how.wire].entry == RANK else {}
     known |= {"stages": [*found.stages]} if found.stages else {}
     known |= {"several microbatches": True} if found.microbatches > 1 else {}
@@ -72,6 +73,10 @@ def fitted(name: str, whole: Tensor, shape: tuple[int, ...], num: int) -> Tensor
     return found.reshape(1, -1).expand(shape)
 
 
+def _listed(sums: Mapping[str, Any]) -> str:
+    return " and ".join(sums.get(KEEPS) or ["nothing"])
+
+
 def check_same_sums(path: Path, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     """LoadError if a checkpoint's residuals are of other sums than a stage's.
 
@@ -87,9 +92,14 @@ def check_same_sums(path: Path, saved: Mapping[str, Any], mine: Mapping[str, Any
     differing = [name for name in either if saved.get(name) != mine.get(name)]
     if differing:
         name = differing[0]
+        why = f"{name} was {saved.get(name)} in the plan, and is {mine.get(name)}"
+        if name == KEEPS:
+            why = f"its scheme keeps {_listed(saved)}, and that of this plan {_listed(mine)}"
+        same = (
+            "wire as it was, or one that keeps the same" if name == KEEPS else f"{name} as it was"
+        )
         raise LoadError(
-            where=str(path), what="what rounded sums have left over is of other sums",
-            why=f"{name} was {saved.get(name)} in the plan, and is {mine.get(name)}",
-            do=f"Compile with {name} as it was, or take the weights alone: compile with what the "
+            where=str(path), what="what rounded sums have left over is of other sums", why=why,
+            do=f"Compile with {same}, or take the weights alone: compile with what the "
             "checkpoint has, load it there, and load_full its full_state_dict().",
         )  # fmt: skip

@@ -25,6 +25,7 @@ from partc.program.loaded import Loaded
 from partc.program.members import Member
 from partc.program.optimizer_states import Form
 from partc.program.origin import Origin
+from partc.program.other_ranks import of_other_ranks
 from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.raw_model import RawModel, take_weights
 from partc.program.reading import loader
@@ -168,6 +169,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """The seed of the random numbers, and how many steps have been taken since it was set."""
         return self._own.state.seed
 
+    @of_other_ranks("clip_grad_norm_")
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -208,6 +210,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         check_flag(strict, "load_full(strict=...)")
         self._tensors.load(whole_tensors(source), strict, self.shards)
 
+    @of_other_ranks("full_state_dict")
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's own state dict with whole tensors on the CPU; all ranks call this together.
 

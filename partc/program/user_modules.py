@@ -28,6 +28,13 @@ OF_PARTS = (  # what a module of a stage cannot do
 FIRST_STEPS, EVERY = 3, 50  # steps that look at all attributes
 
 
+_HABITS = {  # what scripts ask of other wrappers: what to do with a stage
+    "backward": "Leave it out: stage.step(...) has computed the gradients.",
+    "module": "Leave .module out: a stage is no wrapper, and has the model's attributes itself.",
+    "no_sync": "Leave it out: gradients add up until zero_grad(); or compile with microbatches=.",
+}
+
+
 class NoAttributeError(UsageError, AttributeError):
     """A stage was asked for what neither it nor its model has; ``hasattr`` says no."""
 
@@ -100,8 +107,7 @@ class UserModules(nn.Module):
                 f"{near} The model is not in this process: give it to partc.load(folder, model), "
                 "and its attributes and methods are the stage's too."
             )
-        if name == "backward":
-            do = "Leave it out: stage.step(...) has computed the gradients."
+        do = _HABITS.get(name, do)
         return NoAttributeError(
             where=f"stage.{name}", what=what,
             why="a stage has methods of its own, and the attributes of its model", do=do,

@@ -35,6 +35,22 @@ _AUTO_NOTE = (
 )
 
 
+def _check_axes(plan: Plan, mesh: Mesh) -> None:
+    """PlanError for an entry that names an axis which the mesh does not have."""
+    tables = {"params": plan.params, "inputs": plan.inputs, "values": plan.values}
+    named = [(f"{word}, {name}", axis) for word, table in tables.items()
+             for name, entry in table.items() for axis in entry]  # fmt: skip
+    named += [("gather", axis) for axis in plan.gather] + [("scatter", a) for a in plan.scatter]
+    for entry, axis in named:
+        if axis not in mesh.names:
+            raise PlanError(
+                where=f"plan, {entry}",
+                what=f"there is no axis {axis!r}",
+                why=f"the mesh has {', '.join(n for n in mesh.names if n != MICROBATCH_AXIS)}",
+                do="Use one of these names, leave the entry out, or add the axis to the mesh.",
+            )
+
+
 def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan:
     """Fill in the entries that ``plan`` leaves open.
 
@@ -50,10 +66,7 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
     plan = _by_first_name(plan, graph)
     axes = named_axes(mesh, plan.microbatches)
     plan = plan.changed(inputs={n: spread_batch(c, axes) for n, c in plan.inputs.items()})
-    tables = (plan.params, plan.inputs, plan.values)
-    named = {axis for table in tables for entry in table.values() for axis in entry}
-    for axis in sorted({*named, *plan.gather, *plan.scatter}):
-        axes.size(axis)
+    _check_axes(plan, axes)
     full = plan.changed(mesh=mesh)
     if plan.preset:
         full = _fill(full, graph, axes, rows=rows)

@@ -1,0 +1,66 @@
+"""Where other ranks do not come, the error says that it is they, and which calls are of all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from partc.api import compile
+from partc.errors import RunError
+from partc.program.other_ranks import of_other_ranks
+from partc.verification.processes import Processes
+
+pytestmark = pytest.mark.gloo
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    mean: Tensor = model(x).square().mean()
+    return mean
+
+
+def told(words: str) -> str:
+    """What is said beside an error of torch with these words."""
+    try:
+        with of_other_ranks("save_checkpoint"):
+            raise RuntimeError(words)
+    except RuntimeError as error:
+        return "".join(getattr(error, "__notes__", []))
+
+
+def behind_its_group() -> str:
+    """What a stage says whose process group is gone, and has another one then."""
+    model, x = nn.Linear(8, 4), torch.ones(4, 8)
+    stage = compile(model, "dp=2", (x,), loss=loss, plan="fsdp").module()
+    stage.load_full(model)
+    stage.step(x)
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    try:
+        stage.step(x)
+        said = "no error"
+    except RunError as error:
+        said = str(error)
+    alone = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=alone, rank=0, world_size=1)  # which the job ends
+    return f"rank {rank}: {said}"
+
+
+def test_a_transfer_that_other_ranks_left() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        said = told("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+        assert "partc, save_checkpoint on rank 0: a transfer failed, as another rank has" in said
+        assert "no `if rank == 0`" in said
+        assert told("Timed out waiting 12000ms for send operation")
+        assert not told("size mismatch")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_stage_whose_process_group_was_destroyed(world: Processes) -> None:
+    for said in world.run(behind_its_group, num=2):
+        assert "the process group of this stage was destroyed" in said
