@@ -95,6 +95,7 @@ def save_checkpoint(
     """
     check_arguments("save_checkpoint", stage, optimizer, loader)
     folder = as_path(folder, "save_checkpoint")
+    stage.check_together("save_checkpoint")
     ranks = Together("save_checkpoint", stage.device, RunError)
     target = ranks.do(lambda: _target(folder, stage, optimizer, step))
     ranks.check_alike(_facts(stage, optimizer, loader) | {"step": step})
@@ -138,6 +139,7 @@ def load_checkpoint(
     """
     check_arguments("load_checkpoint", stage, optimizer, loader)
     folder = as_path(folder, "load_checkpoint")
+    stage.check_together("load_checkpoint")
     ranks = Together("load_checkpoint", stage.device, LoadError)
     saved = ranks.do(lambda: _accepted(folder, stage, optimizer))
     given = {"optimizer": _class(optimizer), "loader": loader is not None}

@@ -8,6 +8,7 @@ stored as the first program stores them. All ranks agree on the program before t
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,9 @@ from partc.program.calls_of_stage import Calls
 from partc.program.choices import Choices
 from partc.program.disagreement import refused_elsewhere
 from partc.program.family_errors import (
+    CALL,
+    REFUSED,
+    calls_differ,
     inside_autocast,
     no_gradients,
     no_recipe,
@@ -50,7 +54,6 @@ from partc.program.wanted import Mode, Wanted
 from partc.trace.record import Kind
 
 LOG = logging.getLogger("partc")
-REFUSED = "refused"  # what a rank says that does not run
 Run = Callable[[], Any]
 
 
@@ -80,6 +83,7 @@ class Family:
         self._pieces, self._uneven = Pieces.of(program), UnevenRows.of(program)
         varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
         self._same = SameChoice() if varies else None
+        self._met = Counter[str]()  # calls of all ranks beside steps
 
     # asked -----------------------------------------------------------------------------------
     @property
@@ -164,6 +168,16 @@ class Family:
         member = self._member(wanted)
         return member, partial(self._counted, member, member.checks.taken(inputs, device))
 
+    def meet(self, call: str, most: int = 0) -> None:
+        """RunError on all ranks if some of them run something else than this call, which is one of
+        all ranks. ``most``: only so many times, of a call that every step makes; 0 always.
+        """
+        self._met[call] += 1
+        if most and self._met[call] > most:
+            return
+        if self._same is not None and (texts := self._same.differing(f"{CALL}{call}")):
+            raise calls_differ(texts)
+
     def _refuse(self) -> None:
         """Tell the other ranks, which would wait for this one, that it does not run."""
         if self._same is not None:
@@ -180,6 +194,8 @@ class Family:
         """
         if not texts:
             return wanted
+        if any(text.startswith(CALL) for text in texts):
+            raise calls_differ(texts)
         if REFUSED in texts:
             raise refused_elsewhere([i for i, text in enumerate(texts) if text == REFUSED])
         each = [Wanted.parse(text) for text in texts]
@@ -192,6 +208,8 @@ class Family:
     def _together(self, texts: Sequence[str]) -> Wanted | None:
         """The whole batch where ranks have different numbers of its rows, and may gather it."""
         if not texts or REFUSED in texts or self.choices.partial != "replicate":
+            return None
+        if any(text.startswith(CALL) for text in texts):
             return None
         each = [Wanted.parse(text) for text in texts]
         return self._uneven.whole(each) if self._uneven is not None else None

@@ -8,6 +8,9 @@ from partc.errors import RunError
 from partc.program import Program
 from partc.program.wanted import Wanted
 
+REFUSED = "refused"  # what a rank says that does not run
+CALL = "call "  # what a rank says that is in a call of all ranks, before its name
+
 
 def no_gradients(first: Program) -> RunError:
     return RunError(
@@ -43,6 +46,29 @@ def ranks_differ(each: Sequence[Wanted], *, own_rows: bool) -> RunError:
         why="one program computes a step on all ranks together",
         do=f"Call the same on every rank.{_what_helps(each, own_rows)}",
     )
+
+
+def calls_differ(texts: Sequence[str]) -> RunError:
+    """The error of all ranks where some are in a call of all ranks, and others are not; ``texts``:
+    what each runs, by rank.
+    """
+    same: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        same.setdefault(_shown(text), []).append(rank)
+    told = "; ".join(f"ranks {_ranges(ranks)}: {text}" for text, ranks in same.items())
+    return RunError(
+        where="a call of all ranks",
+        what=f"ranks differ in what they run: {told}",
+        why="each holds a part of what the others need there",
+        do="Make the call on every rank, and not behind `if rank == 0`; only what is then written "
+        "may be of one rank.",
+    )
+
+
+def _shown(text: str) -> str:
+    if text.startswith(CALL):
+        return text.removeprefix(CALL)
+    return "a batch that it refuses" if text == REFUSED else str(Wanted.parse(text))
 
 
 def _what_helps(each: Sequence[Wanted], own_rows: bool) -> str:

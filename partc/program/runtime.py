@@ -40,6 +40,8 @@ from partc.program.weights import Source, whole_tensors
 from partc.program.whole_states import WholeStates
 from partc.wrong_calls import check_flag, check_whole_number
 
+FIRST_CLIPS = 3  # calls of clip_grad_norm_ that make sure all ranks are in one
+
 
 class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     """One rank's part of a training step, as an nn.Module.
@@ -176,6 +178,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
         check_norm("max_norm", max_norm)
         check_norm("norm_type", norm_type)
+        self._own.meet("clip_grad_norm_", FIRST_CLIPS)
         held = self._tensors.held
         for shown in self._shown.values():
             shown.read()
@@ -216,6 +219,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
 
         All names of a tied tensor refer to one tensor.
         """
+        self.check_together("full_state_dict")
         tensors = self._tensors
         names = list(tensors.saved_names(self.shards))
         firsts = dict.fromkeys(map(tensors.first_name, names))

@@ -95,6 +95,10 @@ class SeveralPrograms(nn.Module):
         return SharedProgram(self, self._families[-1])
 
     # inside ----------------------------------------------------------------------------------
+    def check_together(self, call: str) -> None:
+        """RunError on all ranks if some of them run something else than this call of all ranks."""
+        self._own.meet(call)
+
     @property
     def _own(self) -> Family:
         """The programs of the stage's own loss."""

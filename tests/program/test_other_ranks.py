@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from partc.api import compile
 from partc.errors import RunError
+from partc.program.checkpoint import load_checkpoint, save_checkpoint
 from partc.program.other_ranks import of_other_ranks
 from partc.verification.processes import Processes
 
@@ -28,6 +31,38 @@ def told(words: str) -> str:
             raise RuntimeError(words)
     except RuntimeError as error:
         return "".join(getattr(error, "__notes__", []))
+
+
+def apart(folder: Path, call: str) -> str:
+    """What each rank is told where the first alone makes a call of all."""
+    model, x = nn.Linear(8, 4), torch.ones(4, 8)
+    stage = compile(model, "dp=2", (x,), loss=loss, plan="fsdp").module()
+    stage.load_full(model)
+    stage.step(x)
+    calls = {
+        "save_checkpoint": lambda: save_checkpoint(folder, stage),
+        "load_checkpoint": lambda: load_checkpoint(folder, stage),
+        "full_state_dict": stage.full_state_dict,
+        "clip_grad_norm_": lambda: stage.clip_grad_norm_(1.0),
+    }
+    save_checkpoint(folder, stage, step=1)
+    try:
+        calls[call]() if dist.get_rank() == 0 else stage.step(x)
+    except RunError as error:
+        found = str(error)
+    else:
+        found = "no error"
+    stage.step(x)  # all ranks are where they were
+    stage.clip_grad_norm_(1.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    "call", ["save_checkpoint", "load_checkpoint", "full_state_dict", "clip_grad_norm_"]
+)
+def test_a_call_that_one_rank_makes_alone(world: Processes, tmp_path: Path, call: str) -> None:
+    for said in world.run(apart, tmp_path, call, num=2):
+        assert f"ranks differ in what they run: ranks 0: {call}; ranks 1: step" in said
 
 
 def behind_its_group() -> str:
