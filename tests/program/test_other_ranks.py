@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def apart(folder: Path, call: str) -> str:
     stage = compile(model, "dp=2", (x,), loss=loss, plan="fsdp").module()
     stage.load_full(model)
     stage.step(x)
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "save_checkpoint": lambda: save_checkpoint(folder, stage),
         "load_checkpoint": lambda: load_checkpoint(folder, stage),
         "full_state_dict": stage.full_state_dict,
