@@ -335,7 +335,7 @@ class Family:
         seed, step = self.state.seed
         if member.draws:  # programs count by themselves, and others have run meanwhile
             member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
-        with torch.no_grad(), naming_calls(member.role, member.run, inputs):
+        with torch.no_grad(), of_other_ranks("step"), naming_calls(member.role, member.run, inputs):
             result = (member.run.step if trains else member.run)(*inputs)
         if counts:
             self.state.seed = seed, step + 1

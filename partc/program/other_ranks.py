@@ -15,6 +15,7 @@ from partc.errors import PartcError, RunError
 from partc.program.meeting import OF_OTHERS
 
 TOGETHER = "step, eval_step, clip_grad_norm_, full_state_dict, save_checkpoint and load_checkpoint"
+GONE = "process group has not been initialized"  # torch's words
 WORDS = (*OF_OTHERS, "Timed out", "timed out")
 
 
@@ -29,13 +30,13 @@ def of_other_ranks(call: str) -> Iterator[None]:
     except PartcError:
         raise
     except (RuntimeError, ValueError) as error:
-        if not dist.is_initialized():
+        if GONE in str(error) and not dist.is_initialized():
             raise RunError(
                 where=call, what="the process group of this stage was destroyed",
                 why="ranks find each other through it",
                 do="Destroy it behind the last call, or make a new stage: program.module().",
             ) from error  # fmt: skip
-        if any(word in str(error) for word in WORDS):
+        if dist.is_initialized() and any(word in str(error) for word in WORDS):
             error.add_note(
                 f"partc, {call} on rank {dist.get_rank()}: a transfer failed, as another rank has "
                 f"ended, has failed, or runs something else; see what it printed.\n  {TOGETHER} "

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from partc.errors import PartcError, RunError
 from partc.plan.sharding import dtype_name
-from partc.program.other_ranks import of_other_ranks
 from partc.program.user_lines import path_in_model
 from partc.trace.source_lines import frames_of
 
@@ -49,8 +48,7 @@ def naming_calls(role: Role, step: Any, inputs: Sequence[Tensor] = ()) -> Iterat
     RunError in place of torch's errors; a note at those that scripts know by their class.
     """
     try:
-        with of_other_ranks("step"):
-            yield
+        yield
     except Exception as error:
         found = _failed_line(error, role)
         if found is None:
