@@ -157,7 +157,8 @@ class RankStep:
         extras = any(g.outputs.results for g in self.graphs)
         yield from [Line("results = {}")] * extras
         narrow = self.links.helpers.narrow
-        yield from [Line(f"reduced = {self.links.helpers.use('Reduced')}()")] * narrow
+        if narrow:
+            yield Line(f"reduced = {self.links.helpers.use('Reduced')}()")
         for number, stage in self.stages.items():
             if stage.finishes:
                 more = ["results"] * bool(stage.graph.outputs.results)
