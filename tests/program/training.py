@@ -162,7 +162,9 @@ MAKERS: dict[str, Maker] = {
     "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),  # makes its states at once
+    # Makes its states at once. From an accumulator of 0 the first step would be as long for a
+    # gradient that is all rounding, so that float32 would differ by processors.
+    "Adagrad": lambda params: torch.optim.Adagrad(params, 1e-2, initial_accumulator_value=0.1),
     "Muon": lambda params: torch.optim.Muon(matrices(params), lr=1e-2),
     "LAMB": lambda params: LAMB(params, lr=1e-2),
     "LARS": lambda params: LARS(params, lr=1e-2),
