@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from partc.errors import RunError
 from partc.program import Program
@@ -36,13 +36,9 @@ def ranks_differ(each: Sequence[Wanted], *, own_rows: bool) -> RunError:
     """The error of all ranks; ``each``: what a rank was given, by rank. ``own_rows``: ranks are
     given samples of their own.
     """
-    same: dict[str, list[int]] = {}
-    for rank, wanted in enumerate(each):
-        same.setdefault(str(wanted), []).append(rank)
-    told = "; ".join(f"ranks {_ranges(ranks)}: {text}" for text, ranks in same.items())
     return RunError(
         where="the step of all ranks",
-        what=f"ranks differ in what they run: {told}",
+        what=f"ranks differ in what they run: {_by_rank(map(str, each))}",
         why="one program computes a step on all ranks together",
         do=f"Call the same on every rank.{_what_helps(each, own_rows)}",
     )
@@ -52,17 +48,21 @@ def calls_differ(texts: Sequence[str]) -> RunError:
     """The error of all ranks where some are in a call of all ranks, and others are not; ``texts``:
     what each runs, by rank.
     """
-    same: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        same.setdefault(_shown(text), []).append(rank)
-    told = "; ".join(f"ranks {_ranges(ranks)}: {text}" for text, ranks in same.items())
     return RunError(
         where="a call of all ranks",
-        what=f"ranks differ in what they run: {told}",
+        what=f"ranks differ in what they run: {_by_rank(map(_shown, texts))}",
         why="each holds a part of what the others need there",
         do="Make the call on every rank, and not behind `if rank == 0`; only what is then written "
         "may be of one rank.",
     )
+
+
+def _by_rank(texts: Iterable[str]) -> str:
+    """What each rank runs, in rank order: ``ranks 0, 2: step ...; ranks 1: save_checkpoint``."""
+    same: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        same.setdefault(text, []).append(rank)
+    return "; ".join(f"ranks {_ranges(ranks)}: {text}" for text, ranks in same.items())
 
 
 def _shown(text: str) -> str:
