@@ -110,7 +110,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.graph, _ = copy_graph(self.graph)
-        self.graph.mesh = self.mesh.without_pipeline()
+        self.graph.mesh = self.mesh.cutting_axes()
         split_bias(self.graph)
         fuse_loss(self.graph)
         self.axes = [name for name, size in self.graph.mesh.axes if size > 1]

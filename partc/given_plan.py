@@ -12,7 +12,7 @@ from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.idle_axes import IDLE
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.plan import Plan
-from partc.plan.compress import COMPRESS, Compress, read_compress
+from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.decided import NCCL
 from partc.plan.field_kinds import PLAIN, check_fields
 from partc.plan.mesh import Mesh
@@ -70,15 +70,16 @@ def check_made(plan: Plan) -> None:
     said = {name: given for name, given in vars(plan).items() if given != left_out[name]}
     of_text = {*PLAIN, "gather", "scatter"}  # as they stand in a plan's text
     check_fields({name: given for name, given in said.items() if name in of_text}, "Plan")
-    if plan.compress is not None:
-        own = isinstance(plan.compress, Compress)
-        if not own:
+    for name, table in ALLOWED_TABLES.items():
+        given = getattr(plan, name)
+        if given is not None and not isinstance(given, table.made):
             raise PlanError(
-                where="Plan(...)", what=f"compress is {quoted(plan.compress)}",
+                where="Plan(...)", what=f"{name} is {quoted(given)}",
                 why="a plan in Python has partc's own types",
-                do='Write compress=partc.plan.compress.Compress("int8"), or a plan as text.',
+                do=f"Write {name}={table.example}, or a plan as text.",
             )  # fmt: skip
-        read_compress(vars(plan.compress), "Plan")
+        if given is not None:
+            table.read(vars(given), "Plan")
     for name, lies in plan.values.items() if isinstance(plan.values, Mapping) else ():
         if not isinstance(lies, Mapping):
             raise PlanError(
@@ -138,7 +139,7 @@ def check_texts(name: str, given: object) -> None:
 
 def _cuts_something(plan: Plan) -> bool:
     """Whether a plan shards any tensor, or has nothing to shard over but pipeline stages."""
-    axes = plan.mesh.without_pipeline().axes if plan.mesh else ()
+    axes = plan.mesh.cutting_axes().axes if plan.mesh else ()
     return (
         all(size == 1 for _, size in axes)
         or any(plan.params.values())
@@ -158,11 +159,12 @@ def warn_of_idle(plan: str, step: Traced) -> None:
             f"the plan names no preset and cuts nothing over {made.mesh}, {IDLE}. Write "
             'preset = "ddp", or another.', stacklevel=5,
         )  # fmt: skip
-    if COMPRESS in made.allow and made.compress is None:
-        warnings.warn(
-            f'allow = ["{COMPRESS}"] says nothing here: the plan has no table [{COMPRESS}], so all '
-            "sums are exact", stacklevel=5,
-        )  # fmt: skip
+    for name, table in ALLOWED_TABLES.items():
+        if name in made.allow and getattr(made, name) is None:
+            warnings.warn(
+                f'allow = ["{name}"] says nothing here: the plan has no table [{name}], so '
+                f"{table.without}", stacklevel=5,
+            )  # fmt: skip
     if made.mesh is not None and not is_pipeline(made, made.mesh):
         for name in (each for each in _OF_PIPELINES if getattr(made, each)):
             warnings.warn(

@@ -43,6 +43,7 @@ from partc.passes.own_passes import with_own
 from partc.passes.recompute.choose import recompute
 from partc.passes.runner import Pass, State, Table, When, run
 from partc.passes.shard.apply_preset import complete
+from partc.passes.shard.check_islands import check_islands, has_islands
 from partc.passes.shard.count_whole import count_whole
 from partc.passes.shard.draw_whole import draw_whole
 from partc.passes.shard.find_batch import find_batch
@@ -73,6 +74,7 @@ WHOLE_DRAWS = When("whole draws", lambda s: s.plan.random == "single-device")
 LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
 COMPRESSED = When("compress", lambda s: s.plan.compress is not None)
 GRADIENTS = When("compress", lambda s: COMPRESSED.holds(s) and s.graph.loss is not None)
+ISLANDS = When("islands", lambda s: has_islands(s.plan, s.mesh))
 PIECES = When("pieces", lambda s: s.plan.overlap_pieces > 1)
 
 RECORDED, JOINT, PLAN, LOCAL_GRAPH = "recorded graph", "joint graph", "plan", "local graph"
@@ -115,6 +117,8 @@ PASSES = (
          on_graph=False),
     Pass(check_compress, PLAN, "rounded sums change a step's numbers: allowed, and where they are "
          "built, or refused", COMPRESSED, on_graph=False),
+    Pass(check_islands, PLAN, "copies of the model that train apart are another training: allowed, "
+         "or refused", ISLANDS, on_graph=False),
     Pass(choose_schedule, PLAN, "1f1b unless the plan says more", PIPELINES, on_graph=False,
          decides="schedule"),
     Pass(choose_stages, PLAN, "stages cut evenly by cost", PIPELINES, on_graph=False,

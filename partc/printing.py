@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from partc.codegen.files.emit import emit
+from partc.codegen.files.island import Islands
 from partc.codegen.files.header import header, stage_header
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.cost.prediction import Work
@@ -28,6 +29,7 @@ def print_step(graph: Graph, plan: Plan, mesh: Mesh) -> dict[str, object]:
         graph, header=header(graph, plan), mesh=mesh, prefetch=plan.prefetch,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
         inductor=plan.compile == "inductor", ranges=plan.profiler_ranges,
+        islands=_islands(plan, mesh),
     )  # fmt: skip
     _check_asked(plan, [printed.text])
     return {"sources": {ROLE: printed.text}, "origins": {ROLE: printed.origins}, "files": [ROLE]}
@@ -40,6 +42,7 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
         graphs, staged.tied, order, mesh, staged.step.wiring, plan.bucket_mb,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
         inductor=plan.compile == "inductor", ranges=plan.profiler_ranges,
+        islands=_islands(plan, mesh),
     )  # fmt: skip
     groups = {file_name(ranks): ranks for ranks in pipeline.groups()}
     printed = {
@@ -53,6 +56,11 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
         "origins": {name: each.origins for name, each in printed.items()},
         "files": [name_of[rank] for rank in range(order.ranks)],
     }
+
+
+def _islands(plan: Plan, mesh: Mesh) -> Islands | None:
+    """How islands meet; None without any."""
+    return None if plan.local_steps is None else Islands(mesh.islands, plan.local_steps)
 
 
 def _check_asked(plan: Plan, texts: Sequence[str]) -> None:

@@ -36,6 +36,7 @@ from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
+from partc.codegen.files.island import Islands
 from partc.codegen.files.instances import instances, share_tables, span_of_table
 from partc.codegen.files.mesh_attributes import mesh_attributes
 from partc.codegen.files.shared_blocks import Unlike, shared_blocks
@@ -84,6 +85,7 @@ MEANINGS = {
 def emit(
     graph: Graph, *, header: str, mesh: Mesh | None = None, prefetch: int = 1,
     messages: bool = False, backend: str = "gloo", inductor: bool = False, ranges: bool = False,
+    islands: Islands | None = None,
 ) -> Printed:  # fmt: skip
     """The text of a role's file: tables, helper functions, block classes and ``class <Model>Step``.
 
@@ -93,8 +95,8 @@ def emit(
     blocks of the next loop. ``backend`` carries tensors between ranks: ``gloo`` or ``nccl``. With
     ``messages`` ranks send each other what gloo would gather, or sum and scatter. With ``inductor``
     the calls between two transfers become functions for torch.compile. With ``ranges`` blocks and
-    transfers stand in ranges of torch.profiler. CheckError if the text does anything but compute
-    with torch.
+    transfers stand in ranges of torch.profiler. With ``islands`` the step meets those of other
+    islands. CheckError if the text does anything but compute with torch.
     """
     apart: set[tuple[str, ...]] = set()
     while True:
@@ -102,6 +104,7 @@ def emit(
             return _emit(
                 graph, apart, header=header, mesh=mesh or graph.mesh, prefetch=prefetch,
                 messages=messages, backend=backend, inductor=inductor, ranges=ranges,
+                islands=islands,
             )  # fmt: skip
         except Unlike as unlike:
             apart.update(unlike.layers)
@@ -109,7 +112,7 @@ def emit(
 
 def _emit(
     graph: Graph, apart: Collection[tuple[str, ...]], *, header: str, mesh: Mesh, prefetch: int,
-    messages: bool, backend: str, inductor: bool, ranges: bool,
+    messages: bool, backend: str, inductor: bool, ranges: bool, islands: Islands | None,
 ) -> Printed:  # fmt: skip
     """As ``emit``; Unlike if runs, but for those ``apart``, share no class with their kin."""
     graph = spelled(graph, fused=inductor)
@@ -125,7 +128,9 @@ def _emit(
     check_printed(checked, items)
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    text = RoleText(graph, header, items, sides, helpers, mesh=mesh, prefetch=prefetch).text()
+    text = RoleText(
+        graph, header, items, sides, helpers, mesh=mesh, prefetch=prefetch, islands=islands
+    ).text()
     check_source(text)
     return Printed(text, helpers.origins(text))
 
@@ -144,6 +149,7 @@ class RoleText:
     mesh: Mesh = NO_AXES  # of all ranks
     adds: Adds = ADDS
     prefetch: int = 1
+    islands: Islands | None = None
     lent: frozenset[str] = frozenset()  # buffers that another stage of the same rank holds
     # the list whose layers are counted from the stage's first one, if several stages share a text
     layers: Layers | None = None
@@ -163,6 +169,15 @@ class RoleText:
         first = [Line(f"self.rng = {self.helpers.use('Draws')}()")] if self.draws else []
         made = block([*first, *self.declarations(str)], 2)
         body = self._step(arguments)
+        name = f"{identifier(self.graph.model) or 'Model'}Step"
+        result = result_type(self.graph.loss is not None, bool(self.graph.outputs.results))
+        named = {"name": name, "arguments": list(arguments.values()), "result": result}
+        last = f"Step = {name}"
+        if self.islands is not None and self.graph.loss is not None:
+            self.islands.note(self.helpers)
+            last = self.islands.text(
+                TEMPLATES, [self.graph], self.attributes, **named, draws=self.draws
+            )
         return TEMPLATES.get_template("program.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
             distributed=self.is_distributed,
@@ -173,13 +188,12 @@ class RoleText:
             blocks=blocks,
             draws=self.draws,
             own=self.helpers,
-            name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=self.graph.mesh.names,
             declarations=made,
             method="step" if self.graph.loss is not None else "forward",
-            result=result_type(self.graph.loss is not None, bool(self.graph.outputs.results)),
-            arguments=list(arguments.values()),
             body=body,
+            last=last,
+            **named,
         )
 
     # classes and attributes ------------------------------------------------------------------
@@ -194,7 +208,7 @@ class RoleText:
     @property
     def is_distributed(self) -> bool:
         """Whether classes are made for a rank of a mesh."""
-        return bool(self.graph.mesh.names)
+        return bool(self.graph.mesh.names) or self.islands is not None
 
     def make_classes(self) -> None:
         """Make a BlockClass for every run of equal blocks."""
@@ -245,9 +259,10 @@ class RoleText:
         tables, stored = self.stored_tables()
         entries |= stored
         said = {**MEANINGS, "INPUTS": input_meaning(self.graph)}
-        return [*dict.fromkeys(tables)] + [
-            table(name, said[name], entries[name]) for name in MEANINGS
-        ]
+        trains = self.graph.loss is not None
+        own = self.islands.tables([self.graph]) if self.islands and trains else []
+        every = (table(name, said[name], entries[name]) for name in MEANINGS)
+        return [*dict.fromkeys(tables), *every, *own]
 
     def stored_tables(
         self, elsewhere: Collection[str] = ()

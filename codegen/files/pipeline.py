@@ -18,6 +18,7 @@ from partc.codegen.calls.ranges import in_ranges, plain_ranges
 from partc.codegen.files.alike_stages import take_in
 from partc.codegen.files.by_rank import RANK, merged
 from partc.codegen.files.emit import TEMPLATES
+from partc.codegen.files.island import Islands
 from partc.codegen.files.pipeline_tables import pipeline_tables
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.rank_step import RankStep, actions_of
@@ -34,6 +35,7 @@ from partc.graph.hooked import calls_hooks
 from partc.graph.moves import wire_of
 from partc.graph.tied import Tied
 from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh
+from partc.program.role import RANKS
 from partc.quoting import docstring, identifier, literal
 from partc.schedules.actions import Schedule
 from partc.schedules.programs import Wiring
@@ -63,7 +65,7 @@ class Pipeline:
     between ranks: ``gloo`` or ``nccl``. With ``messages`` ranks send each other what gloo would
     gather, or sum and scatter. With ``inductor`` the calls between two transfers become functions
     for torch.compile. With ``ranges`` blocks, transfers and actions stand in ranges of
-    torch.profiler.
+    torch.profiler. With ``islands`` the step meets those of other islands.
     """
 
     graphs: Sequence[Graph]
@@ -76,6 +78,7 @@ class Pipeline:
     backend: str = "gloo"
     inductor: bool = False
     ranges: bool = False
+    islands: Islands | None = None
 
     def emit(self, ranks: Sequence[int], *, header: str) -> Printed:
         """The file that some pipeline ranks run; ``ranks`` is one of ``groups()``."""
@@ -237,18 +240,27 @@ class _File:
         (title,) = self._lines(RankStep.title)
         actions = actions_of(self.pipeline.graphs, schedule, self.first.rank)
         trains = self.first.links.trains
+        name = f"{identifier(graph.model) or 'Model'}Step"
+        result = result_type(trains, any(g.outputs.results for g in self.pipeline.graphs))
+        named = {"name": name, "arguments": self.first.arguments, "result": result}
+        last, own = f"Step = {name}", list[str]()
+        if (islands := self.pipeline.islands) and trains:
+            islands.note(self.helpers)
+            graphs = [stage.graph for stage in self.stages]
+            own = islands.tables(self.pipeline.graphs, RANKS if len(self.steps) > 1 else "")
+            attributes = {node: at for s in self.stages for node, at in s.attributes.items()}
+            last = islands.text(TEMPLATES, graphs, attributes, **named, draws=self.first.draws)
         tables = pipeline_tables(self.steps, "".join(v["declarations"] for v in values))
         return TEMPLATES.get_template("pipeline.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
             mesh=literal(dict(self.pipeline.mesh.axes)),
             dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
-            tables=tables,
+            tables=[*tables, *own],
             helpers=self.helpers.text(),
             blocks=blocks,
             stages=values,
             links="Links" in self.helpers.used,
             linked=schedule.stages > 1,
-            name=f"{identifier(graph.model) or 'Model'}Step",
             title=title.code,
             axes=[a for a in graph.mesh.names if a != MICROBATCH_AXIS],
             wiring=block(wiring, 2),
@@ -259,9 +271,9 @@ class _File:
             split="W" in schedule.kinds,
             schedule=f"Schedule {docstring(schedule.name)}, {schedule.microbatches} microbatches.",
             method="step" if trains else "forward",
-            result=result_type(trains, any(g.outputs.results for g in self.pipeline.graphs)),
-            arguments=self.first.arguments,
             body=block(body, 2),
+            last=last,
+            **named,
         )
 
     def _classes(self) -> list[StageText]:

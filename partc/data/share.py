@@ -107,7 +107,7 @@ class Division:
 
     def _piece(self, cuts: Cuts, num: int, rank: int) -> NDArray[np.int64]:
         """The places of a rank's rows among ``num``, i64[num / world]."""
-        mesh = self.mesh.without_pipeline()
+        mesh = self.mesh.cutting_axes()
         coords = self.mesh.coords(rank)
         piece = Sharding.of(cuts, mesh).local(torch.arange(num), coords, mesh)
         return np.array(piece.tolist(), dtype=np.int64)

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from partc.file_text import Unreadable, file_text
-from partc.plan.compress import COMPRESS, Compress
+from partc.plan.allowed import ALLOWED_TABLES
+from partc.plan.compress import Compress
 from partc.plan.decided import Sends, Sizes, decided_lines, number_text
 from partc.plan.field_kinds import OWN_ORDER, plan_error
+from partc.plan.local_steps import LocalSteps
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.plan_text import (
     escape,
@@ -82,7 +84,9 @@ class Plan:
     ``virtual_stages`` per pipeline rank (0: the schedule's usual number).
 
     Arithmetic: ``compress`` says in which narrow numbers gradients are summed over data ranks
-    (None: in their own). ``allow`` names what may change a step's numbers: ``"compress"``.
+    (None: in their own). ``local_steps`` says how often islands, copies of the model that train
+    apart along the mesh axis ``island``, meet. ``allow`` names what may change a step's numbers:
+    ``"compress"``, ``"local_steps"``.
 
     Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
     ``"global"`` the whole batch on every rank.
@@ -133,6 +137,7 @@ class Plan:
     hooks: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     compress: Compress | None = None
+    local_steps: LocalSteps | None = None
     apart: frozenset[str] = field(default=frozenset(), compare=False)
     of_another: bool = field(default=False, compare=False)
     other_passes: tuple[str, ...] = ()
@@ -289,7 +294,9 @@ class Plan:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
         lines += section_lines("gather", {axis: f'"{life}"' for axis, life in self.gather.items()})
         lines += section_lines("scatter", {axis: str(dim) for axis, dim in self.scatter.items()})
-        lines += section_lines(COMPRESS, self.compress.lines() if self.compress else {})
+        for name in ALLOWED_TABLES:
+            made = getattr(self, name)
+            lines += section_lines(name, made.lines() if made else {})
         for name, table in (("inputs", self.inputs), ("params", self.params)):
             lines += section_lines(
                 name, {quote(k): write_cuts(v) for k, v in fold_names(table).items()}

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from partc.plan import Cuts, Plan, fits
-from partc.plan.mesh import MICROBATCH_AXIS, PP, TP, Mesh, layout_mesh
+from partc.plan.mesh import ISLAND, MICROBATCH_AXIS, PP, TP, Mesh, layout_mesh
 from partc.plan.sharding import Layout, R, Sharding
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard", "fsdp")  # that presets know
-MODEL_AXES = (PP, TP, "cp", "ep", MICROBATCH_AXIS)  # along these no rank has samples of its own
+# along these no rank has samples of its own, of the batch of its island
+MODEL_AXES = (ISLAND, PP, TP, "cp", "ep", MICROBATCH_AXIS)
 BATCH = "batch"  # in [inputs]: all data axes, and microbatches, whatever their names
 Dealt = tuple[tuple[str, int, int], ...]  # (axis, dim, outer) in the order they are applied
 

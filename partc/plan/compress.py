@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any
 
-from partc.errors import PlanError
+from partc.plan.entries import Entries, is_number, is_whole, of_flag, of_steps
 from partc.plan.wires import BLOCK, RANK, SHARE, WIRES
 
 COMPRESS = "compress"  # the word of ``allow``, and the name of the table
@@ -60,24 +60,18 @@ def entries_of(wire: str) -> tuple[str, ...]:
 
 def read_compress(table: Mapping[str, Any], where: str) -> Compress:
     """The table of a plan.toml as a Compress; PlanError for an unknown or wrong entry."""
-    for name, given in table.items():
-        if name not in _KNOWN:
-            raise _wrong(where, f"there is no entry {name!r}", f"entries are {', '.join(_KNOWN)}")
-        if why := _KNOWN[name](given):
-            raise _wrong(where, f"{name} = {given!r} means nothing", why, _usual(name))
-    if "wire" not in table:
-        raise _wrong(where, "it does not say in which numbers", _is_wire(None))
-    made = Compress(**table)
+    made: Compress = _ENTRIES.read(table, where)
     own, left_out = entries_of(made.wire), Compress(made.wire)
-    for name in _KNOWN:
+    for name in _ENTRIES.flaws:
         if name not in own and getattr(made, name) != getattr(left_out, name):
             has = ", ".join(own)
             why, do = f"its entries are {has}", f"Leave {name} out."
-            raise _wrong(where, f"{made.wire} reads no {name}", why, do)
+            raise _ENTRIES.wrong(where, f"{made.wire} reads no {name}", why, do)
     if WIRES[made.wire].needs_rest and not made.error_feedback:
         why = "what it does not send in one step it has to send in another"
         do = "Write error_feedback = true, or leave the entry out."
-        raise _wrong(where, f"{made.wire} does not work without error_feedback", why, do)
+        what = f"{made.wire} does not work without error_feedback"
+        raise _ENTRIES.wrong(where, what, why, do)
     return made
 
 
@@ -86,53 +80,29 @@ def _is_wire(given: Any) -> str:
     return "" if known else f"wire is one of {', '.join(map(repr, WIRES))}"
 
 
-def _is_number(given: Any) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)
-
-
 def _is_size(given: Any) -> str:
-    return "" if _is_number(given) and 0 <= given < 1e6 else "it is a number of megabytes"
+    return "" if is_number(given) and 0 <= given < 1e6 else "it is a number of megabytes"
 
 
 def _is_block(given: Any) -> str:
-    number = isinstance(given, int) and not isinstance(given, bool)
-    fits = number and SMALLEST_BLOCK <= given <= LARGEST_BLOCK and given % SMALLEST_BLOCK == 0
+    fits = is_whole(given) and SMALLEST_BLOCK <= given <= LARGEST_BLOCK
+    fits = fits and given % SMALLEST_BLOCK == 0
     return "" if fits else f"it is a multiple of 8, from {SMALLEST_BLOCK} to {LARGEST_BLOCK:,}"
 
 
 def _is_share(given: Any) -> str:
-    return "" if _is_number(given) and 0 < given <= 1 else "it is a number above 0, and at most 1"
+    return "" if is_number(given) and 0 < given <= 1 else "it is a number above 0, and at most 1"
 
 
 def _is_rank(given: Any) -> str:
-    number = isinstance(given, int) and not isinstance(given, bool)
-    return "" if number and 1 <= given <= MOST_RANK else f"it is from 1 to {MOST_RANK:,}"
+    return "" if is_whole(given) and 1 <= given <= MOST_RANK else f"it is from 1 to {MOST_RANK:,}"
 
 
-def _is_step(given: Any) -> str:
-    number = isinstance(given, int) and not isinstance(given, bool)
-    return "" if number and 0 <= given < 1e12 else "it is a number of steps"
-
-
-def _is_flag(given: Any) -> str:
-    return "" if isinstance(given, bool) else "it is true or false"
-
-
-_KNOWN: Mapping[str, Callable[[Any], str]] = {
-    "wire": _is_wire, "least_mb": _is_size, "block": _is_block, "share": _is_share,
-    "rank": _is_rank, "error_feedback": _is_flag, "start_step": _is_step,
-}  # fmt: skip
-
-
-def _usual(name: str) -> str:
-    """What to write for an entry that means nothing; "" for the one that has no usual value."""
-    usual = {each.name: each.default for each in fields(Compress)}[name]
-    text = str(usual).lower() if isinstance(usual, bool) else usual
-    return "" if name == "wire" else f"Leave it out for {name} = {text}, or write another."
-
-
-def _wrong(where: str, what: str, why: str, do: str = "") -> PlanError:
-    do = do or (
-        'Write [compress], and below it wire = "int8"; docs/reference/plan.md has all entries.'
-    )
-    return PlanError(where=f"{where}, compress", what=what, why=why, do=do)
+_ENTRIES = Entries(
+    COMPRESS, Compress,
+    {
+        "wire": _is_wire, "least_mb": _is_size, "block": _is_block, "share": _is_share,
+        "rank": _is_rank, "error_feedback": of_flag, "start_step": of_steps,
+    },
+    'wire = "int8"', "it does not say in which numbers",
+)  # fmt: skip

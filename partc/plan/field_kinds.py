@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from partc.errors import PlanError
-from partc.plan.compress import COMPRESS
+from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.decided import BACKENDS, DECIDED, flaw_of
 from partc.schedules import NAMES
 from partc.schedules.csv_form import CSV
@@ -38,8 +38,8 @@ _NUMBERS = {
 _FLAGS = ("messages", "profiler_ranges")
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes", "hooks")
-ALLOWED = (COMPRESS,)  # what changes a step's numbers, and so is never chosen silently
-_TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values", COMPRESS)
+ALLOWED = (*ALLOWED_TABLES,)  # what changes a step's numbers, and so is never chosen silently
+_TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values", *ALLOWED)
 PLAIN = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "bucket_mb", "profiler_ranges"
 }  # fmt: skip

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str | Path"
 
 DP, TP = "dp", "tp"
-PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
+PP = "pp"  # the axis whose ranks have different pipeline stages
+ISLAND = "island"  # the axis whose ranks train copies of the model apart, and meet now and then
 MOST_RANKS = 2**20
 MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)  # "$" would allow a line break
@@ -227,9 +228,14 @@ class Mesh:
         """The number of ranks along the axis ``pp``; 1 without this axis."""
         return dict(self.axes).get(PP, 1)
 
-    def without_pipeline(self) -> Mesh:
-        """The mesh of all axes but ``pp``: the axes that shard tensors."""
-        return Mesh(tuple(axis for axis in self.axes if axis[0] != PP))
+    @property
+    def islands(self) -> int:
+        """The number of ranks along the axis ``island``; 1 without this axis."""
+        return dict(self.axes).get(ISLAND, 1)
+
+    def cutting_axes(self) -> Mesh:
+        """The mesh of all axes but ``pp`` and ``island``: the axes that shard tensors."""
+        return Mesh(tuple(axis for axis in self.axes if axis[0] not in (PP, ISLAND)))
 
     def first_rank(self, pipeline_rank: int) -> int:
         """The first rank with this coordinate on the axis ``pp``."""
@@ -362,9 +368,9 @@ def named_axes(mesh: Mesh, microbatches: int) -> Mesh:
     """The axes that a plan's cuts may name: those of one pipeline stage's ranks, then ``mb``.
 
     Microbatches are an axis in time. As the last axis, ``mb`` shards a batch first, so that ranks
-    exchange data only within a microbatch. ``pp`` is left out, since pipeline stages hold different
-    values. A cut along an axis of one rank leaves a value whole. PlanError if the mesh has an axis
-    named ``mb``.
+    exchange data only within a microbatch. ``pp`` and ``island`` are left out, since stages hold
+    different values, and islands values of other batches. A cut along an axis of one rank leaves a
+    value whole. PlanError if the mesh has an axis named ``mb``.
     """
     if MICROBATCH_AXIS in mesh.names:
         raise PlanError(
@@ -374,4 +380,4 @@ def named_axes(mesh: Mesh, microbatches: int) -> Mesh:
             do="Rename the axis, for example to dp.",
         )
     turns = ((MICROBATCH_AXIS, microbatches),) if microbatches > 1 else ()
-    return Mesh((*mesh.without_pipeline().axes, *turns))
+    return Mesh((*mesh.cutting_axes().axes, *turns))

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from partc.file_text import Unreadable, toml_table
-from partc.plan.compress import COMPRESS, read_compress
+from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.decided import read_decided
 from partc.plan.field_kinds import FIELDS, check_fields, check_places, plan_error
 from partc.plan.mesh import Mesh
@@ -58,8 +58,8 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes", "hooks", "allow")}
     if isinstance(table.get("recompute"), list):
         lists["recompute"] = tuple(table["recompute"])
-    if COMPRESS in table:
-        table[COMPRESS] = read_compress(table[COMPRESS], where)
+    for name in ALLOWED_TABLES.keys() & table.keys():
+        table[name] = ALLOWED_TABLES[name].read(table[name], where)
     return {**table, "mesh": mesh, **lists, **read_decided(table), **_read_passes(text)}
 
 

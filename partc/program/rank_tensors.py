@@ -255,7 +255,7 @@ def _dtensors(
 
     Where there is no other axis it is over ``pp``, with every tensor whole on its own rank.
     """
-    cutting = mesh.without_pipeline()
+    cutting = mesh.cutting_axes()
     if not cutting.names:
         cutting = mesh
     if devices is not None and cutting != mesh:

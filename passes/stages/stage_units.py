@@ -39,7 +39,7 @@ def stage_units(
     if plan.recompute != "none" and graph.loss is not None:
         graph = recompute(copied(graph), plan)
     chain = _Chain(graph, replay(graph))
-    ranks = mesh.without_pipeline().num_ranks
+    ranks = mesh.cutting_axes().num_ranks
     cutting = {axis for cuts in plan.inputs.values() for axis in cuts} | set(plan.scatter)
     # Only axes that shard batch or sequence make activations smaller; computing is divided by all
     # ranks of a stage, whatever their axes shard.

@@ -27,7 +27,7 @@ def test_ranks_and_coordinates_are_inverse() -> None:
 def test_pipeline_ranks_stand_apart_from_the_axes_that_cut_tensors() -> None:
     mesh, flat = Mesh.of("dp=2,pp=3,tp=2"), Mesh.of("dp=2,tp=2")
     assert (mesh.pipeline_ranks, flat.pipeline_ranks) == (3, 1)
-    assert mesh.without_pipeline() == flat == flat.without_pipeline()
+    assert mesh.cutting_axes() == flat == flat.cutting_axes()
     firsts = [mesh.first_rank(number) for number in range(3)]
     assert firsts == [mesh.rank({"dp": 0, "pp": number, "tp": 0}) for number in range(3)]
     assert flat.first_rank(0) == 0

@@ -1,0 +1,35 @@
+"""Printed functions of islands, which train copies of the model apart and meet now and then."""
+# mypy: disable-error-code="arg-type"
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def average(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> None:
+    """Give tensors their mean over all islands, in a transfer for each 100 MB of a dtype."""
+    sizes = {x.dtype: 0 for x in tensors}
+    buckets: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+    for x in tensors:
+        buckets.setdefault((x.dtype, sizes[x.dtype] // 100_000_000), []).append(x)
+        sizes[x.dtype] += x.nbytes
+    flats = [torch.cat([x.flatten() for x in bucket]) for bucket in buckets.values()]
+    under_way = [dist.all_reduce(flat, group=group, async_op=True) for flat in flats]
+    for bucket, flat, done in zip(buckets.values(), flats, under_way, strict=True):
+        done.wait()
+        parts = (flat / num).split([x.numel() for x in bucket])
+        for x, mean in zip(bucket, parts, strict=True):
+            x.copy_(mean.view(x.shape))
+
+
+def fragment(params: dict[str, nn.Parameter], number: int, num: int) -> dict[str, nn.Parameter]:
+    """One of `num` consecutive parts of the parameters, with about equally many elements each."""
+    whole, before = sum(x.numel() for x in params.values()), 0
+    found = {}
+    for name, param in params.items():
+        if before * num // whole == number:
+            found[name] = param
+        before += param.numel()
+    return found

@@ -1,0 +1,35 @@
+"""The tables of a plan that change a step's numbers: each has to be allowed by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from partc.plan.compress import COMPRESS, Compress, read_compress
+from partc.plan.local_steps import LOCAL_STEPS, LocalSteps, read_local_steps
+
+
+@dataclass(frozen=True)
+class AllowedTable:
+    """One such table.
+
+    ``read`` makes an object of class ``made`` of it. ``example``: one as Python, and as a plan's
+    text. ``without``: what a step does without it.
+    """
+
+    made: type
+    read: Callable[[Mapping[str, Any], str], Any]
+    example: str
+    without: str
+
+
+ALLOWED_TABLES: Mapping[str, AllowedTable] = {
+    COMPRESS: AllowedTable(
+        Compress, read_compress, 'partc.plan.compress.Compress("int8")', "all sums are exact"
+    ),
+    LOCAL_STEPS: AllowedTable(
+        LocalSteps, read_local_steps, "partc.plan.local_steps.LocalSteps(16)",
+        "all ranks train one model",
+    ),
+}  # fmt: skip
