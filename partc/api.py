@@ -271,6 +271,7 @@ class Job:
         names = trained(state.graph)
         state.made |= {
             "fingerprint": Fingerprint.of(self.step.model), "work": Work.of(state.graph),
+            "trained": frozenset(names),
         }  # fmt: skip
         compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
         try:

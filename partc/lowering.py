@@ -189,6 +189,8 @@ PASSES = (
     Pass(calls.choose_messages, PLAN, "gloo's collectives copy what messages need not",
          on_graph=False, decides="messages"),
     # text
+    Pass(printing.lay_islands, SOURCE, "how copies of the model that train apart meet is text that "
+         "follows from the plan", ISLANDS, on_graph=False),
     Pass(printing.print_step, SOURCE, "blocks as loops, each call of the checked graph once; read "
          "back by an allow-list",
          ONE_STAGE, on_graph=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from partc.codegen.files.emit import emit
 from partc.codegen.files.island import Islands
@@ -19,30 +20,44 @@ from partc.plan.mesh import Mesh
 from partc.program.role import Role
 from partc.reports.cost import cost_report
 from partc.reports.pipeline_cost import pipeline_cost
+from partc.trace.fingerprint import Fingerprint
 
 ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file
 
 
-def print_step(graph: Graph, plan: Plan, mesh: Mesh) -> dict[str, object]:
+def lay_islands(
+    plan: Plan, mesh: Mesh, fingerprint: Fingerprint, trained: Sequence[str]
+) -> dict[str, object]:
+    """How islands meet, of which parameters."""
+    assert plan.local_steps is not None
+    params = {name: prod(each.shape) for name, each in fingerprint.tensors.items() if each.kind == "param"}
+    return {"islands": Islands.of(plan.local_steps, mesh.islands, params, trained)}
+
+
+def print_step(
+    graph: Graph, plan: Plan, mesh: Mesh, islands: Islands | None = None
+) -> dict[str, object]:
     """The source of a step of one stage."""
     printed = emit(
         graph, header=header(graph, plan), mesh=mesh, prefetch=plan.prefetch,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
         inductor=plan.compile == "inductor", ranges=plan.profiler_ranges,
-        islands=_islands(plan, mesh),
+        islands=islands,
     )  # fmt: skip
     _check_asked(plan, [printed.text])
     return {"sources": {ROLE: printed.text}, "origins": {ROLE: printed.origins}, "files": [ROLE]}
 
 
-def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
+def print_pipeline(
+    plan: Plan, staged: Stages, mesh: Mesh, islands: Islands | None = None
+) -> dict[str, object]:
     """The sources of all pipeline ranks: one file for those that do the same."""
     graphs, order = staged.graphs, staged.step.schedule
     pipeline = Pipeline(
         graphs, staged.tied, order, mesh, staged.step.wiring, plan.bucket_mb,
         messages=bool(plan.messages), backend=plan.backend or GLOO,
         inductor=plan.compile == "inductor", ranges=plan.profiler_ranges,
-        islands=_islands(plan, mesh),
+        islands=islands,
     )  # fmt: skip
     groups = {file_name(ranks): ranks for ranks in pipeline.groups()}
     printed = {
@@ -56,11 +71,6 @@ def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
         "origins": {name: each.origins for name, each in printed.items()},
         "files": [name_of[rank] for rank in range(order.ranks)],
     }
-
-
-def _islands(plan: Plan, mesh: Mesh) -> Islands | None:
-    """How islands meet; None without any."""
-    return None if plan.local_steps is None else Islands(mesh.islands, plan.local_steps)
 
 
 def _check_asked(plan: Plan, texts: Sequence[str]) -> None:

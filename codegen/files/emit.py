@@ -174,7 +174,7 @@ class RoleText:
         named = {"name": name, "arguments": list(arguments.values()), "result": result}
         last = f"Step = {name}"
         if self.islands is not None and self.graph.loss is not None:
-            self.islands.note(self.helpers)
+            self.helpers.use("average_over")
             last = self.islands.text(
                 TEMPLATES, [self.graph], self.attributes, **named, draws=self.draws
             )
@@ -260,7 +260,7 @@ class RoleText:
         entries |= stored
         said = {**MEANINGS, "INPUTS": input_meaning(self.graph)}
         trains = self.graph.loss is not None
-        own = self.islands.tables([self.graph]) if self.islands and trains else []
+        own = self.islands.tables() if self.islands and trains else []
         every = (table(name, said[name], entries[name]) for name in MEANINGS)
         return [*dict.fromkeys(tables), *every, *own]
 

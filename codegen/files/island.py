@@ -12,15 +12,15 @@ The class that it derives from is a step as without islands.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jinja2
 from torch import fx
 
-from partc.codegen.helpers.needed import Helpers
 from partc.graph import Graph, fake_of
 from partc.plan.local_steps import LocalSteps
+from partc.program.role import OUTER_TABLE
 from partc.quoting import literal
 
 WIDTH = 92  # of the class's docstring
@@ -28,51 +28,63 @@ WIDTH = 92  # of the class's docstring
 
 @dataclass(frozen=True)
 class Islands:
-    """How many islands there are, and how they meet."""
+    """How many islands there are, and how they meet.
+
+    ``fragments``: of each part of the model that meets by itself, how the names of its parameters
+    begin. ``frozen``: the parameters that are not trained.
+    """
 
     num: int
     how: LocalSteps
+    fragments: tuple[tuple[str, ...], ...] = ()
+    frozen: tuple[str, ...] = ()
 
-    def note(self, helpers: Helpers) -> None:
-        """Note the functions that the class calls."""
-        helpers.use("average")
-        if self.how.fragments > 1:
-            helpers.use("fragment")
+    @classmethod
+    def of(cls, how: LocalSteps, num: int, params: Mapping[str, int], trained: Container[str]) -> Islands:
+        """``params``: how many elements each parameter of the model has, in the model's order."""
+        frozen = tuple(name for name in params if name not in trained)
+        return cls(num, how, tuple(_fragments(params, how.fragments)), frozen)
 
     def text(
         self, environment: jinja2.Environment, graphs: Sequence[Graph],
         attributes: Mapping[fx.Node, str], *, name: str, arguments: Sequence[str], result: str,
-        draws: bool,
+        draws: bool, shards: str = "SHARDS",
     ) -> str:  # fmt: skip
-        """The class, and the line that makes it the file's ``Step``."""
-        begun = f"self.taken - {self.how.start_step}" if self.how.start_step else "self.taken"
+        """The class, and the line that makes it the file's ``Step``.
+
+        ``shards``: the expression that reads the table of a rank's parameters.
+        """
+        start, how = self.how.start_step, self.how
         return environment.get_template("island.py.j2").render(
-            how=self.how, num=self.num, said=self._said(), title=self._title(), name=name,
-            arguments=arguments, result=result, draws=draws,
-            steps="begun" if self.how.start_step else begun,
-            apart=self.how.period // self.how.fragments,
-            running=_listed(_running(graphs, attributes)),
+            how=how, num=self.num, said=self._said(), name=name, arguments=arguments, result=result,
+            draws=draws, shards=shards, steps="begun" if start else "self.taken",
+            apart=how.period // how.fragments, running=_listed(_running(graphs, attributes)),
         )  # fmt: skip
 
-    def tables(self, graphs: Sequence[Graph], ranks: str = "") -> list[str]:
-        """The statements that add what islands keep of trained parameters to the table BUFFERS.
+    def tables(self, ranks: str = "") -> list[str]:
+        """The table of what islands keep of trained parameters, as BUFFERS has buffers, and that of
+        fragments.
 
-        ``ranks``: the name of the pipeline ranks, where BUFFERS has a table for each; else "".
+        ``ranks``: the name of the pipeline ranks, where there is a table for each; else "".
         """
-        if not self.how.keeps:
-            return []
-        params = {name for graph in graphs for name in graph.params}
-        frozen = sorted(params - {name for graph in graphs for name in graph.grads})
-        trained = " if name not in FROZEN" if frozen else ""
+        parts = [f"    {literal(part)}," for part in self.fragments]
+        begun = "FRAGMENTS = (  # of the model, which meet in turn: how the names of each begin"
+        tables = ["\n".join([begun, *parts, ")"])] if self.how.fragments > 1 else []
+        return [*tables, *(self._outer_tables(ranks) if self.how.keeps else [])]
+
+    def _outer_tables(self, ranks: str) -> list[str]:
+        trained = " if name not in FROZEN" if self.frozen else ""
         row = 'f"{at}_{word}_island": (f"{name}_{word}@island", *rest)'
-        over = f"for word in {literal(self.how.keeps)} for at, (name, *rest) in"
-        begun, table, pad = ("BUFFERS |= {", "SHARDS", "    ")
+        over = f"for word in {literal(self.how.keeps)}"
+        known = [f"FROZEN = {literal(self.frozen)}"] if self.frozen else []
         if ranks:
-            begun = f"for rank in {ranks}:\n    BUFFERS[rank] |= {{"
-            table, pad = "SHARDS[rank]", "        "
-        rows = [f"{pad}{row}", f"{pad}{over} {table}.items(){trained}", f"{pad[4:]}}}"]
-        known = [f"FROZEN = {literal(tuple(frozen))}"] if frozen else []
-        return [*known, "\n".join([f"{begun}  # what islands keep between meetings", *rows])]
+            rows = [f"    rank: {{{row}", f"           {over}"]
+            rows += [f"           for at, (name, *rest) in SHARDS[rank].items(){trained}}}"]
+            rows += [f"    for rank in {ranks}"]
+        else:
+            rows = [f"    {row}", f"    {over} for at, (name, *rest) in SHARDS.items(){trained}"]
+        begun = f"{OUTER_TABLE} = {{  # the same for what islands keep from one meeting to the next"
+        return [*known, "\n".join([begun, *rows, "}"])]
 
     def _said(self) -> list[str]:
         """How the islands meet, in words."""
@@ -90,8 +102,28 @@ class Islands:
             )
         return textwrap.wrap(f"{each}.", WIDTH)
 
-    def _title(self) -> str:
-        return "Do what is due with the other islands behind the last step, if it has not happened."
+
+def _fragments(params: Mapping[str, int], num: int) -> Iterator[tuple[str, ...]]:
+    """Consecutive parts of a model with about equally many elements each, as beginnings of names.
+
+    The blocks of a list are not divided: ``layers.3.`` stands for all parameters of one.
+    """
+    whole, before = max(1, sum(params.values())), 0
+    parts: list[dict[str, None]] = [{} for _ in range(num)]
+    at: dict[str, int] = {}
+    for name, size in params.items():
+        unit = _unit(name)
+        at.setdefault(unit, min(num - 1, before * num // whole))
+        parts[at[unit]][unit] = None
+        before += size
+    return (tuple(part) for part in parts)
+
+
+def _unit(name: str) -> str:
+    """How the names of a list's block begin, ``layers.3.``; other parameters' whole names."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
+    return name if number is None else ".".join(parts[: number + 1]) + "."
 
 
 def _running(graphs: Iterable[Graph], attributes: Mapping[fx.Node, str]) -> Iterator[str]:

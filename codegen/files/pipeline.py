@@ -245,11 +245,14 @@ class _File:
         named = {"name": name, "arguments": self.first.arguments, "result": result}
         last, own = f"Step = {name}", list[str]()
         if (islands := self.pipeline.islands) and trains:
-            islands.note(self.helpers)
+            self.helpers.use("average_over")
             graphs = [stage.graph for stage in self.stages]
-            own = islands.tables(self.pipeline.graphs, RANKS if len(self.steps) > 1 else "")
+            own = islands.tables(RANKS if len(self.steps) > 1 else "")
             attributes = {node: at for s in self.stages for node, at in s.attributes.items()}
-            last = islands.text(TEMPLATES, graphs, attributes, **named, draws=self.first.draws)
+            shards = f"SHARDS[{RANK}]" if len(self.steps) > 1 else "SHARDS"
+            last = islands.text(
+                TEMPLATES, graphs, attributes, **named, draws=self.first.draws, shards=shards
+            )
         tables = pipeline_tables(self.steps, "".join(v["declarations"] for v in values))
         return TEMPLATES.get_template("pipeline.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def average(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> None:
+def average_over(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> None:
     """Give tensors their mean over all islands, in a transfer for each 100 MB of a dtype."""
     sizes = {x.dtype: 0 for x in tensors}
     buckets: dict[tuple[torch.dtype, int], list[Tensor]] = {}
@@ -22,14 +22,3 @@ def average(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> None:
         parts = (flat / num).split([x.numel() for x in bucket])
         for x, mean in zip(bucket, parts, strict=True):
             x.copy_(mean.view(x.shape))
-
-
-def fragment(params: dict[str, nn.Parameter], number: int, num: int) -> dict[str, nn.Parameter]:
-    """One of `num` consecutive parts of the parameters, with about equally many elements each."""
-    whole, before = sum(x.numel() for x in params.values()), 0
-    found = {}
-    for name, param in params.items():
-        if before * num // whole == number:
-            found[name] = param
-        before += param.numel()
-    return found

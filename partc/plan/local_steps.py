@@ -50,6 +50,14 @@ class LocalSteps:
         }  # fmt: skip
 
 
+def begins_as(name: str) -> str:
+    """The parameter from which islands go on at first, of a buffer with where they last met; of
+    others "".
+    """
+    word = f"_{WORDS[0]}{MARK}"
+    return name.removesuffix(word) if name.endswith(word) else ""
+
+
 _USUAL = {each.name: each.default for each in fields(LocalSteps)}
 
 

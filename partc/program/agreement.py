@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partc.plan.mesh import PP, Mesh
+from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.program.disagreement import Found, disagreement, equal_pieces, refused_elsewhere
 from partc.program.holders import Holders
 from partc.program.role import Role, Shard
 from partc.program.tensor_hash import hashes_of, joined, sketch_of
 from partc.wrong_calls import check_whole_number
 
+EVERYWHERE = ("random", "source")  # kinds that islands have alike too
 EVERY = 100  # steps from one comparison to the next
 
 
@@ -48,7 +49,8 @@ class Alike:
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, coords in enumerate(mesh.all_coords()):
             if coords.get(PP, 0) in self.places:
-                key = tuple(index for axis, index in coords.items() if axis in self.apart)
+                apart = self.apart if self.kind in EVERYWHERE else {*self.apart, ISLAND}
+                key = tuple(index for axis, index in coords.items() if axis in apart)
                 groups.setdefault(key, []).append(rank)
         yield from (ranks for ranks in groups.values() if len(ranks) > 1)
 
@@ -238,7 +240,8 @@ class _Comparison:
     def _look_for_equal_pieces(self, batches: Sequence[int]) -> None:
         """Warn where ranks with samples of their own were given the same ones."""
         role, here = self.role, dist.get_rank()
-        cut = [a for a in role.mesh.names if any(a == b for x in role.batch for b, *_ in x.cuts)]
+        dealt = {axis for x in role.batch for axis, *_ in x.cuts} | {ISLAND}
+        cut = [axis for axis in role.mesh.names if axis in dealt]
         own = [tuple(coords[axis] for axis in cut) for coords in role.mesh.all_coords()]
         same = [rank for rank, batch in enumerate(batches) if batch == batches[here]]
         if any(own[rank] != own[here] for rank in same):

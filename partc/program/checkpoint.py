@@ -96,6 +96,7 @@ def save_checkpoint(
     check_arguments("save_checkpoint", stage, optimizer, loader)
     folder = as_path(folder, "save_checkpoint")
     stage.check_together("save_checkpoint")
+    stage.meet_islands()
     ranks = Together("save_checkpoint", stage.device, RunError)
     target = ranks.do(lambda: _target(folder, stage, optimizer, step))
     ranks.check_alike(_facts(stage, optimizer, loader) | {"step": step})
@@ -153,7 +154,7 @@ def load_checkpoint(
             piece.copy_(saved.piece(key, shard, stage))
     if optimizer is not None:
         _load_optimizer(saved, stage, optimizer)
-    stage.seed(*saved.random)
+    stage.go_on(saved.random, [key.removeprefix("model/") for key in saved.shards])
     return saved.step
 
 

@@ -335,6 +335,8 @@ class Family:
         seed, step = self.state.seed
         if member.draws:  # programs count by themselves, and others have run meanwhile
             member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
+        if member.meets:
+            self.meet_islands(member)
         with torch.no_grad(), of_other_ranks("step"), naming_calls(member.role, member.run, inputs):
             result = (member.run.step if trains else member.run)(*inputs)
         if counts:
@@ -342,6 +344,20 @@ class Family:
         else:
             self.state.num_evaluations += 1
         return result
+
+    def meet_islands(self, member: Member | None = None) -> None:
+        """Do what is due with other islands behind the last step, unless that has happened.
+
+        All ranks call this together. A step of the program does it by itself; here first, as the
+        next step may be one of another program.
+        """
+        member = member or self.first
+        if member.meets:
+            run, (seed, step) = member.run, self.state.seed
+            run.seed(seed, step)
+            run.met = self.state.met
+            run.meet()
+            self.state.met = run.met
 
     # changed ---------------------------------------------------------------------------------
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partc.plan.mesh import PP
+from partc.plan.mesh import ISLAND, PP
 from partc.program import Program
 from partc.program.role import Role, Shard, dtype_of
 from partc.program.weights import kept_aside
@@ -59,8 +59,8 @@ class Holders:
         return self.first[shard.name] == coords.get(PP, 0)
 
     def is_first_copy(self, shard: Shard, coords: Mapping[str, int]) -> bool:
-        """Whether the rank at ``coords`` is the first of all ranks that hold the same shard."""
-        others = {axis: index for axis, index in coords.items() if axis != PP}
+        """Whether the rank at ``coords`` is the first of its island's that hold the same shard."""
+        others = {axis: index for axis, index in coords.items() if axis not in (PP, ISLAND)}
         return shard.is_first_copy(others) and self.is_first_stage(shard, coords)
 
 

@@ -35,6 +35,7 @@ class Member:
         self.checks = StepChecks(role, program.numbers, guard, decided)
         self.returned = Returned(program.returns)
         self.draws = hasattr(run, "seed")
+        self.meets = hasattr(run, "meet")  # other islands
         self.trained = [name for name, x in role.tensors(run).items() if x.requires_grad]
 
     @classmethod

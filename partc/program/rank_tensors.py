@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from partc.plan.mesh import PP, Mesh
+from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.program import Program, residuals
 from partc.program.chunks import chunks_of
 from partc.program.dtensors import DTensors, expressible
@@ -47,7 +47,9 @@ class RankTensors:
         self, program: Program, role: Role, mesh: DeviceMesh | None, device: torch.device
     ) -> None:
         self.mesh, self.coords = program.mesh, program.mesh.coords(dist.get_rank())
-        self.groups = {n: mesh.get_group(n) for n in program.mesh.names} if mesh else {}
+        every = {n: mesh.get_group(n) for n in program.mesh.names} if mesh else {}
+        self.island = every.pop(ISLAND, None)  # the ranks that hold the same pieces of other copies
+        self.groups = every
         self.holders = Holders.of(program)
         self._model, self._role = program.fingerprint, role
         self._gradients: dict[object, tuple[Any, Home]] = {}  # the layout of each
@@ -176,15 +178,26 @@ class RankTensors:
         joined = None
         if self.holders.is_first_stage(shard, self.coords):
             joined = shard.join(self.held[name].detach(), self.gather)
+            joined = self.mean_of_islands(joined)
         if self.pipeline is None:
             assert joined is not None
             return joined
         return from_first(joined, shard, first, self.pipeline, self.device)
 
+    def mean_of_islands(self, tensor: Tensor) -> Tensor:
+        """The mean of all islands' copies of a tensor; of whole numbers this island's."""
+        if self.island is None or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.island)
+        return total / self.mesh.islands
+
     def as_dtensor(self, name: str) -> Any:
-        """This rank's shard of a tensor as a DTensor on the mesh without ``pp``."""
+        """This rank's shard of a tensor as a DTensor on the mesh without ``pp``; where there are
+        islands of the mean of their copies.
+        """
         shard = self.shards[self.first_name(name)]
-        return self.portable(shard, self.held[shard.name].detach())
+        return self.portable(shard, self.mean_of_islands(self.held[shard.name].detach()))
 
     def layouts(self) -> Layouts:
         """How users see this rank's pieces: as DTensors, where there is a mesh."""

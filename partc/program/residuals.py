@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from partc.errors import LoadError
 from partc.plan import Plan
+from partc.plan.local_steps import begins_as
 from partc.plan.mesh import TP, Mesh
 from partc.plan.wires import PIECE, RANK, WIRES, is_residual, whose
 
@@ -44,16 +45,27 @@ def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
 
 
 def draws(plan: str) -> bool:
-    """Whether sums of a plan, given as text, draw random numbers, or begin behind so many steps."""
-    how = Plan.parse(plan).compress
+    """Whether what a step sends depends on how many were taken, by a plan given as text: sums draw
+    random numbers, or begin behind so many steps; or islands meet.
+    """
+    found = Plan.parse(plan)
+    how = found.compress
+    if found.local_steps is not None:
+        return True
     return how is not None and (WIRES[how.wire].drawn != "" or how.start_step > 0)
 
 
 @torch.no_grad()
 def begin(held: Mapping[str, Tensor], loaded: Collection[str] = ()) -> None:
-    """Let nothing be left over, but in the buffers that were ``loaded``."""
+    """Let nothing be left over, but in the buffers that were ``loaded``; let islands go on from the
+    parameters as they are.
+    """
     for name, tensor in held.items():
-        if is_residual(name) and name not in loaded:
+        if not is_residual(name) or name in loaded:
+            continue
+        if param := begins_as(name):
+            tensor.copy_(held[param])
+        else:
             tensor.zero_()
 
 

@@ -27,6 +27,7 @@ from partc.program.user_lines import UserLines, show_lines
 
 COMPILES = "@torch.compile"  # the line before a function that torch.compile compiles
 TABLES = ("MESH", "SHARDS", "BUFFERS", "ALIASES", "INPUTS")
+OUTER_TABLE = "ISLAND_BUFFERS"  # where islands keep something from one meeting to the next
 RANKS = "PIPELINE_RANKS"  # where several run the file: SHARDS and BUFFERS have a table for each
 
 
@@ -142,15 +143,17 @@ class Role:
             tables = {name: getattr(module, name) for name in TABLES}
             module.Step  # noqa: B018 - part of the contract
             set_hooks(module, source, hooks)
+            outer = getattr(module, OUTER_TABLE, {})
             if hasattr(module, RANKS):
                 tables |= {name: tables[name][pipeline_rank] for name in ("SHARDS", "BUFFERS")}
+                outer = outer.get(pipeline_rank, {})
         except (SyntaxError, ImportError, AttributeError, NameError, LookupError) as error:
             raise _malformed(file_name, str(error)) from error
         return cls(
             module=module,
             mesh=Mesh.of(tables["MESH"]),
             params=_shards(tables["SHARDS"]),
-            buffers=_shards(tables["BUFFERS"]),
+            buffers=_shards({**tables["BUFFERS"], **outer}),
             aliases=dict(tables["ALIASES"]),
             batch=_batch(tables["INPUTS"]),
             compiles=f"\n{COMPILES}\n" in source,

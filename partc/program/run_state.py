@@ -23,12 +23,14 @@ class RunState:
     """Mode, seed and counts of a stage.
 
     ``mode``: that the user has asked for. ``seed``: the seed, and how many steps have drawn from
-    it; evaluations are counted apart, so that they do not change what a step draws.
+    it; evaluations are counted apart, so that they do not change what a step draws. ``met``: behind
+    how many steps islands have met last, or looked whether they have to.
     """
 
     mode: Mode | None = None
     seed: tuple[int, int] = 0, 0
     num_evaluations: int = 0
+    met: int = -1
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -166,6 +166,15 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         if hasattr(self._rank_step, "seed"):
             self._rank_step.seed(seed, step)
 
+    def go_on(self, seeded: tuple[int, int], loaded: Collection[str]) -> None:
+        """Go on from a checkpoint, which was saved behind what islands had to do.
+
+        ``seeded``: the seed, and how many steps were taken. ``loaded``: the names of its tensors.
+        """
+        residuals.begin(self._tensors.held, loaded)
+        self.seed(*seeded)
+        self._own.state.met = seeded[1]
+
     @property
     def seeded(self) -> tuple[int, int]:
         """The seed of the random numbers, and how many steps have been taken since it was set."""
@@ -217,14 +226,25 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's own state dict with whole tensors on the CPU; all ranks call this together.
 
-        All names of a tied tensor refer to one tensor.
+        All names of a tied tensor refer to one tensor. Of islands it is the mean of their copies.
         """
         self.check_together("full_state_dict")
+        self._own.meet_islands()
         tensors = self._tensors
         names = list(tensors.saved_names(self.shards))
         firsts = dict.fromkeys(map(tensors.first_name, names))
         whole = {first: tensors.whole(first).to("cpu", copy=True) for first in firsts}
         return {name: whole[tensors.first_name(name)] for name in names}
+
+    def meet_islands(self) -> None:
+        """Do what is due with the other islands behind the last step; all ranks call this together.
+
+        The next step does it else, and so do ``full_state_dict``, ``state_dict`` and
+        ``save_checkpoint``. To evaluate what islands have made together, call this behind a step
+        whose number is a multiple of the period. Without islands it does nothing.
+        """
+        self.check_together("meet_islands")
+        self._own.meet_islands()
 
     @property
     def sums(self) -> Mapping[str, Any]:
@@ -265,8 +285,10 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """DTensors by the user's names, for torch.distributed.checkpoint; all ranks call together.
 
         A pipeline rank returns the tensors of its own stages, on the mesh without ``pp``. They
-        share memory with the parameters, except those that ``program/dtensors.py`` gathers.
+        share memory with the parameters, except those that ``program/dtensors.py`` gathers, and
+        those of islands: these are the mean of all copies.
         """
+        self._own.meet_islands()
         state = {} if destination is None else destination
         for name in self._tensors.saved_names(self._tensors.shards):
             state[prefix + name] = self._tensors.as_dtensor(name)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import LoadError, PartcError
-from partc.plan.mesh import PP, Mesh
+from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.plan.sharding import cut, join_pieces
 from partc.plan.wires import is_residual
 from partc.program.residuals import fitted
@@ -125,8 +125,8 @@ class Saved:
             refuse(path, f"its tensors are not sharded as {MANIFEST} says", "Restore the folder.")
 
     def _is_of(self, key: str, shard: Shard, coords: Mapping[str, int]) -> bool:
-        """Whether the rank at ``coords`` has the first copy of its shard of a tensor."""
-        others = {axis: index for axis, index in coords.items() if axis != PP}
+        """Whether the rank at ``coords`` has its island's first copy of its shard of a tensor."""
+        others = {axis: index for axis, index in coords.items() if axis not in (PP, ISLAND)}
         return shard.is_first_copy(others) and coords.get(PP, 0) == self.stages[key]
 
     def _ranks(self, key: str, wanted: Shard, stage: Stage) -> Iterator[int]:
@@ -136,10 +136,16 @@ class Saved:
             return  # residuals of an exact program's checkpoint
         axes = [axis for axis, _, _ in shard.cuts]
         if self._is_as_saved(shard, wanted, stage):
-            yield self._rank(key, {axis: stage.coords[axis] for axis in axes})
+            yield self._rank(key, self._here(shard, stage))
             return
+        axes += [ISLAND] if self.mesh.islands > 1 else []
         for indices in product(*(range(self.mesh.size(axis)) for axis in axes)):
             yield self._rank(key, dict(zip(axes, indices, strict=True)))
+
+    def _here(self, shard: Shard, stage: Stage) -> dict[str, int]:
+        """Where a rank of the same mesh has its shard: on its own island."""
+        axes = [axis for axis, _, _ in shard.cuts]
+        return {a: i for a, i in stage.coords.items() if a in axes or a == ISLAND}
 
     def _rank(self, key: str, at: Mapping[str, int]) -> int:
         """The first rank that holds a shard."""
@@ -155,13 +161,23 @@ class Saved:
         if shard is None:
             return torch.zeros(wanted.local_shape(stage.mesh), dtype=wanted.dtype)
         if self._is_as_saved(shard, wanted, stage):
-            axes = [axis for axis, _, _ in shard.cuts]
-            return self._read(key, {axis: stage.coords[axis] for axis in axes})
-        whole = self._join(key, shard, 0, {})
+            return self._read(key, self._here(shard, stage))
+        whole = self._mean_of_islands(key, shard)
         if is_residual(wanted.name) and shard.shape != wanted.shape:
             beside = prod(stage.mesh.size(axis) for axis, dim, _ in wanted.cuts if dim == 1)
             whole = fitted(wanted.name, whole, wanted.shape, beside)
         return wanted.take(whole, stage.mesh, stage.coords)
+
+    def _mean_of_islands(self, key: str, shard: Shard) -> Tensor:
+        """The whole tensor; where islands have saved copies of their own, the mean of these."""
+        if self.mesh.islands == 1:
+            return self._join(key, shard, 0, {})
+        total = self._join(key, shard, 0, {ISLAND: 0})
+        if not total.is_floating_point() and not total.is_complex():
+            return total
+        for i in range(1, self.mesh.islands):
+            total = total + self._join(key, shard, 0, {ISLAND: i})
+        return total / self.mesh.islands
 
     def _is_as_saved(self, shard: Shard, wanted: Shard, stage: Stage) -> bool:
         return self.mesh == stage.mesh and shard.cuts == wanted.cuts

@@ -200,6 +200,7 @@ def _values(
             if isinstance(value, Tensor) and tensors.coords.get("pp", first) == first:
                 cut, piece = states.to_piece(name, value)
                 joined = tensors.join(cut, piece.to(tensors.device))
+                joined = tensors.mean_of_islands(joined)
             if tensors.pipeline is not None:
                 joined = from_first(joined, shard, first, tensors.pipeline, tensors.device)
             assert joined is not None

@@ -1,0 +1,218 @@
+"""Islands train copies of the model apart and meet as local SGD and DiLoCo define it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from partc.api import compile
+from partc.program.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.runtime import Stage
+from partc.verification.processes import Processes
+
+pytestmark = pytest.mark.gloo
+MEAN = "period = 3"
+DILOCO = 'period = 2\nouter = "nesterov"\nouter_lr = 0.6\nouter_momentum = 0.8\nstart_step = 1'
+STREAMING = 'period = 4\nfragments = 2\nouter = "nesterov"'
+STEPS = 9
+
+
+class Net(nn.Module):
+    """A residual and a batch norm, whose statistics islands have to share; one frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16, bias=False)  # before a norm its gradient is noise
+        self.norm = nn.BatchNorm1d(16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.taken = nn.Parameter(torch.ones(16))  # a name that the printed class has too
+        self.fixed = nn.Parameter(torch.linspace(0.5, 1.5, 16), requires_grad=False)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        for block in self.blocks:
+            h = h + torch.tanh(block(h)) * self.fixed
+        result: Tensor = self.last(h * self.taken)
+        return result
+
+
+class Deep(nn.Module):
+    """The same without batch norm, for stages and microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        result: Tensor = self.last(h)
+        return result
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def batch(step: int, island: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(100 * step + island)
+    x = torch.randn(8, 12, dtype=torch.float64, generator=numbers)
+    return x, x[:, :4].sin()
+
+
+def plan(own: str, preset: str) -> str:
+    head, _, more = preset.partition(";")
+    return f'preset = "{head}"\n{more}\nallow = ["local_steps"]\n[local_steps]\n{own}\n'
+
+
+def begin(
+    mesh: str, preset: str, own: str, kind: type[nn.Module] = Net
+) -> tuple[Stage, torch.optim.Optimizer]:
+    stage = compile(made(kind), mesh, batch(0, 0), loss=loss, plan=plan(own, preset)).module()
+    stage.load_full(made(kind))
+    return stage, torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train(stage: Stage, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(stage.step(*batch(step, stage.coords["island"])).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+# the definitions, of whole models in one process ---------------------------------------------------
+class Reference:
+    """Islands in one process: each a model with an optimizer of its own."""
+
+    def __init__(self, kind: type[nn.Module], num: int, own: str) -> None:
+        said = dict(line.split(" = ") for line in own.splitlines())
+        self.period, self.start = int(said["period"]), int(said.get("start_step", 0))
+        self.num_fragments = int(said.get("fragments", 1))
+        self.outer = (
+            (float(said.get("outer_lr", 0.7)), float(said.get("outer_momentum", 0.9)))
+            if "outer" in said else None
+        )  # fmt: skip
+        self.models = [made(kind) for _ in range(num)]
+        self.optimizers = [
+            torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+            for m in self.models
+        ]
+        self.kept: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def trained(self, model: nn.Module) -> dict[str, Tensor]:
+        return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def meet(self, step: int) -> None:
+        """What islands do before a step, by number from 0."""
+        behind = step - self.start
+        if behind == 0:
+            self.kept = {
+                n: (p.detach().clone(), torch.zeros_like(p))
+                for n, p in self.trained(self.models[0]).items()
+            }
+        for number in range(self.num_fragments):
+            at = number * self.period // self.num_fragments
+            if behind > 0 and behind % self.period == at:
+                self.meet_fragment(number)
+
+    def fragment(self, number: int) -> Iterator[str]:
+        """The parameters that begin in one of equal parts of the model; blocks are not divided."""
+        every = list(self.models[0].named_parameters())
+        whole, seen = sum(p.numel() for _, p in every), 0
+        first: dict[str, int] = {}
+        for name, param in every:
+            block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name
+            first.setdefault(block, int(seen / whole * self.num_fragments))
+            if first[block] == number and param.requires_grad:
+                yield name
+            seen += param.numel()
+
+    @torch.no_grad()
+    def meet_fragment(self, number: int) -> None:
+        for name in self.fragment(number):
+            copies = [self.trained(model)[name] for model in self.models]
+            new = torch.stack([*copies]).mean(0)
+            if self.outer is not None:
+                lr, mu = self.outer
+                theta, velocity = self.kept[name]
+                gradient = theta - new
+                velocity = mu * velocity + gradient
+                new = theta - lr * (gradient + mu * velocity)
+                self.kept[name] = new, velocity
+            for each in copies:
+                each.copy_(new)
+        running = [dict(model.named_buffers()) for model in self.models]
+        for name, first in running[0].items():
+            if first.is_floating_point():
+                mean = torch.stack([each[name] for each in running]).mean(0)
+                for each in running:
+                    each[name].copy_(mean)
+
+    def step(self, step: int) -> list[float]:
+        self.meet(step)
+        losses = []
+        for i, model in enumerate(self.models):
+            value = loss(model, *batch(step, i))
+            value.backward()
+            losses.append(value.item())
+        if step < self.start:
+            for same in zip(*(self.trained(m).values() for m in self.models), strict=True):
+                mean = torch.stack([p.grad for p in same]).mean(0)  # type: ignore[misc]
+                for param in same:
+                    param.grad = mean.clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def mean(self, name: str) -> Tensor:
+        return torch.stack([model.state_dict()[name].double() for model in self.models]).mean(0)
+
+
+def trains_as_defined(mesh: str, preset: str, own: str, kind: type[nn.Module]) -> None:
+    num = int(mesh.partition("=")[2][0])
+    stage, optimizer = begin(mesh, preset, own, kind)
+    reference = Reference(kind, num, own)
+    island = stage.coords["island"]
+    for step in range(STEPS):
+        wanted = reference.step(step)[island]
+        [found] = train(stage, optimizer, range(step, step + 1))
+        assert abs(found - wanted) < 1e-11 * max(1, abs(wanted)), (step, found, wanted)
+    reference.meet(STEPS)  # which the state dict does too
+    whole = stage.full_state_dict()
+    assert list(whole) == list(made(kind).state_dict())
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor.double(), reference.mean(name), atol=1e-11, rtol=0)
+
+
+LAYOUTS: list[tuple[str, str, type[nn.Module]]] = [
+    ("island=2,dp=2", "ddp", Net),
+    ("island=2,dp=2", "fsdp", Net),
+    ("island=2,tp=2", "megatron", Net),
+    ("island=4", "ddp", Net),
+    ("island=2,pp=2", "ddp;microbatches = 2", Deep),
+    ("island=2,dp=2", 'zero1;microbatches = 2', Deep),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [MEAN, DILOCO, STREAMING], ids=["mean", "diloco", "streaming"])
+def test_islands_train_as_their_definition_says(world: Processes, own: str) -> None:
+    for mesh, preset, kind in LAYOUTS:
+        world.run(trains_as_defined, mesh, preset, own, kind)
