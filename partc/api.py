@@ -38,7 +38,7 @@ from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
 from partc.printing import noted_pieces
 from partc.program import Program
-from partc.program.check_complete import check_complete, trained
+from partc.program.check_complete import check_complete, running, trained
 from partc.program.farewell import tell_at_exit
 from partc.program.origin import Origin
 from partc.recipe import made_by
@@ -271,7 +271,7 @@ class Job:
         names = trained(state.graph)
         state.made |= {
             "fingerprint": Fingerprint.of(self.step.model), "work": Work.of(state.graph),
-            "trained": frozenset(names),
+            "trained": frozenset(names), "running": frozenset(running(state.graph)),
         }  # fmt: skip
         compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
         try:

@@ -26,12 +26,13 @@ ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the sa
 
 
 def lay_islands(
-    plan: Plan, mesh: Mesh, fingerprint: Fingerprint, trained: Sequence[str]
+    plan: Plan, mesh: Mesh, fingerprint: Fingerprint, trained: frozenset[str],
+    running: frozenset[str],
 ) -> dict[str, object]:
     """How islands meet, of which parameters."""
     assert plan.local_steps is not None
     params = {name: prod(each.shape) for name, each in fingerprint.tensors.items() if each.kind == "param"}
-    return {"islands": Islands.of(plan.local_steps, mesh.islands, params, trained)}
+    return {"islands": Islands.of(plan.local_steps, mesh.islands, params, trained, running)}
 
 
 def print_step(

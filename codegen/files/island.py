@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import jinja2
 from torch import fx
 
-from partc.graph import Graph, fake_of
+from partc.codegen.text import Line, block
+from partc.graph import Graph
 from partc.plan.local_steps import LocalSteps
 from partc.program.role import OUTER_TABLE
 from partc.quoting import literal
@@ -31,19 +32,24 @@ class Islands:
     """How many islands there are, and how they meet.
 
     ``fragments``: of each part of the model that meets by itself, how the names of its parameters
-    begin. ``frozen``: the parameters that are not trained.
+    begin. ``frozen``: the parameters that are not trained. ``running``: the buffers that steps
+    change, such as running statistics, which become their mean with the parameters.
     """
 
     num: int
     how: LocalSteps
     fragments: tuple[tuple[str, ...], ...] = ()
     frozen: tuple[str, ...] = ()
+    running: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, how: LocalSteps, num: int, params: Mapping[str, int], trained: Container[str]) -> Islands:
+    def of(
+        cls, how: LocalSteps, num: int, params: Mapping[str, int], trained: Container[str],
+        running: frozenset[str],
+    ) -> Islands:  # fmt: skip
         """``params``: how many elements each parameter of the model has, in the model's order."""
         frozen = tuple(name for name in params if name not in trained)
-        return cls(num, how, tuple(_fragments(params, how.fragments)), frozen)
+        return cls(num, how, tuple(_fragments(params, how.fragments)), frozen, running)
 
     def text(
         self, environment: jinja2.Environment, graphs: Sequence[Graph],
@@ -55,10 +61,12 @@ class Islands:
         ``shards``: the expression that reads the table of a rank's parameters.
         """
         start, how = self.how.start_step, self.how
+        buffers = {name: node for graph in graphs for name, node in graph.buffers.items()}
+        kept = [attributes[node] for name, node in buffers.items() if name in self.running]
         return environment.get_template("island.py.j2").render(
             how=how, num=self.num, said=self._said(), name=name, arguments=arguments, result=result,
             draws=draws, shards=shards, steps="begun" if start else "self.taken",
-            apart=how.period // how.fragments, running=_listed(_running(graphs, attributes)),
+            apart=how.period // how.fragments, running=_last_parts(kept),
         )  # fmt: skip
 
     def tables(self, ranks: str = "") -> list[str]:
@@ -126,16 +134,9 @@ def _unit(name: str) -> str:
     return name if number is None else ".".join(parts[: number + 1]) + "."
 
 
-def _running(graphs: Iterable[Graph], attributes: Mapping[fx.Node, str]) -> Iterator[str]:
-    """The last parts of the names of buffers that steps change, such as running statistics."""
-    for graph in graphs:
-        for name in graph.outputs.buffers:
-            node = graph.buffers[name]
-            if fake_of(node).is_floating_point():
-                yield attributes[node].rpartition(".")[2]
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Names as a tuple; "" for none."""
-    found = sorted({*names})
-    return literal(tuple(found)) if found else ""
+def _last_parts(attributes: Iterable[str]) -> str:
+    """The statement that names buffers by the last parts of their paths, by which equal blocks call
+    the same one; "" for none.
+    """
+    found = sorted({path.rpartition(".")[2] for path in attributes})
+    return block([Line(f"names = {literal(tuple(found))}")], 2) if found else ""

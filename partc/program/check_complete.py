@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from partc.errors import CheckError
-from partc.graph import Graph
+from partc.graph import Graph, fake_of
 from partc.graph.folds import spread
 from partc.program import Program
 from partc.program.holders import roles_of
@@ -15,6 +15,12 @@ from partc.trace.fingerprint import table
 def trained(graph: Graph) -> list[str]:
     """The parameters with a gradient, including those of equal blocks that the graph leaves out."""
     return list(spread(graph.grads, graph.folds))
+
+
+def running(graph: Graph) -> list[str]:
+    """The buffers of floats that a step changes, such as running statistics, of all blocks."""
+    changed = {n: x for n, x in graph.outputs.buffers.items() if fake_of(x).is_floating_point()}
+    return list(spread(changed, graph.folds))
 
 
 def check_complete(names: Iterable[str], program: Program) -> None:

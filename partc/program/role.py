@@ -192,13 +192,20 @@ class Role:
         self, step: Any, inputs: Sequence[Tensor]
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Run a Step on the global batch: the loss, None of a forward program, and what is
-        returned beside it by name.
+        returned beside it by name. Islands are left alone.
         """
+        if hasattr(step, "meet"):
+            step.met = step.taken  # as if that had happened
         with naming_calls(self, step, inputs):
             result = (step if self.is_inference else step.step)(*inputs)
         if self.is_inference:
             return None, result
         return result if isinstance(result, tuple) else (result, {})
+
+    def alone(self, step: Any) -> Any:
+        """The class of a Step without other islands, which draws and computes as any of them."""
+        made = type(step)
+        return made.__mro__[1] if hasattr(step, "meet") else made
 
     def tensors(self, step: nn.Module) -> dict[str, Tensor]:
         """Every parameter and buffer of a Step by its name in the user's model."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partc.graph.draws import seed_of
 from partc.plan import Plan
 from partc.plan.compress import Compress
-from partc.plan.mesh import PP, TP
+from partc.plan.mesh import ISLAND, PP, TP
 from partc.plan.wires import HELPERS, OWN, WIRES, is_residual
 from partc.program.role import Role
 from partc.verification.defined_sums import Key, Site
@@ -156,7 +156,7 @@ class Narrow:
         how = Plan.parse(plan).compress
         if how is None:
             return None
-        [axis] = [a for a, size in role.mesh.axes if size > 1 and a not in (PP, TP)]
+        [axis] = [a for a, size in role.mesh.axes if size > 1 and a not in (ISLAND, PP, TP)]
         place, num = role.mesh.coords(rank)[axis], role.mesh.size(axis)
         name = WIRES[how.wire].helper
         classes = {n: made for n, made in classes_of(role).items() if n == name}

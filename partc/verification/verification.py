@@ -33,6 +33,7 @@ from partc.verification.asked import (
     check_program,
     other_shapes,
 )
+from partc.verification.meetings import Meetings
 from partc.verification.narrow_sums import Narrow, sum_exactly
 from partc.verification.piece_norms import Pieces
 from partc.verification.pieces_of_ranks import whole_batch
@@ -191,11 +192,17 @@ def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int
     was printed (the second one of ``roles``), where torch.compile leaves functions as they are.
     """
     role, printed = roles
+    meetings = Meetings.of(job.program, role, rank)
     narrow = Narrow.of(printed, job.program.plan, rank)
     if narrow is not None:
         sum_exactly(role)
     with nullcontext() if role.compiles else _raised(job):
         found = [*_Rank(job, role, _built(job, role, mesh), rank).rows()]
+        if meetings is not None:
+            one = _Rank(job, role, _built(job, role, mesh), rank)
+            one._fill()
+            met = meetings.rows(one.step, one._run, one._run_alone)
+            found += [Row(error, kind, name, rank) for kind, name, error in met]
     if narrow is None or role.is_inference:
         return found
     if not narrow.rounds_in_float64 and job.device.type == "cpu":
@@ -261,12 +268,18 @@ class _Rank:
     def _seed(self, number: int = STEP) -> None:
         """Let the next step draw the numbers of the reference, or of a step by its number."""
         step: Any = self.step
-        if hasattr(step, "seed"):
-            step.seed(SEED, number - 1)
+        alone = self.role.alone(step)
+        if hasattr(alone, "seed"):
+            alone.seed(step, SEED, number - 1)
 
     def _run(self, number: int = STEP) -> tuple[Tensor | None, Tensors]:
         self._seed(number)
         return self.role.run(self.step, self._inputs())
+
+    def _run_alone(self) -> object:
+        """A step without other islands."""
+        self._seed()
+        return self.role.alone(self.step).step(self.step, *self._inputs())
 
     def _inputs(self) -> list[Tensor]:
         """What this rank is given of the batch."""

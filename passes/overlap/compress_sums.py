@@ -49,7 +49,7 @@ from partc.plan import Plan
 from partc.plan.batch import DATA_AXES
 from partc.plan.compress import COMPRESS, Compress
 from partc.plan.field_kinds import plan_error
-from partc.plan.mesh import PP, TP, Mesh
+from partc.plan.mesh import ISLAND, PP, TP, Mesh
 from partc.plan.sharding import Sharding, cut
 from partc.plan.wires import ALIKE, MARK, WIRES, Kept
 
@@ -69,7 +69,7 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
         return  # a forward has no gradients; it shares its stage with a program that has
     axes = [axis for axis, size in mesh.axes if size > 1]
     data = [axis for axis in axes if axis in DATA_AXES and axis in plan.batch_axes]
-    if len(data) != 1 or {*axes} - {PP, TP, *data}:
+    if len(data) != 1 or {*axes} - {ISLAND, PP, TP, *data}:
         raise _refused(
             f"the mesh is {mesh}", "sums are compressed over one data axis, beside which there may "
             "be tp and pp, and no other axis of several ranks", "Use such a mesh, or leave it out.",

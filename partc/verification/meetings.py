@@ -1,0 +1,194 @@
+"""Compare what islands make of each other's parameters with the definitions of local SGD and DiLoCo.
+
+Every rank makes the parameters of all islands by itself, from seeds, takes its own, and lets the
+program meet. What comes of it has to be what the definition says of all of them: of every part of
+the model in turn, twice; nothing behind other steps, or once more. In the first steps, where the
+plan shares gradients, these have to be their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf, isfinite, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.plan import Plan
+from partc.plan.local_steps import LocalSteps
+from partc.plan.mesh import ISLAND
+from partc.program import Program
+from partc.program.expected import seeded_weight
+from partc.program.role import Role, Shard
+
+MET, SHARED = "meeting of islands", "gradient of islands"
+TURNS = 2  # of all parts of the model
+Compared = tuple[str, str, float]  # kind, name, error
+Wholes = dict[str, Tensor]
+Run = Callable[[], object]
+
+
+@dataclass
+class Meetings:
+    """What one rank compares, and what the definition has made so far.
+
+    ``parts``: by trained parameter which part of the model has it. ``copies``: by island its whole
+    parameters, and the buffers that steps change. ``outer``: by parameter where islands last met,
+    and the outer momentum.
+    """
+
+    role: Role
+    how: LocalSteps
+    rank: int
+    parts: Mapping[str, int]
+    copies: list[Wholes] = field(default_factory=list)
+    outer: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, role: Role, rank: int) -> Meetings | None:
+        """None where the plan has no islands, or the program does not train."""
+        how = Plan.parse(program.plan).local_steps
+        if how is None or role.is_inference:
+            return None
+        known = program.fingerprint.tensors.items()
+        sizes = {name: prod(each.shape) for name, each in known if each.kind == "param"}
+        return cls(role, how, rank, _parts(sizes, how.fragments))
+
+    def rows(self, step: Any, run: Run, alone: Run) -> Iterator[Compared]:
+        """What was compared, of which tensor, and its relative error.
+
+        ``run`` lets the rank's module take a step, ``alone`` one without other islands.
+        """
+        held = self.role.tensors(step)
+        before = {name: x.clone() for name, x in held.items()}
+        yield from self._shared(step, run, alone)
+        running = [s for s in self.role.buffers if not torch.equal(before[s.name], held[s.name])]
+        params = [s for s in self.role.params if held[s.name].requires_grad]
+        floats = [s for s in running if held[s.name].is_floating_point()]
+        with torch.no_grad():
+            yield from self._met(step, params, floats)
+
+    # gradients -----------------------------------------------------------------------------------
+    def _shared(self, step: Any, run: Run, alone: Run) -> Iterator[Compared]:
+        """The gradients of the last step in which islands share them, and of the one behind it."""
+        held, start = self.role.tensors(step), self.how.start_step
+        with torch.no_grad():
+            for shard in self.role.params:
+                held[shard.name].mul_(1 + self.role.mesh.coords(self.rank)[ISLAND] / 8)
+        for taken in range(max(0, start - 1), start + 1):
+            wanted = self._gradients(step, alone, taken)
+            if taken < start:
+                for grad in wanted.values():
+                    self.role.module.__dict__["dist"].all_reduce(grad, group=step.island)
+                    grad /= self.role.mesh.islands
+            found = self._gradients(step, run, taken)
+            for name, grad in wanted.items():
+                yield SHARED, name, _error(found.get(name), grad)
+
+    def _gradients(self, step: Any, run: Run, taken: int) -> Wholes:
+        """This rank's gradients of a step behind so many, by name."""
+        held = self.role.tensors(step)
+        for x in held.values():
+            x.grad = None
+        step.taken = taken
+        run()
+        return {name: x.grad.clone() for name, x in held.items() if x.grad is not None}
+
+    # parameters ----------------------------------------------------------------------------------
+    def _met(self, step: Any, params: list[Shard], running: list[Shard]) -> Iterator[Compared]:
+        apart = self.how.period // self.how.fragments
+        shards = [*params, *running]
+        start = {s.name: seeded_weight(s.name, s.shape, s.dtype) for s in shards}
+        self.copies = [dict(start) for _ in range(self.role.mesh.islands)]
+        self.outer = {s.name: (start[s.name], torch.zeros(s.shape)) for s in params}
+        yield from self._compared(step, shards, self.how.start_step)
+        for turn in range(1, TURNS * self.how.fragments + 1):
+            for island, copy in enumerate(self.copies):
+                for s in shards:
+                    way = seeded_weight(f"{s.name} {island} {turn}", s.shape, s.dtype)
+                    copy[s.name] = copy[s.name] + 0.1 * way
+            behind = self.how.start_step + turn * apart
+            if apart > 1:
+                yield from self._compared(step, shards, behind - 1)
+            self._write(step, shards)
+            self._define(params, running, turn % self.how.fragments)
+            step.met = -1
+            yield from self._again(step, shards, behind)
+            yield from self._again(step, shards, behind)
+
+    def _define(self, params: list[Shard], running: list[Shard], part: int) -> None:
+        """The definition: a part of the model, and all running statistics, become one."""
+        for s in running:
+            self._give(s.name, self._mean(s.name))
+        for s in params:
+            if self.parts[s.name] != part:
+                continue
+            new = self._mean(s.name)
+            if self.how.keeps:
+                last, velocity = self.outer[s.name]
+                lr, momentum = self.how.outer_lr, self.how.outer_momentum
+                velocity = momentum * velocity + (last - new)
+                new = last - lr * ((last - new) + momentum * velocity)
+                self.outer[s.name] = new, velocity
+            self._give(s.name, new)
+
+    def _mean(self, name: str) -> Tensor:
+        return torch.stack([copy[name] for copy in self.copies]).mean(0)
+
+    def _give(self, name: str, new: Tensor) -> None:
+        for copy in self.copies:
+            copy[name] = new
+
+    def _write(self, step: Any, shards: list[Shard]) -> None:
+        """Give the rank its pieces of its island's copy."""
+        mesh = self.role.mesh
+        coords, held = mesh.coords(self.rank), self.role.tensors(step)
+        for s in shards:
+            held[s.name].copy_(s.take(self.copies[coords[ISLAND]][s.name], mesh, coords))
+
+    def _compared(self, step: Any, shards: list[Shard], behind: int) -> Iterator[Compared]:
+        """What meeting behind so many steps has made of the rank's pieces of its copy."""
+        self._write(step, shards)
+        step.met = -1
+        yield from self._again(step, shards, behind)
+
+    def _again(self, step: Any, shards: list[Shard], behind: int) -> Iterator[Compared]:
+        """The same of the pieces as they are, and of what the rank keeps."""
+        mesh = self.role.mesh
+        coords, held = mesh.coords(self.rank), self.role.tensors(step)
+        step.taken = behind
+        step.meet()
+        copy = self.copies[coords[ISLAND]]
+        wanted = {s.name: s.take(copy[s.name], mesh, coords) for s in shards}
+        for s in shards if self.how.keeps else ():
+            for word, whole in zip(self.how.keeps, self.outer.get(s.name, ()), strict=False):
+                wanted[f"{s.name}_{word}@{ISLAND}"] = s.take(whole, mesh, coords)
+        for name, tensor in wanted.items():
+            yield MET, name, _error(held.get(name), tensor)
+
+
+def _parts(sizes: Mapping[str, int], num: int) -> dict[str, int]:
+    """By parameter the part of the model that it belongs to, of as many elements as the others.
+
+    A block of a list belongs to one part: that in which its first parameter begins.
+    """
+    whole, begins = max(1, sum(sizes.values())), accumulate(sizes.values(), initial=0)
+    found: dict[str, int] = {}
+    first: dict[tuple[str, ...], int] = {}
+    for name, begin in zip(sizes, begins, strict=False):
+        path = tuple(name.split("."))
+        depth = [i for i, word in enumerate(path[:-1], start=1) if word.isdigit()]
+        block = path[: depth[0]] if depth else path
+        found[name] = first.setdefault(block, min(num * begin // whole, num - 1))
+    return found
+
+
+def _error(mine: Tensor | None, wanted: Tensor) -> float:
+    """The largest difference over the largest value; infinite where one is missing or not finite."""
+    if mine is None or not mine.numel():
+        return 0.0 if mine is not None and not wanted.numel() else inf
+    most = float((mine.detach().cpu() - wanted.cpu()).abs().max())
+    return most / (float(wanted.abs().max()) or 1.0) if isfinite(most) else inf
