@@ -19,6 +19,7 @@ def average_over(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> N
     under_way = [dist.all_reduce(flat, group=group, async_op=True) for flat in flats]
     for bucket, flat, done in zip(buckets.values(), flats, under_way, strict=True):
         done.wait()
-        parts = (flat / num).split([x.numel() for x in bucket])
+        flat /= num
+        parts = flat.split([x.numel() for x in bucket])
         for x, mean in zip(bucket, parts, strict=True):
             x.copy_(mean.view(x.shape))

@@ -26,6 +26,7 @@ class Drawn(SteadyDraws):
 
     def __init__(self, program: Program, rank: int, seed: int, step: int) -> None:
         super().__init__()
+        seed = program.mesh.seed_of_island(seed, rank)
         self.program, self.rank, self.at = program, rank, (seed, step)
         self.known = dict(_keys(program, rank, seed, step))
         self.seeds: Counter[Seed] = Counter()

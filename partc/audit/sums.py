@@ -19,7 +19,7 @@ from partc.audit.variation import Calls, CallSeen, Varying, varying
 from partc.dryrun.alone import alone
 from partc.dryrun.live_memory import LiveMemory
 from partc.errors import CheckError
-from partc.plan.mesh import PP, Mesh
+from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.program import Program
 from partc.program.role import Role, Shard
 from partc.verification.narrow_sums import sum_exactly
@@ -56,7 +56,7 @@ def check_sums(program: Program) -> Followed:
 
 def summing_axes(mesh: Mesh) -> dict[str, int]:
     """The axes over which ranks have parts of sums, with their sizes."""
-    return {axis: size for axis, size in mesh.axes if axis != PP and size > 1}
+    return {axis: size for axis, size in mesh.axes if axis not in (ISLAND, PP) and size > 1}
 
 
 def _places(mesh: Mesh) -> list[dict[str, int]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from partc.errors import CheckError
 from partc.plan import Plan
+from partc.plan.local_steps import is_outer, kept
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import dtype_name
 from partc.plan.wires import ALIKE, MARK, is_residual, whose
@@ -57,6 +58,9 @@ def _differences(role: Role, program: Program) -> Iterator[tuple[str, str]]:
 
 def _other_residual(shard: Shard, program: Program) -> Iterator[tuple[str, str]]:
     """What is wrong with a buffer for what sums have not sent: a row belongs to each data rank."""
+    if is_outer(shard.name):
+        yield from _other_outer(shard, program)
+        return
     how, axis = Plan.parse(program.plan).compress, shard.name.rpartition(MARK)[2]
     alike = whose(shard.name) == ALIKE
     kept = how is not None and (how.error_feedback or alike)
@@ -66,6 +70,18 @@ def _other_residual(shard: Shard, program: Program) -> Iterator[tuple[str, str]]
     others = {(each, 0 if alike else 1, 1) for each in program.mesh.names if each != axis}
     if not wanted <= {*shard.cuts} <= wanted | others:
         yield f"{shard.key} is cut as {shard.cuts}", f"every rank of {axis} has a part of its own"
+
+
+def _other_outer(shard: Shard, program: Program) -> Iterator[tuple[str, str]]:
+    """What is wrong with a buffer that islands keep of a parameter."""
+    how = Plan.parse(program.plan).local_steps
+    words = how.keeps if how is not None else ()
+    params = {x.name: x for role in roles_of(program) for x in role.params}
+    of = next((x for name, x in params.items() for w in words if shard.name == kept(name, w)), None)
+    if of is None:
+        yield f"{shard.key} is what islands keep of a parameter", "the plan's islands keep no such"
+    elif (of.shape, of.dtype, of.cuts) != (shard.shape, shard.dtype, shard.cuts):
+        yield f"{shard.key} is cut as {shard.cuts}", f"{of.name} is cut as {of.cuts}"
 
 
 def _impossible(shard: Shard, mesh: Mesh) -> Iterator[tuple[str, str]]:

@@ -50,12 +50,17 @@ class LocalSteps:
         }  # fmt: skip
 
 
+def kept(name: str, word: str) -> str:
+    """The name of the buffer for what islands keep of a parameter."""
+    return f"{name}_{word}{MARK}"
+
+
 def begins_as(name: str) -> str:
     """The parameter from which islands go on at first, of a buffer with where they last met; of
     others "".
     """
-    word = f"_{WORDS[0]}{MARK}"
-    return name.removesuffix(word) if name.endswith(word) else ""
+    end = kept("", WORDS[0])
+    return name.removesuffix(end) if name.endswith(end) else ""
 
 
 _USUAL = {each.name: each.default for each in fields(LocalSteps)}

@@ -233,6 +233,10 @@ class Mesh:
         """The number of ranks along the axis ``island``; 1 without this axis."""
         return dict(self.axes).get(ISLAND, 1)
 
+    def seed_of_island(self, seed: int, rank: int) -> int:
+        """The seed from which the numbers of a rank's island follow: each has its own."""
+        return self.islands * seed + self.coords(rank).get(ISLAND, 0)
+
     def cutting_axes(self) -> Mesh:
         """The mesh of all axes but ``pp`` and ``island``: the axes that shard tensors."""
         return Mesh(tuple(axis for axis in self.axes if axis[0] not in (PP, ISLAND)))

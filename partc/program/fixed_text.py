@@ -23,7 +23,16 @@ from functools import cached_property
 from typing import Any
 
 from partc.plan.wires import BASES, HELPERS
-from partc.program.fixed_words import CALLED, DEVICE, LOCALS, ROUNDED, Names, reason_of
+from partc.program.fixed_words import (
+    CALLED,
+    DEVICE,
+    ISLAND_HELPER,
+    LOCALS,
+    MEETS,
+    ROUNDED,
+    Names,
+    reason_of,
+)
 
 Json = Mapping[str, Any]
 LISTED = "Reduced"  # the class that finishes these sums
@@ -152,6 +161,9 @@ def parts_of(text: str) -> Iterator[Part]:
             if node.name in NARROW or (node.name == LISTED and BASES[0] in names.functions):
                 yield Part(ROUNDED, node.lineno, _head(node)[1], digest_of_code(node), node.name)
                 continue
+            if node.name == ISLAND_HELPER or _derives(node, names):
+                yield Part(MEETS, node.lineno, _head(node)[1], digest_of_code(node), node.name)
+                continue
             if asking is not None:
                 reason = LOCALS.get(node.name, DEVICE)
                 yield Part(reason, asking.line, asking.text, digest_of_code(node), node.name)
@@ -163,6 +175,12 @@ def _is_module(node: ast.AST) -> bool:
     """Whether a class computes a stage or a step; of these single statements stay."""
     bases = node.bases if isinstance(node, ast.ClassDef) else []
     return any(ast.unparse(base) == "nn.Module" for base in bases)
+
+
+def _derives(node: ast.stmt, names: Names) -> bool:
+    """Whether a class is made from another one of the text's own: that of an island from a step."""
+    bases = node.bases if isinstance(node, ast.ClassDef) else []
+    return any(isinstance(base, ast.Name) and base.id in names.functions for base in bases)
 
 
 def _parts(node: ast.stmt, path: tuple[str, ...], names: Names) -> Iterator[Part]:

@@ -17,6 +17,7 @@ DTYPE = "the dtype in which numbers are kept"
 TIED = "which tensors are one"
 TEXT = "a value as text, which says more than its numbers"
 ROUNDED = "in which numbers gradients are sent"
+MEETS = "when islands meet, and what becomes of their parameters"
 CALLED = "which function a name stands for"
 
 # Words in the names of functions and modules of torch. Behind `self` stand a model's own names, of
@@ -33,9 +34,10 @@ DEVICE_NAMES = {
 DRAW_WORDS = {"rng", "random", "dropout", "generator", "seed"}
 DRAW_NAMES = {"rng", "Draws"}
 CASTS = {"to", "type", "type_as", "dtype", "autocast", "amp", "finfo"}
-TABLES = {"ALIASES": TIED, "DTYPES": DTYPE}
+TABLES = {"ALIASES": TIED, "DTYPES": DTYPE, "FRAGMENTS": MEETS, "FROZEN": MEETS}
 LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE, "str": TEXT}
 LOCALS |= dict.fromkeys(HELPERS, ROUNDED)
+ISLAND_HELPER = "average_over"
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def reason_of(node: ast.AST, names: Names) -> str:
     """What a statement or expression decides on, of the above; "" if it decides on none of them."""
     found = {reason for each in _words(node) if (reason := _reason(each, names))}
     return next(
-        (each for each in (TIED, DEVICE, DRAWS, ROUNDED, DTYPE, CALLED, TEXT) if each in found), ""
+        (each for each in (TIED, DEVICE, DRAWS, ROUNDED, MEETS, DTYPE, CALLED, TEXT) if each in found), ""
     )
 
 
@@ -103,6 +105,8 @@ def _reason(node: ast.AST, names: Names) -> str:
     match node:
         case ast.Name(ctx=ast.Store()) if node.id in TABLES:
             return TABLES[node.id]
+        case ast.Name(ctx=ast.Store(), id="Step") if ISLAND_HELPER in names.functions:
+            return MEETS
         case ast.Name(ctx=ast.Store()) if node.id in names.functions:
             return CALLED
         case ast.Attribute(ctx=ast.Store()) if node.attr in names.keyed:

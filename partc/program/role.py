@@ -192,12 +192,10 @@ class Role:
         self, step: Any, inputs: Sequence[Tensor]
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Run a Step on the global batch: the loss, None of a forward program, and what is
-        returned beside it by name. Islands are left alone.
+        returned beside it by name. An island takes the step alone.
         """
-        if hasattr(step, "meet"):
-            step.met = step.taken  # as if that had happened
         with naming_calls(self, step, inputs):
-            result = (step if self.is_inference else step.step)(*inputs)
+            result = step(*inputs) if self.is_inference else self.alone(step).step(step, *inputs)
         if self.is_inference:
             return None, result
         return result if isinstance(result, tuple) else (result, {})

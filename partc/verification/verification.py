@@ -201,7 +201,7 @@ def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int
         if meetings is not None:
             one = _Rank(job, role, _built(job, role, mesh), rank)
             one._fill()
-            met = meetings.rows(one.step, one._run, one._run_alone)
+            met = meetings.rows(one.step, one._run_with_others, one._run)
             found += [Row(error, kind, name, rank) for kind, name, error in met]
     if narrow is None or role.is_inference:
         return found
@@ -276,10 +276,12 @@ class _Rank:
         self._seed(number)
         return self.role.run(self.step, self._inputs())
 
-    def _run_alone(self) -> object:
-        """A step without other islands."""
+    def _run_with_others(self) -> object:
+        """A step of an island among others, which have nothing to do before it."""
+        step: Any = self.step
+        step.met = step.taken
         self._seed()
-        return self.role.alone(self.step).step(self.step, *self._inputs())
+        return step.step(*self._inputs())
 
     def _inputs(self) -> list[Tensor]:
         """What this rank is given of the batch."""
