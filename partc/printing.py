@@ -19,6 +19,7 @@ from partc.plan.decided import GLOO
 from partc.plan.mesh import Mesh
 from partc.program.role import Role
 from partc.reports.cost import cost_report
+from partc.reports.island_cost import Meeting, with_meeting, with_meetings
 from partc.reports.pipeline_cost import pipeline_cost
 from partc.trace.fingerprint import Fingerprint
 
@@ -93,21 +94,33 @@ def _check_asked(plan: Plan, texts: Sequence[str]) -> None:
 
 
 def cost_step(
-    graph: Graph, plan: Plan, mesh: Mesh, sources: dict[str, str], work: Work
-) -> dict[str, object]:
+    graph: Graph, plan: Plan, mesh: Mesh, sources: dict[str, str], work: Work,
+    islands: Islands | None = None,
+) -> dict[str, object]:  # fmt: skip
     """What the step costs, with the peak of its source as it stands."""
     role = Role.load(sources[ROLE], ROLE)
     report = cost_report(graph, role=role, work=work, mesh=mesh, prefetch=plan.prefetch)
+    if islands is not None and graph.loss is not None:
+        report = with_meeting(report, _meeting(islands, role, mesh), mesh.islands)
     return {"cost": report}
 
 
+def _meeting(islands: Islands, role: Role, mesh: Mesh) -> Meeting:
+    return Meeting.of(islands.how, role, mesh, islands.frozen, islands.running)
+
+
 def cost_pipeline(
-    staged: Stages, mesh: Mesh, sources: dict[str, str], files: list[str], work: Work
-) -> dict[str, object]:
+    staged: Stages, mesh: Mesh, sources: dict[str, str], files: list[str], work: Work,
+    islands: Islands | None = None,
+) -> dict[str, object]:  # fmt: skip
     """What the step of every pipeline rank costs; ``files`` are theirs."""
     roles = [Role.load(sources[name], name, rank) for rank, name in enumerate(files)]
     costs, step = staged.costs, staged.step
-    return {"cost": pipeline_cost(staged.graphs, costs, step, roles, mesh, work=work)}
+    cost = pipeline_cost(staged.graphs, costs, step, roles, mesh, work=work)
+    if islands is not None and any(graph.grads for graph in staged.graphs):
+        meetings = [_meeting(islands, role, mesh) for role in roles]
+        cost = with_meetings(cost, meetings, mesh.islands)
+    return {"cost": cost}
 
 
 def noted_pieces(plan: Plan, graphs: Sequence[Graph]) -> Plan:

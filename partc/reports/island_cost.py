@@ -1,0 +1,90 @@
+"""What it costs that islands meet: bytes and time of a mean step, and memory for what they keep."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+import torch
+
+from partc.cost.bytes import Traffic, sent_share
+from partc.cost.collective_cost import collective_seconds
+from partc.cost.prediction import AxisTime, PhaseTime, Prediction
+from partc.plan.local_steps import LocalSteps
+from partc.plan.mesh import ISLAND, Mesh
+from partc.program.role import Role
+from partc.reports.cost import CostReport
+from partc.reports.pipeline_cost import PipelineCost
+
+BUCKET_BYTES = 100_000_000  # as `average_over` fills them
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What one rank's part of the model costs from one meeting to the next, ``period`` steps later.
+
+    ``sent_bytes``: by ring all-reduces, ``count`` of them, which take ``seconds``. ``kept_bytes``:
+    of what stays between meetings.
+    """
+
+    period: int
+    count: int
+    sent_bytes: int
+    seconds: float
+    kept_bytes: int
+
+    @classmethod
+    def of(
+        cls, how: LocalSteps, role: Role, mesh: Mesh, frozen: Container[str], running: Container[str]
+    ) -> Meeting:
+        """``frozen``, ``running``: parameters that are not trained, buffers that steps change."""
+        sizes = Counter[torch.dtype]()
+        params = [s for s in role.params if s.name not in frozen]
+        for s in (*params, *(b for b in role.buffers if b.name in running)):
+            sizes[s.dtype] += prod(s.local_shape(mesh)) * s.dtype.itemsize
+        kept = sum(prod(s.local_shape(mesh)) * s.dtype.itemsize for s in params) * len(how.keeps)
+        count = sum(how.fragments * ceil(size / how.fragments / BUCKET_BYTES) for size in sizes.values())
+        top, bottom = sent_share("all_reduce", mesh.islands)
+        whole = sum(sizes.values())
+        seconds = count * collective_seconds("all_reduce", whole / count, mesh, ISLAND) if count else 0
+        return cls(how.period, count, whole * top // bottom, seconds, kept)
+
+    @property
+    def step_s(self) -> float:
+        """Its seconds in a mean step."""
+        return self.seconds / self.period
+
+
+def with_meeting(report: CostReport, one: Meeting, islands: int) -> CostReport:
+    """The cost of a step of one stage, with that of meetings."""
+    kind = f"all_reduce, in 1 of {one.period} steps"
+    traffic = Traffic(ISLAND, kind, one.count, one.sent_bytes // one.period)
+    state = replace(report.state, buffers=report.state.buffers + one.kept_bytes)
+    step = report.prediction and _slower(report.prediction, one.step_s, islands)
+    mesh = f"{ISLAND}={islands} {report.mesh}".strip()
+    return replace(report, mesh=mesh, state=state, traffic=(*report.traffic, traffic), prediction=step)
+
+
+def with_meetings(cost: PipelineCost, ranks: Sequence[Meeting], islands: int) -> PipelineCost:
+    """The cost of a pipeline's step, with that of its ranks' meetings; the slowest one counts."""
+    more = tuple(
+        replace(rank, buffers_and_inputs=rank.buffers_and_inputs + one.kept_bytes)
+        for rank, one in zip(cost.ranks, ranks, strict=True)
+    )
+    slowest = max(one.step_s for one in ranks)
+    return replace(cost, ranks=more, prediction=_slower(cost.prediction, slowest, islands))
+
+
+def _slower(step: Prediction, seconds: float, islands: int) -> Prediction:
+    """A step of all islands: their samples together, and the time that meetings take."""
+    work = replace(
+        step.work, flops=step.work.flops * islands, samples=step.work.samples * islands,
+        tokens=step.work.tokens * islands,
+    )  # fmt: skip
+    phase = PhaseTime("islands", seconds, ISLAND, {ISLAND: seconds})
+    return replace(
+        step, seconds=step.seconds + seconds, phases=(*step.phases, phase),
+        axes=(*step.axes, AxisTime(ISLAND, 0.0, seconds)), work=work,
+    )  # fmt: skip
