@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from partc.errors import UsageError
 from partc.plan import Cuts, Plan
 from partc.plan.batch import MODEL_AXES
-from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.plan.mesh import ISLAND, MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, Sharding, cut
 
 _ALONE = {*MODEL_AXES} - {MICROBATCH_AXIS}  # ranks that differ on these alone read the same rows
@@ -26,7 +26,8 @@ class Share:
     """The rows of every step's batch that one rank reads.
 
     Attributes:
-        per_step: the number of rows of the whole batch, of all data ranks together.
+        per_step: the number of rows of the whole batch, of all data ranks together; of islands, of
+            which each has a batch of its own, of all of these.
         rank: the number of the rank's piece; ranks that differ along tp or pp have one piece.
         world: the number of pieces; 1 where every rank reads the whole batch.
         places: which rows of the batch the piece has, i64[per_step / world].
@@ -75,11 +76,14 @@ class Division:
 
     @property
     def world(self) -> int:
-        """The number of pieces of a batch."""
+        """The number of pieces of a batch, of one island."""
         return int(np.prod([self.mesh.size(axis) for axis in self.cuts], dtype=int))
 
     def rank(self, rank: int) -> int:
-        """The number of the piece that a rank computes."""
+        """The number of the piece that a rank computes; pieces of islands count on."""
+        return self._piece_number(rank) + self.mesh.coords(rank).get(ISLAND, 0) * self.world
+
+    def _piece_number(self, rank: int) -> int:
         plain = {axis: cut(0) for axis in self.cuts}
         return int(self._piece(plain, self.world, rank)[0])
 
@@ -92,6 +96,15 @@ class Division:
                 why="a step takes the whole batch on every rank, or each rank's piece",
                 do='Give "global" or "local".',
             )
+        alone = self._of_island(rank, per_step, batch)
+        num, island = self.mesh.islands, self.mesh.coords(rank).get(ISLAND, 0)
+        if num == 1:
+            return alone
+        own = alone.places + island * per_step
+        return Share(num * per_step, alone.rank + island * alone.world, num * alone.world, own)
+
+    def _of_island(self, rank: int, per_step: int, batch: Batch) -> Share:
+        """What a rank reads of its island's batch."""
         if batch == "global":
             return Share(per_step, 0, 1, np.arange(per_step, dtype=np.int64))
         outer = max([1, *(layout.outer for layout in self.cuts.values())])
@@ -103,7 +116,7 @@ class Division:
                 do=f"Give a multiple of {self.world * outer}: the rows of all ranks together.",
             )
         places = self._piece(self.cuts, per_step, rank)
-        return Share(per_step, self.rank(rank), self.world, places)
+        return Share(per_step, int(self._piece_number(rank)), self.world, places)
 
     def _piece(self, cuts: Cuts, num: int, rank: int) -> NDArray[np.int64]:
         """The places of a rank's rows among ``num``, i64[num / world]."""

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def data_world(program: Program) -> int:
-    """The number of pieces that the plan cuts the batch into: DistributedSampler's
-    ``num_replicas``.
+    """The number of pieces that the plan cuts the batch into, or the batches of all islands:
+    DistributedSampler's ``num_replicas``.
     """
     from partc.program.reading import division_of
 
-    return division_of(program).world
+    return division_of(program).world * program.mesh.islands
 
 
 def data_rank(program: Program, rank: int) -> int:

@@ -48,8 +48,10 @@ class UnevenRows:
 
         division = Division.of(Plan.parse(program.plan), program.mesh)
         numbers = [division.rank(rank) for rank in range(program.mesh.num_ranks)]
-        firsts = [numbers.index(piece) for piece in range(division.world)]
-        return cls(pieces, firsts, numbers[dist.get_rank()])
+        own = numbers[dist.get_rank()]
+        before = own - own % division.world  # pieces of other islands
+        firsts = [numbers.index(before + piece) for piece in range(division.world)]
+        return cls(pieces, firsts, own - before)
 
     def whole(self, each: Sequence[Wanted]) -> Wanted | None:
         """The batch of all rows, given what every rank has; None if ranks differ in more."""

@@ -19,10 +19,15 @@ _DECIDED = ("model", "mesh", "inputs", "loss", "plan")  # by other arguments of 
 
 
 def check_said(where: str, mesh: Any, plan: Any, options: Any) -> None:
-    """PlanError for what is no mesh or no plan; UsageError for options that are none of
+    """PlanError for what is no mesh or no plan; UsageError for islands, and for options that are none of
     ``partc.compile``'s.
     """
-    Mesh.of(mesh)
+    if Mesh.of(mesh).islands > 1:
+        raise UsageError(
+            where=where, what=f"the mesh {Mesh.of(mesh)} has islands",
+            why="it deals out every batch to all ranks, and each island has batches of its own",
+            do="Write the loop yourself: stage.loader(dataset) gives each island its rows.",
+        )  # fmt: skip
     preset = read_plan(plan).preset
     if preset and preset != AUTO_PLAN:
         preset_words(preset)

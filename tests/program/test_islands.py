@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -216,3 +216,102 @@ LAYOUTS: list[tuple[str, str, type[nn.Module]]] = [
 def test_islands_train_as_their_definition_says(world: Processes, own: str) -> None:
     for mesh, preset, kind in LAYOUTS:
         world.run(trains_as_defined, mesh, preset, own, kind)
+
+
+# checkpoints ---------------------------------------------------------------------------------------
+def held(stage: Stage) -> dict[str, Tensor]:
+    return {name: piece.detach().clone() for name, (_, piece) in stage.pieces().items()}
+
+
+def resumes(folder: Path, mesh: str, preset: str, own: str, kind: type[nn.Module]) -> None:
+    """Bit for bit, behind every step of a period."""
+    for cut in range(2, 6):
+        whole, first = begin(mesh, preset, own, kind), begin(mesh, preset, own, kind)
+        losses = train(*whole, range(8))
+        train(*first, range(cut))
+        save_checkpoint(folder, *first, step=cut)
+        again = begin(mesh, preset, own, kind)
+        assert load_checkpoint(folder / f"step-{cut:08d}", *again) == cut
+        assert train(*again, range(cut, 8)) == losses[cut:]
+        theirs = held(whole[0])
+        assert all(torch.equal(x, theirs[name]) for name, x in held(again[0]).items())
+
+
+def mean_of(folder: Path) -> dict[str, Tensor]:
+    stage, optimizer = begin("island=2,dp=2", "ddp", MEAN)
+    load_checkpoint(folder, stage, optimizer)
+    return stage.full_state_dict()
+
+
+def on_one_island(folder: Path, mesh: str, own: str, wanted: dict[str, Tensor]) -> None:
+    """Ranks without islands, or other islands, begin from the mean of what islands have saved."""
+    if own:
+        stage, optimizer = begin(mesh, "ddp", own)
+    else:
+        stage = compile(made(Net), mesh, batch(0, 0), loss=loss, plan="ddp").module()
+        optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-2)
+    load_checkpoint(folder, stage, optimizer)
+    for name, tensor in stage.full_state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-12, atol=1e-12)
+    for name, (_, piece) in stage.pieces().items():
+        if name.endswith("_outer@island"):
+            param = stage.pieces()[name.removesuffix("_outer@island")][1]
+            assert torch.equal(piece, param)
+    stage.step(*batch(0, 0))
+
+
+@pytest.mark.parametrize(
+    "own", [MEAN, DILOCO, STREAMING + "\nstart_step = 2"], ids=["mean", "diloco", "streaming"]
+)
+def test_training_resumes_behind_any_step(world: Processes, tmp_path: Path, own: str) -> None:
+    world.run(resumes, tmp_path / "fsdp", "island=2,dp=2", "fsdp", own, Net)
+    world.run(resumes, tmp_path / "pp", "island=2,pp=2", "ddp;microbatches = 2", own, Deep)
+
+
+def test_other_meshes_begin_from_the_mean(world: Processes, tmp_path: Path) -> None:
+    world.run(resumes, tmp_path, "island=2,dp=2", "ddp", MEAN, Net)
+    [wanted, *_] = world.run(mean_of, tmp_path)
+    world.run(on_one_island, tmp_path, "dp=2", "", wanted, num=2)
+    world.run(on_one_island, tmp_path, "island=4", MEAN, wanted)
+    world.run(on_one_island, tmp_path, "island=2,dp=2", DILOCO, wanted)
+
+
+# what each island reads, and what differs ----------------------------------------------------------
+def reads() -> tuple[list[list[int]], str]:
+    """The rows of two steps, and what is said of islands that are given the same batch."""
+    import warnings
+
+    stage, _ = begin("island=2,dp=2", "ddp", MEAN)
+    rows = torch.utils.data.TensorDataset(torch.arange(64))
+    found = [each.tolist() for [each] in stage.loader(rows, shuffle=False)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        stage.step(*batch(0, 0))
+    return found[:2], "".join(str(each.message) for each in told)
+
+
+def test_each_island_reads_rows_of_its_own(world: Processes) -> None:
+    found = world.run(reads)
+    for rank, (rows, told) in enumerate(found):
+        island = rank // 2
+        assert rows == [list(range(b * 16 + 8 * island, b * 16 + 8 * island + 8)) for b in (0, 1)]
+        assert "the same" in told
+
+
+def clipped() -> float:
+    """The norm of an island's own gradients."""
+    stage, _ = begin("island=2,dp=2", "fsdp", MEAN)
+    island = stage.coords["island"]
+    stage.step(*batch(0, island))
+    model = made(Net)
+    loss(model, *batch(0, island)).backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wanted = torch.nn.utils.clip_grad_norm_(trained, 0.1)
+    found = stage.clip_grad_norm_(0.1)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    return found.item()
+
+
+def test_each_island_clips_its_own_gradients(world: Processes) -> None:
+    norms = world.run(clipped)
+    assert norms[0] == norms[1] != norms[2] == norms[3]
