@@ -315,3 +315,65 @@ def clipped() -> float:
 def test_each_island_clips_its_own_gradients(world: Processes) -> None:
     norms = world.run(clipped)
     assert norms[0] == norms[1] != norms[2] == norms[3]
+
+
+# torch's own post-local SGD ------------------------------------------------------------------------
+def post_local_of_torch(period: int, start: int) -> list[float]:
+    """The losses of DistributedDataParallel with ``post_localSGD_hook`` and its model averager.
+
+    Its first averaging follows the optimizer step of number ``warmup_steps``, counted from 0.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
+    from torch.distributed.algorithms.model_averaging import averagers
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    alone = [torch.distributed.new_group([rank]) for rank in range(4)]
+    rank = torch.distributed.get_rank()
+    model = nn.parallel.DistributedDataParallel(made(Deep))
+    state = hooks.PostLocalSGDState(None, alone[rank], start_localSGD_iter=start)
+    model.register_comm_hook(state, hooks.post_localSGD_hook)
+    averager = averagers.PeriodicModelAverager(period, warmup_steps=start + period - 1)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = PostLocalSGDOptimizer(inner, averager)
+    losses = []
+    for step in range(STEPS):
+        value = loss(model, *batch(step, rank))
+        value.backward()
+        losses.append(value.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def of_islands(period: int, start: int) -> list[float]:
+    return train(*begin("island=4", "ddp", f"period = {period}\nstart_step = {start}", Deep), range(STEPS))
+
+
+@pytest.mark.parametrize(("period", "start"), [(2, 3), (4, 1)])
+def test_post_local_sgd_is_that_of_torch(world: Processes, period: int, start: int) -> None:
+    theirs = world.run(post_local_of_torch, period, start)
+    ours = world.run(of_islands, period, start)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+# random numbers ------------------------------------------------------------------------------------
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x), 0.5)
+
+
+def noisy(mesh: str) -> list[float]:
+    stage, _ = begin(mesh, "ddp", "period = 100", Noisy)
+    stage.seed(3)
+    return [stage.step(*batch(0, 0)).item() for _ in range(2)]
+
+
+def test_islands_draw_numbers_of_their_own(world: Processes) -> None:
+    found = world.run(noisy, "island=2,dp=2")
+    assert found[0] == found[1] and found[2] == found[3]
+    assert len({*found[0], *found[2]}) == 4
+    assert world.run(noisy, "island=2,dp=2") == found
