@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import prod
 
 from partc.codegen.files.emit import emit
-from partc.codegen.files.island import Islands
 from partc.codegen.files.header import header, stage_header
+from partc.codegen.files.island import Islands
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.cost.prediction import Work
 from partc.errors import PlanError
@@ -27,12 +27,17 @@ ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the sa
 
 
 def lay_islands(
-    plan: Plan, mesh: Mesh, fingerprint: Fingerprint, trained: frozenset[str],
+    plan: Plan,
+    mesh: Mesh,
+    fingerprint: Fingerprint,
+    trained: frozenset[str],
     running: frozenset[str],
 ) -> dict[str, object]:
     """How islands meet, of which parameters."""
     assert plan.local_steps is not None
-    params = {name: prod(each.shape) for name, each in fingerprint.tensors.items() if each.kind == "param"}
+    params = {
+        name: prod(each.shape) for name, each in fingerprint.tensors.items() if each.kind == "param"
+    }
     return {"islands": Islands.of(plan.local_steps, mesh.islands, params, trained, running)}
 
 

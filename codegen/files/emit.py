@@ -36,8 +36,8 @@ from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
-from partc.codegen.files.island import Islands
 from partc.codegen.files.instances import instances, share_tables, span_of_table
+from partc.codegen.files.island import Head, Islands
 from partc.codegen.files.mesh_attributes import mesh_attributes
 from partc.codegen.files.shared_blocks import Unlike, shared_blocks
 from partc.codegen.files.spelling import (
@@ -171,12 +171,12 @@ class RoleText:
         body = self._step(arguments)
         name = f"{identifier(self.graph.model) or 'Model'}Step"
         result = result_type(self.graph.loss is not None, bool(self.graph.outputs.results))
-        named = {"name": name, "arguments": list(arguments.values()), "result": result}
+        head = Head(name=name, arguments=list(arguments.values()), result=result)
         last = f"Step = {name}"
         if self.islands is not None and self.graph.loss is not None:
             self.helpers.use("average_over")
             last = self.islands.text(
-                TEMPLATES, [self.graph], self.attributes, **named, draws=self.draws
+                TEMPLATES, [self.graph], self.attributes, head, draws=self.draws
             )
         return TEMPLATES.get_template("program.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
@@ -193,7 +193,7 @@ class RoleText:
             method="step" if self.graph.loss is not None else "forward",
             body=body,
             last=last,
-            **named,
+            **head,
         )
 
     # classes and attributes ------------------------------------------------------------------

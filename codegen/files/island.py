@@ -14,6 +14,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import jinja2
 from torch import fx
@@ -25,6 +26,14 @@ from partc.program.role import OUTER_TABLE
 from partc.quoting import literal
 
 WIDTH = 92  # of the class's docstring
+
+
+class Head(TypedDict):
+    """The name of a step's class, and the arguments and the result's type of its method."""
+
+    name: str
+    arguments: Sequence[str]
+    result: str
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,7 @@ class Islands:
 
     def text(
         self, environment: jinja2.Environment, graphs: Sequence[Graph],
-        attributes: Mapping[fx.Node, str], *, name: str, arguments: Sequence[str], result: str,
-        draws: bool, shards: str = "SHARDS",
+        attributes: Mapping[fx.Node, str], head: Head, *, draws: bool, shards: str = "SHARDS",
     ) -> str:  # fmt: skip
         """The class, and the line that makes it the file's ``Step``.
 
@@ -64,8 +72,8 @@ class Islands:
         buffers = {name: node for graph in graphs for name, node in graph.buffers.items()}
         kept = [attributes[node] for name, node in buffers.items() if name in self.running]
         return environment.get_template("island.py.j2").render(
-            how=how, num=self.num, said=self._said(), name=name, arguments=arguments, result=result,
-            draws=draws, shards=shards, steps="begun" if start else "self.taken",
+            how=how, num=self.num, said=self._said(), **head, draws=draws, shards=shards,
+            steps="begun" if start else "self.taken",
             apart=how.period // how.fragments, running=_last_parts(kept),
         )  # fmt: skip
 
@@ -105,8 +113,8 @@ class Islands:
             each += f", {how.fragments} parts of the model in turn"
         if how.keeps:
             each += (
-                "; from where islands last met an outer optimizer takes a step towards it, SGD with "
-                "Nesterov momentum"
+                "; from where islands last met an outer optimizer takes a step towards it: SGD "
+                "with Nesterov momentum"
             )
         return textwrap.wrap(f"{each}.", WIDTH)
 

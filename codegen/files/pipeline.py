@@ -18,7 +18,7 @@ from partc.codegen.calls.ranges import in_ranges, plain_ranges
 from partc.codegen.files.alike_stages import take_in
 from partc.codegen.files.by_rank import RANK, merged
 from partc.codegen.files.emit import TEMPLATES
-from partc.codegen.files.island import Islands
+from partc.codegen.files.island import Head, Islands
 from partc.codegen.files.pipeline_tables import pipeline_tables
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.rank_step import RankStep, actions_of
@@ -242,7 +242,7 @@ class _File:
         trains = self.first.links.trains
         name = f"{identifier(graph.model) or 'Model'}Step"
         result = result_type(trains, any(g.outputs.results for g in self.pipeline.graphs))
-        named = {"name": name, "arguments": self.first.arguments, "result": result}
+        head = Head(name=name, arguments=self.first.arguments, result=result)
         last, own = f"Step = {name}", list[str]()
         if (islands := self.pipeline.islands) and trains:
             self.helpers.use("average_over")
@@ -251,7 +251,7 @@ class _File:
             attributes = {node: at for s in self.stages for node, at in s.attributes.items()}
             shards = f"SHARDS[{RANK}]" if len(self.steps) > 1 else "SHARDS"
             last = islands.text(
-                TEMPLATES, graphs, attributes, **named, draws=self.first.draws, shards=shards
+                TEMPLATES, graphs, attributes, head, draws=self.first.draws, shards=shards
             )
         tables = pipeline_tables(self.steps, "".join(v["declarations"] for v in values))
         return TEMPLATES.get_template("pipeline.py.j2").render(
@@ -276,7 +276,7 @@ class _File:
             method="step" if trains else "forward",
             body=block(body, 2),
             last=last,
-            **named,
+            **head,
         )
 
     def _classes(self) -> list[StageText]:

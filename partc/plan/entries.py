@@ -1,4 +1,4 @@
-"""Read a table of a plan whose entries are the fields of a class: ``[compress]``, ``[local_steps]``."""
+"""Read a table of a plan whose entries are the fields of a class, such as ``[compress]``."""
 
 from __future__ import annotations
 

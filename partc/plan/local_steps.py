@@ -67,7 +67,7 @@ _USUAL = {each.name: each.default for each in fields(LocalSteps)}
 
 
 def is_outer(name: str) -> bool:
-    """Whether a buffer of a program is what islands keep of a parameter, and none of the model's."""
+    """Whether a buffer of a program is what islands keep of a parameter, none of the model's."""
     return name.endswith(MARK)
 
 
@@ -76,7 +76,10 @@ def read_local_steps(table: Mapping[str, Any], where: str) -> LocalSteps:
     made: LocalSteps = _ENTRIES.read(table, where)
     for name in ("outer_lr", "outer_momentum"):
         if not made.keeps and getattr(made, name) != _USUAL[name]:
-            why, do = "it takes no step of its own", f'Leave {name} out, or write outer = "nesterov".'
+            why, do = (
+                "it takes no step of its own",
+                f'Leave {name} out, or write outer = "nesterov".',
+            )
             raise _ENTRIES.wrong(where, f'outer = "mean" reads no {name}', why, do)
     if made.period % made.fragments:
         raise _ENTRIES.wrong(

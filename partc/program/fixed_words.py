@@ -71,7 +71,12 @@ def reason_of(node: ast.AST, names: Names) -> str:
     """What a statement or expression decides on, of the above; "" if it decides on none of them."""
     found = {reason for each in _words(node) if (reason := _reason(each, names))}
     return next(
-        (each for each in (TIED, DEVICE, DRAWS, ROUNDED, MEETS, DTYPE, CALLED, TEXT) if each in found), ""
+        (
+            each
+            for each in (TIED, DEVICE, DRAWS, ROUNDED, MEETS, DTYPE, CALLED, TEXT)
+            if each in found
+        ),
+        "",
     )
 
 

@@ -37,7 +37,12 @@ class Meeting:
 
     @classmethod
     def of(
-        cls, how: LocalSteps, role: Role, mesh: Mesh, frozen: Container[str], running: Container[str]
+        cls,
+        how: LocalSteps,
+        role: Role,
+        mesh: Mesh,
+        frozen: Container[str],
+        running: Container[str],
     ) -> Meeting:
         """``frozen``, ``running``: parameters that are not trained, buffers that steps change."""
         sizes = Counter[torch.dtype]()
@@ -45,10 +50,14 @@ class Meeting:
         for s in (*params, *(b for b in role.buffers if b.name in running)):
             sizes[s.dtype] += prod(s.local_shape(mesh)) * s.dtype.itemsize
         kept = sum(prod(s.local_shape(mesh)) * s.dtype.itemsize for s in params) * len(how.keeps)
-        count = sum(how.fragments * ceil(size / how.fragments / BUCKET_BYTES) for size in sizes.values())
+        count = sum(
+            how.fragments * ceil(size / how.fragments / BUCKET_BYTES) for size in sizes.values()
+        )
         top, bottom = sent_share("all_reduce", mesh.islands)
         whole = sum(sizes.values())
-        seconds = count * collective_seconds("all_reduce", whole / count, mesh, ISLAND) if count else 0
+        seconds = (
+            count * collective_seconds("all_reduce", whole / count, mesh, ISLAND) if count else 0
+        )
         return cls(how.period, count, whole * top // bottom, seconds, kept)
 
     @property
@@ -64,7 +73,9 @@ def with_meeting(report: CostReport, one: Meeting, islands: int) -> CostReport:
     state = replace(report.state, buffers=report.state.buffers + one.kept_bytes)
     step = report.prediction and _slower(report.prediction, one.step_s, islands)
     mesh = f"{ISLAND}={islands} {report.mesh}".strip()
-    return replace(report, mesh=mesh, state=state, traffic=(*report.traffic, traffic), prediction=step)
+    return replace(
+        report, mesh=mesh, state=state, traffic=(*report.traffic, traffic), prediction=step
+    )
 
 
 def with_meetings(cost: PipelineCost, ranks: Sequence[Meeting], islands: int) -> PipelineCost:

@@ -1,4 +1,4 @@
-"""Compare what islands make of each other's parameters with the definitions of local SGD and DiLoCo.
+"""Compare what islands make of their parameters with the definitions of local SGD and DiLoCo.
 
 Every rank makes the parameters of all islands by itself, from seeds, takes its own, and lets the
 program meet. What comes of it has to be what the definition says of all of them: of every part of
@@ -187,7 +187,7 @@ def _parts(sizes: Mapping[str, int], num: int) -> dict[str, int]:
 
 
 def _error(mine: Tensor | None, wanted: Tensor) -> float:
-    """The largest difference over the largest value; infinite where one is missing or not finite."""
+    """The largest difference over the largest value; infinite where none is to be found."""
     if mine is None or not mine.numel():
         return 0.0 if mine is not None and not wanted.numel() else inf
     most = float((mine.detach().cpu() - wanted.cpu()).abs().max())

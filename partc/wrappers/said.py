@@ -19,8 +19,8 @@ _DECIDED = ("model", "mesh", "inputs", "loss", "plan")  # by other arguments of 
 
 
 def check_said(where: str, mesh: Any, plan: Any, options: Any) -> None:
-    """PlanError for what is no mesh or no plan; UsageError for islands, and for options that are none of
-    ``partc.compile``'s.
+    """PlanError for what is no mesh or no plan; UsageError for islands, and options that are none
+    of ``partc.compile``'s.
     """
     if Mesh.of(mesh).islands > 1:
         raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,7 +96,7 @@ def train(stage: Stage, optimizer: torch.optim.Optimizer, steps: range) -> list[
     return losses
 
 
-# the definitions, of whole models in one process ---------------------------------------------------
+# the definitions, of whole models in one process --------------------------------------------------
 class Reference:
     """Islands in one process: each a model with an optimizer of its own."""
 
@@ -161,9 +160,9 @@ class Reference:
         running = [dict(model.named_buffers()) for model in self.models]
         for name, first in running[0].items():
             if first.is_floating_point():
-                mean = torch.stack([each[name] for each in running]).mean(0)
-                for each in running:
-                    each[name].copy_(mean)
+                mean = torch.stack([buffers[name] for buffers in running]).mean(0)
+                for buffers in running:
+                    buffers[name].copy_(mean)
 
     def step(self, step: int) -> list[float]:
         self.meet(step)
@@ -174,7 +173,7 @@ class Reference:
             losses.append(value.item())
         if step < self.start:
             for same in zip(*(self.trained(m).values() for m in self.models), strict=True):
-                mean = torch.stack([p.grad for p in same]).mean(0)  # type: ignore[misc]
+                mean = torch.stack([p.grad for p in same if p.grad is not None]).mean(0)
                 for param in same:
                     param.grad = mean.clone()
         for optimizer in self.optimizers:
@@ -218,7 +217,7 @@ def test_islands_train_as_their_definition_says(world: Processes, own: str) -> N
         world.run(trains_as_defined, mesh, preset, own, kind)
 
 
-# checkpoints ---------------------------------------------------------------------------------------
+# checkpoints --------------------------------------------------------------------------------------
 def held(stage: Stage) -> dict[str, Tensor]:
     return {name: piece.detach().clone() for name, (_, piece) in stage.pieces().items()}
 
@@ -276,7 +275,7 @@ def test_other_meshes_begin_from_the_mean(world: Processes, tmp_path: Path) -> N
     world.run(on_one_island, tmp_path, "island=2,dp=2", DILOCO, wanted)
 
 
-# what each island reads, and what differs ----------------------------------------------------------
+# what each island reads, and what differs ---------------------------------------------------------
 def reads() -> tuple[list[list[int]], str]:
     """The rows of two steps, and what is said of islands that are given the same batch."""
     import warnings
@@ -317,7 +316,7 @@ def test_each_island_clips_its_own_gradients(world: Processes) -> None:
     assert norms[0] == norms[1] != norms[2] == norms[3]
 
 
-# torch's own post-local SGD ------------------------------------------------------------------------
+# torch's own post-local SGD -----------------------------------------------------------------------
 def post_local_of_torch(period: int, start: int) -> list[float]:
     """The losses of DistributedDataParallel with ``post_localSGD_hook`` and its model averager.
 
@@ -346,7 +345,9 @@ def post_local_of_torch(period: int, start: int) -> list[float]:
 
 
 def of_islands(period: int, start: int) -> list[float]:
-    return train(*begin("island=4", "ddp", f"period = {period}\nstart_step = {start}", Deep), range(STEPS))
+    return train(
+        *begin("island=4", "ddp", f"period = {period}\nstart_step = {start}", Deep), range(STEPS)
+    )
 
 
 @pytest.mark.parametrize(("period", "start"), [(2, 3), (4, 1)])
@@ -356,7 +357,7 @@ def test_post_local_sgd_is_that_of_torch(world: Processes, period: int, start: i
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 
-# random numbers ------------------------------------------------------------------------------------
+# random numbers -----------------------------------------------------------------------------------
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -374,6 +375,7 @@ def noisy(mesh: str) -> list[float]:
 
 def test_islands_draw_numbers_of_their_own(world: Processes) -> None:
     found = world.run(noisy, "island=2,dp=2")
-    assert found[0] == found[1] and found[2] == found[3]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
     assert len({*found[0], *found[2]}) == 4
     assert world.run(noisy, "island=2,dp=2") == found

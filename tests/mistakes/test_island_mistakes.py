@@ -1,0 +1,168 @@
+"""What is said of islands that the plan does not allow, or explain, and of edits of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partc.api import compile
+from partc.audit.audit import audit
+from partc.errors import CheckError, PartcError, PlanError, UsageError
+from partc.plan import Plan
+from partc.program import Program
+from partc.verification.verification import verify
+from partc.wrappers.said import check_said
+
+PLAN = 'preset = "ddp"\nallow = ["local_steps"]\n[local_steps]\nperiod = 4\n'
+OUTER = PLAN.replace("period = 4", 'period = 4\nouter = "nesterov"\nfragments = 2\nstart_step = 2')
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        result: Tensor = self.norm(x)
+        return result
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    mean: Tensor = model(x).sin().square().mean()
+    return mean
+
+
+X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def compiled(mesh: str, plan: str) -> Program:
+    return compile(model(), mesh, (X,), loss=loss, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "said"),
+    [
+        ("island=2,dp=2", 'preset = "ddp"', "does not say how often they meet"),
+        ("island=2,dp=2", PLAN.replace("allow", "notes"), "nothing allows it"),
+        ("dp=2", PLAN, "has no islands"),
+        ("dp=2,island=2", PLAN, "is not the first axis"),
+        ("island=2", PLAN.replace("period", "every"), "there is no entry 'every'"),
+        ("island=2", PLAN.replace("period = 4", ""), "does not say how often islands meet"),
+        ("island=2", PLAN.replace("4", "0"), "period = 0 means nothing"),
+        ("island=2", PLAN + "fragments = 3", "are not divided evenly"),
+        ("island=2", PLAN + "outer_lr = 0.5", 'outer = "mean" reads no outer_lr'),
+        ("island=2", PLAN + 'outer = "adam"', "it is one of 'mean', 'nesterov'"),
+        ("island=2", PLAN + 'outer = "nesterov"\nouter_momentum = 1', "from 0 to below 1"),
+    ],
+)
+def test_islands_are_said_and_allowed_or_refused(mesh: str, plan: str, said: str) -> None:
+    with pytest.raises(PlanError) as error:
+        compiled(mesh, plan)
+    assert said in str(error.value)
+    assert "local_steps" in str(error.value)
+
+
+def test_a_plan_in_python_is_checked_as_a_text_is() -> None:
+    with pytest.raises(PlanError, match=r"partc\.plan\.local_steps\.LocalSteps\(16\)"):
+        compile(model(), "island=2", (X,), loss=loss, plan=Plan(local_steps={"period": 2}))  # type: ignore[arg-type]
+
+
+def test_what_is_allowed_and_not_said_is_told() -> None:
+    with pytest.warns(UserWarning, match="all ranks train one model"):
+        compiled("dp=2", 'preset = "ddp"\nallow = ["local_steps"]')
+
+
+def test_wrappers_refuse_islands() -> None:
+    with pytest.raises(UsageError, match=r"stage\.loader"):
+        check_said("Trainer", "island=2,dp=2", PLAN, None)
+
+
+def test_a_plan_with_islands_replays() -> None:
+    program = compiled("island=2,dp=2", OUTER)
+    again = compile(model(), "island=2,dp=2", (X,), loss=loss, plan=program.plan)
+    assert again.sources == program.sources
+    assert str(Plan.parse(program.plan)) == program.plan
+
+
+# edits --------------------------------------------------------------------------------------------
+def island(program: Program) -> tuple[str, str, list[str]]:
+    """The file's text up to its last class, and the lines of that."""
+    [(name, text)] = program.sources.items()
+    begin = text.index("class NetStepIsland")
+    return name, text[:begin], text[begin:].splitlines()
+
+
+def without_one(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """Each statement that is left out, and the text without it."""
+    begin = next(i for i, line in enumerate(lines) if "def __init__" in line)
+    for i, line in enumerate(lines[begin:], start=begin):
+        code = line.strip()
+        words = ("def ", "@", '"""', "for ", "if ", "return", "super().__init__", "class ")
+        if code and not code.startswith(words) and not code.endswith('"""'):
+            yield code, "\n".join([*lines[:i], *lines[i + 1 :]])
+
+
+def test_check_refuses_every_edit_of_how_islands_meet() -> None:
+    program = compiled("island=2", OUTER)
+    audit(program)
+    name, before, lines = island(program)
+    edits = [*without_one(lines)]
+    assert len(edits) > 20
+    for _, text in edits:
+        edited = replace(program, sources={name: f"{before}{text}\n"})
+        with pytest.raises(PartcError):
+            audit(edited)
+    for old, new in (
+        ("FRAGMENTS = (", "FRAGMENTS = ()\nNONE = ("), ("Step = NetStepIsland", "Step = NetStep"),
+        ("flat /= num", "flat *= num"), ("_outer_island", "_other"),
+    ):  # fmt: skip
+        text = "\n".join([before.rstrip("\n"), "", "", *lines]).replace(old, new)
+        assert text != "\n".join([before.rstrip("\n"), "", "", *lines])
+        edited = replace(program, sources={name: text + "\n"})
+        with pytest.raises(PartcError):
+            audit(edited)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("flat /= num", "pass"),  # the sum in place of the mean
+        ("flat /= num", "flat /= 1"),
+        ("begun % 2", "begun % 4"),  # half as often
+        ("begun // 2 % 2", "0"),  # the other part never
+        ("momentum.mul_(0.9)", "momentum.mul_(1)"),
+        ("alpha=0.7", "alpha=0.6"),
+        ("delta + 0.9 * momentum", "momentum"),  # without Nesterov's look ahead
+        ("            param.copy_(outer)", "            pass"),
+        ("self.taken < 2", "self.taken < 1"),  # gradients are shared once too seldom
+        ("self.taken < 2", "self.taken < 3"),
+        ("if begun < 0 or self.taken == self.met", "if begun < 0"),  # twice
+        ("[*params.values(), *changed]", "[*params.values()]"),  # without running statistics
+        (".copy_(param)\n", ".copy_(0 * param)\n"),  # from the wrong place
+    ],
+)
+def test_verify_refuses_islands_that_meet_otherwise(old: str, new: str) -> None:
+    program = compiled("island=2", OUTER)
+    [(name, text)] = program.sources.items()
+    assert old in text
+    changed = replace(program, sources={name: text.replace(old, new)})
+    report = verify(changed, model(), (X,), loss=loss)
+    with pytest.raises(CheckError, match="island"):
+        report.check()
+
+
+def test_verify_finds_them_right() -> None:
+    report = verify(compiled("island=2", OUTER), model(), (X,), loss=loss).check()
+    assert {"meeting of islands", "gradient of islands"} <= set(report.kinds())
