@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-import jinja2
 import torch
 from torch import fx
 
@@ -21,7 +20,6 @@ from partc.codegen.bodies.printed_order import check_printed
 from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import (
     TABLES,
-    WHOLE_BATCH,
     declarations,
     input_meaning,
     input_rows,
@@ -38,7 +36,6 @@ from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
 from partc.codegen.files.instances import instances, share_tables, span_of_table
 from partc.codegen.files.island import Head, Islands
-from partc.codegen.files.mesh_attributes import mesh_attributes
 from partc.codegen.files.shared_blocks import Unlike, shared_blocks
 from partc.codegen.files.spelling import (
     dtype_name,
@@ -48,6 +45,7 @@ from partc.codegen.files.spelling import (
     row_name,
     spread_rows,
 )
+from partc.codegen.files.templates import MEANINGS, TEMPLATES
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
 from partc.codegen.repeats.equal import made_in_step
@@ -65,21 +63,6 @@ from partc.plan.mesh import Mesh
 from partc.quoting import comment, identifier, literal
 
 NO_AXES = Mesh(())
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("partc.codegen"),
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-    autoescape=False,  # Python text; every value comes quoted
-)
-TEMPLATES.filters["mesh_attributes"] = mesh_attributes
-MEANINGS = {
-    "SHARDS": "attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))",
-    "BUFFERS": "the same for buffers",
-    "ALIASES": "second name of a tied parameter: the name it stands under",
-    "INPUTS": WHOLE_BATCH,
-}
 
 
 def emit(
@@ -175,9 +158,7 @@ class RoleText:
         last = f"Step = {name}"
         if self.islands is not None and self.graph.loss is not None:
             self.helpers.use("average_over")
-            last = self.islands.text(
-                TEMPLATES, [self.graph], self.attributes, head, draws=self.draws
-            )
+            last = self.islands.text([self.graph], self.attributes, head, draws=self.draws)
         return TEMPLATES.get_template("program.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
             distributed=self.is_distributed,

@@ -16,9 +16,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-import jinja2
 from torch import fx
 
+from partc.codegen.files.templates import TEMPLATES
 from partc.codegen.text import Line, block
 from partc.graph import Graph
 from partc.plan.local_steps import LocalSteps
@@ -61,7 +61,7 @@ class Islands:
         return cls(num, how, tuple(_fragments(params, how.fragments)), frozen, running)
 
     def text(
-        self, environment: jinja2.Environment, graphs: Sequence[Graph],
+        self, graphs: Sequence[Graph],
         attributes: Mapping[fx.Node, str], head: Head, *, draws: bool, shards: str = "SHARDS",
     ) -> str:  # fmt: skip
         """The class, and the line that makes it the file's ``Step``.
@@ -71,7 +71,7 @@ class Islands:
         start, how = self.how.start_step, self.how
         buffers = {name: node for graph in graphs for name, node in graph.buffers.items()}
         kept = [attributes[node] for name, node in buffers.items() if name in self.running]
-        return environment.get_template("island.py.j2").render(
+        return TEMPLATES.get_template("island.py.j2").render(
             how=how, num=self.num, said=self._said(), **head, draws=draws, shards=shards,
             steps="begun" if start else "self.taken",
             apart=how.period // how.fragments, running=_last_parts(kept),

@@ -17,7 +17,6 @@ from partc.codegen.bodies.outline import outlined
 from partc.codegen.calls.ranges import in_ranges, plain_ranges
 from partc.codegen.files.alike_stages import take_in
 from partc.codegen.files.by_rank import RANK, merged
-from partc.codegen.files.emit import TEMPLATES
 from partc.codegen.files.island import Head, Islands
 from partc.codegen.files.pipeline_tables import pipeline_tables
 from partc.codegen.files.rank_links import RankLinks
@@ -26,6 +25,7 @@ from partc.codegen.files.roll_schedule import turn_lines
 from partc.codegen.files.shared_blocks import shared_blocks
 from partc.codegen.files.spelling import dtype_name, header_line, result_type
 from partc.codegen.files.stages import Prepared, StageText, stage_text
+from partc.codegen.files.templates import TEMPLATES
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.layers import Layers, stage_key
 from partc.codegen.safety import check_source
@@ -250,9 +250,7 @@ class _File:
             own = islands.tables(RANKS if len(self.steps) > 1 else "")
             attributes = {node: at for s in self.stages for node, at in s.attributes.items()}
             shards = f"SHARDS[{RANK}]" if len(self.steps) > 1 else "SHARDS"
-            last = islands.text(
-                TEMPLATES, graphs, attributes, head, draws=self.first.draws, shards=shards
-            )
+            last = islands.text(graphs, attributes, head, draws=self.first.draws, shards=shards)
         tables = pipeline_tables(self.steps, "".join(v["declarations"] for v in values))
         return TEMPLATES.get_template("pipeline.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],

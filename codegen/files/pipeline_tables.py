@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from partc.codegen.bodies.tables import input_meaning, input_rows, table
 from partc.codegen.files.by_rank import RANK
-from partc.codegen.files.emit import MEANINGS
 from partc.codegen.files.rank_step import RankStep
 from partc.codegen.files.stages import StageText
+from partc.codegen.files.templates import MEANINGS
 from partc.codegen.repeats.layers import FIRST
 from partc.codegen.text import Line
 from partc.program.role import RANKS

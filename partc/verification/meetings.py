@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf, isfinite, prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from partc.plan.mesh import ISLAND
 from partc.program import Program
 from partc.program.expected import seeded_weight
 from partc.program.role import Role, Shard
+from partc.verification.differences import difference, largest
 
 MET, SHARED = "meeting of islands", "gradient of islands"
 TURNS = 2  # of all parts of the model
@@ -187,8 +188,5 @@ def _parts(sizes: Mapping[str, int], num: int) -> dict[str, int]:
 
 
 def _error(mine: Tensor | None, wanted: Tensor) -> float:
-    """The largest difference over the largest value; infinite where none is to be found."""
-    if mine is None or not mine.numel():
-        return 0.0 if mine is not None and not wanted.numel() else inf
-    most = float((mine.detach().cpu() - wanted.cpu()).abs().max())
-    return most / (float(wanted.abs().max()) or 1.0) if isfinite(most) else inf
+    """The largest difference over the largest value; infinite where nothing is there."""
+    return inf if mine is None else difference(mine, wanted) / (largest(wanted) or 1.0)

@@ -33,6 +33,7 @@ from partc.verification.asked import (
     check_program,
     other_shapes,
 )
+from partc.verification.differences import difference, scales
 from partc.verification.meetings import Meetings
 from partc.verification.narrow_sums import Narrow, sum_exactly
 from partc.verification.piece_norms import Pieces
@@ -46,7 +47,6 @@ from partc.verification.reference import (
     Reference,
     Tensors,
     eager,
-    is_noise,
     take_step,
 )
 from partc.verification.report import Report, Row
@@ -313,28 +313,26 @@ class _Rank:
         self, kind: str, found: Tensors, expected: Tensors, shards: Sequence[Shard]
     ) -> Iterator[Row]:
         """The errors of this rank's shards; infinite for a tensor that only one side has."""
-        scales = _scales(expected)
+        scale_of = scales(expected)
         for shard in shards:
             ours, whole = found.get(shard.name), expected.get(shard.name)
             if ours is None and whole is None:
                 continue
             error, noise = float("inf"), False
             if ours is not None and whole is not None:
-                scale, noise = scales[shard.name]
-                error = _difference(ours, self._take(shard, whole)) / scale
+                scale, noise = scale_of[shard.name]
+                error = difference(ours, self._take(shard, whole)) / scale
             yield Row(error, kind, shard.name, self.rank, noise)
 
     def _whole(self, kind: str, found: Tensors, expected: Tensors) -> Iterator[Row]:
         """The errors of tensors that every rank has whole."""
-        scales = _scales(expected)
+        scale_of = scales(expected)
         for name in sorted({*found, *expected}):
             if name not in found or name not in expected:
                 yield Row(float("inf"), kind, name, self.rank)
                 continue
-            scale, noise = scales[name]
-            yield Row(
-                _difference(found[name], expected[name]) / scale, kind, name, self.rank, noise
-            )
+            scale, noise = scale_of[name]
+            yield Row(difference(found[name], expected[name]) / scale, kind, name, self.rank, noise)
 
     def _rows(self, results: Tensors) -> dict[str, Tensor]:
         """The results as this rank gets them: its own rows, or all of them."""
@@ -353,39 +351,6 @@ class _Rank:
     def _take(self, shard: Shard, whole: Tensor) -> Tensor:
         mesh = self.job.program.mesh
         return shard.take(whole, mesh, mesh.coords(self.rank))
-
-
-def _scales(expected: Tensors) -> dict[str, tuple[float, bool]]:
-    """The divisor of each tensor's error, and whether the tensor is rounding noise."""
-    sizes = {name: _largest(tensor) for name, tensor in expected.items()}
-    most = max(sizes.values(), default=0.0)
-    scales = {}
-    for name, size in sizes.items():
-        noise = is_noise(size, most, expected[name].dtype)
-        scales[name] = ((most if noise else size) or 1.0, noise and size > 0)
-    return scales
-
-
-def _largest(tensor: Tensor) -> float:
-    if not tensor.numel():
-        return 0.0
-    plain = tensor.detach()
-    return float((plain.double() if plain.dtype == torch.bool else plain).abs().amax())
-
-
-def _difference(ours: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference; infinite where shapes differ or an entry is NaN."""
-    if ours.shape != expected.shape:
-        return float("inf")
-    if not ours.numel():
-        return 0.0
-    ours = ours.to(expected.device)
-    wide = torch.promote_types(ours.dtype, expected.dtype)
-    wide = wide if wide.is_floating_point or wide.is_complex else torch.float64
-    difference = (ours.detach().to(wide) - expected.detach().to(wide)).abs()
-    same = ours.detach() == expected.detach()  # equal infinities have no difference
-    worst = float(torch.where(same, torch.zeros_like(difference), difference).amax())
-    return worst if worst == worst else float("inf")
 
 
 def _held_nowhere(reference: Reference, rows: Sequence[Row]) -> Iterator[Row]:

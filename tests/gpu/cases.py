@@ -42,6 +42,14 @@ least_mb = 0.0001
 """})
     for wire in WIRES
 }  # fmt: skip
+_ISLANDS = 'allow = ["local_steps"]\n[local_steps]\nperiod = 2\n'
+_OUTER = f'{_ISLANDS}outer = "nesterov"\nfragments = 2\nstart_step = 1\n'
+ISLANDS: dict[str, Layout] = {
+    "islands of ddp": ("island=2,dp=2", {"plan": f'preset = "ddp"\n{_ISLANDS}'}),
+    "islands of fsdp": ("island=2,dp=2", {"plan": f'preset = "fsdp"\n{_OUTER}'}),
+    "islands of tp": ("island=2,tp=2", {"plan": f'preset = "megatron"\n{_OUTER}'}),
+    "islands of pp": ("island=2,pp=2", {"plan": f"microbatches = 2\n{_OUTER}"}),
+}
 ROUNDED: Layout = ("dp=2,tp=2", {"plan": "fsdp+megatron"})
 ROUNDING = 3.0  # times the error of the model's own step
 
@@ -122,6 +130,12 @@ def cases() -> dict[str, Case]:
         for name in STYLES:
             made = partial(hand_written, name)
             found[f"{name}, {layout}, style"] = partial(equal, made, how, "nccl")
+    for layout, how in ISLANDS.items():
+        for name in MODELS:
+            made = partial(family, name)
+            found[f"{name} {layout} float64"] = partial(equal, made, how, "nccl")
+        made = partial(family, "llama")
+        found[f"llama {layout} processes"] = partial(equal, made, how, "gloo")
     for wire, how in NARROW.items():
         made = partial(family, "llama")
         found[f"llama {wire} float64"] = partial(equal, made, how, "nccl")
