@@ -29,6 +29,7 @@ from partc.program.choices import MOST_PROGRAMS, Pad, Partial, choices_of
 from partc.program.expected import Expectation
 from partc.program.farewell import tell_at_exit
 from partc.program.fixed_text import FixedText
+from partc.program.folders import CONSTANTS
 from partc.program.hooks import read_hooks, write_hooks
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
 from partc.program.not_a_stage import NotAStage
@@ -37,6 +38,7 @@ from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
 from partc.program.run_script import run_script
 from partc.program.saved_cost import Cost, SavedCost
+from partc.program.sources import Sources
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.program.user_lines import UserLines
 from partc.program.wanted import Recipe, Wanted
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 
     from partc.program.runtime import Stage
 
-PLAN, RUN, CONSTANTS = "plan.toml", "run.py", "constants.safetensors"
+PLAN, RUN = "plan.toml", "run.py"
 SCHEDULE = "schedule.csv"  # of a pipeline
 
 
@@ -125,6 +127,7 @@ class Program(NotAStage):
     recipe: Recipe | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", Sources(self.sources))
         if not self.arguments.each:
             object.__setattr__(self, "arguments", Arguments.of_names([*self.inputs]))
         if self.fixed is None:  # nobody has edited the sources yet

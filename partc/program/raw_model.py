@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partc.errors import RunError
 from partc.program.elsewhere import check_norm
+from partc.program.homes import HomeTensor
 from partc.program.rank_tensors import RankTensors
 from partc.program.shown import Shown
 from partc.trace.fingerprint import Fingerprint, named_tensors
@@ -219,11 +220,17 @@ def _check_before(name: str, modules: Sequence[ModuleType]) -> None:
             raise _of_model(where, owner, "Clip stage.parameters().")
         if name.startswith("_"):
             check_norm(params)
+        elif all(param.grad is None for param in params) and any(map(_is_of_stage, params)):
+            raise _no_gradients(name)
         return plain(params, *args, **kwargs)
 
     for module in modules:
         if getattr(module, name, None) is plain:
             setattr(module, name, checked)
+
+
+def _is_of_stage(param: Tensor) -> bool:
+    return isinstance(param, HomeTensor)
 
 
 def _without_gradients(params: Sequence[Tensor]) -> str | None:
@@ -252,6 +259,15 @@ def _of_model(where: str, param: str, do: str) -> RunError:
         what=f"it has the model's own parameters, such as {param}, which no step trains",
         why="the stage that was compiled from the model has weights of its own, and gradients",
         do=do,
+    )
+
+
+def _no_gradients(call: str) -> RunError:
+    return RunError(
+        where=call,
+        what="none of the stage's parameters has a gradient yet",
+        why="stage.step adds gradients, and zero_grad clears them",
+        do="Call it between stage.step(...) and optimizer.step().",
     )
 
 
