@@ -34,6 +34,7 @@ from partc.program.hooks import read_hooks, write_hooks
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
 from partc.program.not_a_stage import NotAStage
 from partc.program.origin import Origin
+from partc.program.pieces_of_one_rank import own_piece as own_piece  # for torch.load
 from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
 from partc.program.run_script import run_script
