@@ -34,7 +34,10 @@ _TOLD = {
     "step": "a checkpoint is named by its folder, checkpoints/step-00000100",
     "optimizer": "an optimizer is made over stage.parameters(), and steps behind stage.step(...)",
 }
+_OF_REPORTS = "what it gives compares with one: partc.verify(...).check(tolerance=...)"
 _INSTEAD = {  # the same, where one call has another word for it
+    ("verify", "tol"): _OF_REPORTS,
+    ("verify", "tolerance"): _OF_REPORTS,
     ("sampler", "batch_size"): "rows_per_step=... counts the rows of all data ranks together, and "
     "left out it is as many as were compiled",
 }

@@ -141,6 +141,7 @@ class Program(NotAStage):
         kind: Kind = "forward" if self.role(0).is_inference else "step"
         return self.made_for or Wanted(kind, "train", typed)
 
+    @known_arguments
     def for_shapes(self, *batches: Sequence[Tensor], modes: Sequence[str] = ("train",)) -> Program:
         """This program with others for more batches, compiled now, over the same weights.
 
@@ -160,6 +161,7 @@ class Program(NotAStage):
         """
         return with_others(self, batches, modes)
 
+    @known_arguments
     def also(self, *inputs: Any, loss: Callable[..., Any] | None = None) -> Program:
         """A step of another loss of the same model, for ``stage.share``.
 
@@ -190,6 +192,7 @@ class Program(NotAStage):
             do=f"Give a rank from 0 to {self.mesh.num_ranks - 1}.",
         )  # fmt: skip
 
+    @known_arguments
     def source(self, rank: int = 0) -> str:
         """The Python text that a rank runs; UsageError if the mesh has no such rank."""
         return self.sources[self.role_of(rank)]
@@ -289,26 +292,14 @@ class Program(NotAStage):
 
     def _manifest(self, digests: Mapping[str, str]) -> Manifest:
         return Manifest(
-            model=self.model,
-            mesh=self.mesh,
-            roles=self.roles,
-            inputs=self.inputs,
-            dealt=self.dealt,
-            arguments=self.arguments,
-            returns=self.returns,
-            results=self.results,
-            fingerprint=self.fingerprint,
+            model=self.model, mesh=self.mesh, roles=self.roles, inputs=self.inputs,
+            dealt=self.dealt, arguments=self.arguments, returns=self.returns,
+            results=self.results, fingerprint=self.fingerprint,
             cost={"text": str(self.cost), "data": self.cost.as_json()},
-            basis=self.basis,
-            draws=self.draws,
-            decided=self.decided,
-            expected=self.expected,
-            fixed=self.fixed or FixedText(),
-            lines=self.lines,
-            wanted=self.wanted,
-            others=tuple(map(str, range(len(self.others)))),
-            files=digests,
-        )
+            basis=self.basis, draws=self.draws, decided=self.decided, expected=self.expected,
+            fixed=self.fixed or FixedText(), lines=self.lines, wanted=self.wanted,
+            others=tuple(map(str, range(len(self.others)))), files=digests,
+        )  # fmt: skip
 
 
 @known_arguments

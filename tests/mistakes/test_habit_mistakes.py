@@ -100,6 +100,17 @@ MISTAKES: dict[str, Called] = {
     ),
     "a number for a file": (lambda at: program().sources[0], ("stage0.py", "source(rank)")),
     "a tolerance": (lambda at: verified().check(tol=1), ("'tol'", "Did you mean 'tolerance'")),
+    "a tolerance of verify": (
+        lambda at: api.verify(program(), Net(), (X, Y), tol=1), ("check(tolerance=...)",),
+    ),
+    "a word of clip_grad_norm_": (
+        lambda at: stage().clip_grad_norm_(max_nrom=1.0), ("Did you mean 'max_norm'",),
+    ),
+    "a word of load_full": (lambda at: stage().load_full(Net(), stric=False), ("mean 'strict'",)),
+    "a word of seed": (lambda at: stage().seed(sed=1), ("Did you mean 'seed'",)),
+    "a word of source": (lambda at: program().source(rnk=0), ("Did you mean 'rank'",)),
+    "a word of for_shapes": (lambda at: program().for_shapes((X, Y), mode=()), ("mean 'modes'",)),
+    "a word of also": (lambda at: program().also((X, Y), los=loss_of), ("mean 'loss'",)),
     "a size of batches": (
         lambda at: program().sampler(range(16), 0, batch_size=4),
         ("'batch_size'", "rows_per_step=...", "all data ranks together"),
