@@ -42,6 +42,7 @@ from partc.program.check_complete import check_complete, running, trained
 from partc.program.farewell import tell_at_exit
 from partc.program.origin import Origin
 from partc.recipe import made_by
+from partc.rules.table import warn_of_lost_rules
 from partc.trace.fingerprint import Fingerprint
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
@@ -158,6 +159,7 @@ def compile(
     tell_at_exit()
     wanted = read_plan(plan)
     check_texts("disable", disable)
+    warn_of_lost_rules()
     for name, folder in (("dump", dump), ("cache", cache)):
         if folder is not None:
             as_path(folder, f"compile({name}=...)")

@@ -22,6 +22,7 @@ RENAMED = {  # old names of a plan's fields and of arguments: their names now
     "pieces": "overlap_pieces",
     "chunks": "virtual_stages",
 }
+LEAST_BEGUN = 3  # characters of a name that was cut short, as tol for tolerance
 LONGEST = 60  # characters of an argument that a message quotes
 # Arguments that calls of other libraries have, and where partc is told what they say.
 _TOLD = {
@@ -32,6 +33,13 @@ _TOLD = {
     "batch_size": "the example inputs say how many rows a step takes",
     "step": "a checkpoint is named by its folder, checkpoints/step-00000100",
     "optimizer": "an optimizer is made over stage.parameters(), and steps behind stage.step(...)",
+}
+_OF_REPORTS = "what it gives compares with one: partc.verify(...).check(tolerance=...)"
+_INSTEAD = {  # the same, where one call has another word for it
+    ("verify", "tol"): _OF_REPORTS,
+    ("verify", "tolerance"): _OF_REPORTS,
+    ("sampler", "batch_size"): "rows_per_step=... counts the rows of all data ranks together, and "
+    "left out it is as many as were compiled",
 }
 _OF_PLANS = (  # entries of a plan that are no arguments of compile
     "allow", "backend", "bucket_mb", "compress", "early_sums", "gather", "grad_parts",
@@ -98,7 +106,7 @@ def _unbound(
         do = f"Pass what is missing: {told}." if "missing" in what else _surplus(name, of)
     else:
         what = f"there is no argument {unknown!r}"
-        told = _TOLD.get(unknown) or _READ.get(name, "")
+        told = _INSTEAD.get((name, unknown)) or _TOLD.get(unknown) or _READ.get(name, "")
         if name == "compile" and unknown in _OF_PLANS:
             told = f"it is an entry of a plan, plan=partc.Plan(..., {unknown}=...)"
         do = f"Leave it out: {told}." if told else did_you_mean(unknown, each)
@@ -133,7 +141,10 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     "Did you mean 'fsdp'?"
     """
     by_lower = {each.lower(): each for each in known}
-    near = get_close_matches(str(name).lower(), by_lower, n=2)
+    said = str(name).lower()
+    near = get_close_matches(said, by_lower, n=2)
+    if not near and len(said) >= LEAST_BEGUN:
+        near = [each for each in by_lower if each.startswith(said)][:2]
     return f"Did you mean {' or '.join(repr(by_lower[each]) for each in near)}?" if near else ""
 
 

@@ -69,7 +69,9 @@ def _clock_flaw(given: Any) -> str:
 
 def _stages_flaw(given: Any) -> str:
     numbers = given if isinstance(given, list | tuple) else [None]
-    return "" if all(map(_is_count, numbers)) else "it is a list of stages, counted from 0"
+    return (
+        "" if all(map(_is_count, numbers)) else "it is a list of stages, counted from 0, as [0, 1]"
+    )
 
 
 def _sends_flaw(given: Any) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from partc.plan.sharding import Layout, M, R, U, cut
 
 _WORDS = {"whole": R, "sum": U, "max": M}
+_FORMS = f"write dim, dim/outer, {', '.join(_WORDS)}"  # dims are counted from 0
 _CUT = re.compile(r"(\d+)(?:/(\d+))?(~?)\Z", re.ASCII)
 
 
@@ -78,7 +79,7 @@ def _read(given: Any) -> PlannedLayout:
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return PlannedLayout(cut(given))
     if not isinstance(given, str):
-        raise ValueError(f"{given!r} is no layout")
+        raise ValueError(f"{given!r} is no layout: {_FORMS}")
     if given.count("->") > 2:
         raise ValueError(f"{given!r} is no layout: operands -> result -> as it is read")
     parts = given.split("->")
@@ -94,7 +95,7 @@ def _layout(text: str) -> Layout:
         return _WORDS[text]
     found = _CUT.match(text)
     if found is None or found.group(2) == "0":
-        raise ValueError(f"{text!r} is no layout: write dim, dim/outer, {', '.join(_WORDS)}")
+        raise ValueError(f"{text!r} is no layout: {_FORMS}")
     return cut(int(found.group(1)), int(found.group(2) or 1), permuted=bool(found.group(3)))
 
 

@@ -29,14 +29,17 @@ from partc.program.choices import MOST_PROGRAMS, Pad, Partial, choices_of
 from partc.program.expected import Expectation
 from partc.program.farewell import tell_at_exit
 from partc.program.fixed_text import FixedText
+from partc.program.folders import CONSTANTS
 from partc.program.hooks import read_hooks, write_hooks
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
 from partc.program.not_a_stage import NotAStage
 from partc.program.origin import Origin
+from partc.program.pieces_of_one_rank import own_piece as own_piece  # for torch.load
 from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
 from partc.program.run_script import run_script
 from partc.program.saved_cost import Cost, SavedCost
+from partc.program.sources import Sources
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.program.user_lines import UserLines
 from partc.program.wanted import Recipe, Wanted
@@ -56,7 +59,7 @@ if TYPE_CHECKING:
 
     from partc.program.runtime import Stage
 
-PLAN, RUN, CONSTANTS = "plan.toml", "run.py", "constants.safetensors"
+PLAN, RUN = "plan.toml", "run.py"
 SCHEDULE = "schedule.csv"  # of a pipeline
 
 
@@ -125,6 +128,7 @@ class Program(NotAStage):
     recipe: Recipe | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", Sources(self.sources))
         if not self.arguments.each:
             object.__setattr__(self, "arguments", Arguments.of_names([*self.inputs]))
         if self.fixed is None:  # nobody has edited the sources yet
@@ -137,6 +141,7 @@ class Program(NotAStage):
         kind: Kind = "forward" if self.role(0).is_inference else "step"
         return self.made_for or Wanted(kind, "train", typed)
 
+    @known_arguments
     def for_shapes(self, *batches: Sequence[Tensor], modes: Sequence[str] = ("train",)) -> Program:
         """This program with others for more batches, compiled now, over the same weights.
 
@@ -156,6 +161,7 @@ class Program(NotAStage):
         """
         return with_others(self, batches, modes)
 
+    @known_arguments
     def also(self, *inputs: Any, loss: Callable[..., Any] | None = None) -> Program:
         """A step of another loss of the same model, for ``stage.share``.
 
@@ -186,6 +192,7 @@ class Program(NotAStage):
             do=f"Give a rank from 0 to {self.mesh.num_ranks - 1}.",
         )  # fmt: skip
 
+    @known_arguments
     def source(self, rank: int = 0) -> str:
         """The Python text that a rank runs; UsageError if the mesh has no such rank."""
         return self.sources[self.role_of(rank)]
@@ -285,26 +292,14 @@ class Program(NotAStage):
 
     def _manifest(self, digests: Mapping[str, str]) -> Manifest:
         return Manifest(
-            model=self.model,
-            mesh=self.mesh,
-            roles=self.roles,
-            inputs=self.inputs,
-            dealt=self.dealt,
-            arguments=self.arguments,
-            returns=self.returns,
-            results=self.results,
-            fingerprint=self.fingerprint,
+            model=self.model, mesh=self.mesh, roles=self.roles, inputs=self.inputs,
+            dealt=self.dealt, arguments=self.arguments, returns=self.returns,
+            results=self.results, fingerprint=self.fingerprint,
             cost={"text": str(self.cost), "data": self.cost.as_json()},
-            basis=self.basis,
-            draws=self.draws,
-            decided=self.decided,
-            expected=self.expected,
-            fixed=self.fixed or FixedText(),
-            lines=self.lines,
-            wanted=self.wanted,
-            others=tuple(map(str, range(len(self.others)))),
-            files=digests,
-        )
+            basis=self.basis, draws=self.draws, decided=self.decided, expected=self.expected,
+            fixed=self.fixed or FixedText(), lines=self.lines, wanted=self.wanted,
+            others=tuple(map(str, range(len(self.others)))), files=digests,
+        )  # fmt: skip
 
 
 @known_arguments

@@ -48,15 +48,26 @@ def _unbound(
     if unknown is not None:
         what = f"there is no argument {unknown!r}"
         do = did_you_mean(unknown, known).rstrip(".") or do
+    elif "too many" in what:
+        what = f"{what}, {len(args)} are given"
+        do = _surplus(known, call)
     elif len(args) == 1 and isinstance(args[0], Mapping):
         do += f": {call}(**batch)"
     elif len(args) == 1 and isinstance(args[0], list | tuple):
         do += f": {call}(*batch)"
+    elif call == "step" and args:
+        do += "; what the model returns for its own arguments stage(...) gives behind stage.eval()"
     return RunError(
         where=call, what=what,
         why=f"it takes ({', '.join(needed[:MOST_NAMED])}{more}), as the loss that was compiled",
         do=do if do.endswith("?") else f"{do}.",
     )  # fmt: skip
+
+
+def _surplus(known: Sequence[str], call: str) -> str:
+    """What to do about more arguments by place than there are."""
+    do = f"Leave out what stands behind {known[-1]}" if known else "Leave them out"
+    return f"{do}; scale=... goes by name" if call == "step" else do
 
 
 def _differs(error: TreeError, call: str) -> RunError:

@@ -26,6 +26,7 @@ from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
 from partc.plan.wires import is_residual
 from partc.program.checkpoint_call import check_arguments
+from partc.program.folders import if_program
 from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
 from partc.program.other_ranks import of_other_ranks
@@ -178,6 +179,7 @@ def latest(folder: str | Path) -> Path:
         if path.is_file():
             why = "it is a file, and a checkpoint is the folder that save_checkpoint makes"
             do = "Name that folder; weights alone go through stage.load_full(torch.load(path))."
+        do = if_program(path) or do
         if cut_off := [each.name for each in path.glob("step-*")]:
             why += f": {cut_off[0]} has no {MANIFEST}"
             do = "Copy the checkpoint with all of its files, or name another."

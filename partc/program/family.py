@@ -49,6 +49,7 @@ from partc.program.results import results_of
 from partc.program.run_state import Guard
 from partc.program.same_choice import SameChoice
 from partc.program.step_failures import naming_calls
+from partc.program.step_loss import evaluated
 from partc.program.uneven_rows import Results, UnevenRows
 from partc.program.wanted import Mode, Wanted
 from partc.trace.record import Kind
@@ -124,7 +125,10 @@ class Family:
     def forward(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
         """What the model returns."""
         found = self._ready("forward", self.mode_now, args, named, device)
-        return None if found is None else results_of(found[1](), found[0].program.returns)
+        if found is None:
+            return None
+        member, run = found
+        return results_of(evaluated(run()), member.program.returns)
 
     # chosen ----------------------------------------------------------------------------------
     @of_other_ranks("step")

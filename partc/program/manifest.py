@@ -23,6 +23,7 @@ from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
+from partc.program.folders import PROGRAM, if_checkpoints
 from partc.program.tensorfile import has_its_size
 from partc.program.user_lines import UserLines
 from partc.program.wanted import Wanted
@@ -30,7 +31,7 @@ from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
 from partc.trace.trees import Tree
 
-NAME = "program.json"
+NAME = PROGRAM
 OTHERS = "programs"  # the folder with programs of other shapes and modes
 SCHEMA = 6
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
@@ -232,7 +233,7 @@ def _instead(folder: Path) -> str:
                 "stage.load_full(torch.load(path, weights_only=True)), or the path of safetensors."
             )
         return f"Name the folder, not a file in it: {folder.parent}."
-    return ""
+    return if_checkpoints(folder)
 
 
 def _check_file(path: Path, digest: str | None) -> None:

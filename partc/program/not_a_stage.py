@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from partc.errors import UsageError
 from partc.wrong_calls import did_you_mean
 
+_ELSEWHERE = {  # what is asked of a program, and which call of partc does it
+    "verify": "partc.verify(program, model, inputs, loss=loss)",
+    "check": "partc.verify(program, model, inputs, loss=loss).check()",
+    "load": "partc.load(folder)",
+    "compile": "partc.compile(model, mesh, inputs)",
+    "with_model": "partc.with_model(program, model, loss)",
+    "save_checkpoint": "partc.save_checkpoint(folder, stage)",
+    "load_checkpoint": "partc.load_checkpoint(folder, stage)",
+}
+
 
 class NoStageError(UsageError, AttributeError):
     """A program was used as the stage of a rank; ``hasattr`` says no."""
@@ -29,6 +39,15 @@ class NotAStage:
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
                 )
+            if name == "generate":
+                do = "stage(ids) in a loop, behind stage.eval()"
+                raise _no_stage("program.generate", "a program is one step", do)
+            if name in _ELSEWHERE:
+                raise NoStageError(
+                    where=f"program.{name}", what="a program has no such method",
+                    why="it is a function of partc, which takes a program",
+                    do=f"Call {_ELSEWHERE[name]}.",
+                )  # fmt: skip
             own = [each for each in dir(self) if not each.startswith("_")]
             raise NoStageError(
                 where=f"program.{name}", what="a program has no such attribute",

@@ -2,7 +2,8 @@
 
 A stage takes its weights, and what scripts do to the model reaches the stage: ``model.zero_grad()``
 and ``requires_grad_``. What cannot reach it is refused: an optimizer over the model's parameters,
-clipping their gradients, weights that were loaded into the model behind ``.module()``.
+clipping their gradients, weights that were loaded into the model behind ``.module()``. What would
+mislead is told: saving the model's own weights, another model with a stage over the same ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partc.errors import RunError
 from partc.program.elsewhere import check_norm
+from partc.program.homes import HomeTensor
 from partc.program.rank_tensors import RankTensors
 from partc.program.shown import Shown
 from partc.trace.fingerprint import Fingerprint, named_tensors
@@ -74,6 +76,9 @@ class RawModel:
         mine = {n: x for n, x in own.items() if n in tensors.shards and _has_values(x)}
         self._taken = {name: (id(value), *_seen(value)) for name, value in mine.items()}
         self._model = ref(model) if model is not None else lambda: None
+        trained = (n for n in self._taken if self._flags.get(n))
+        self._kept = next(((n, self._taken[n]) for n in trained), None)  # tells that it is old
+        self._warn_of_others(params)
         for name, param in params.items():
             _STAGES.setdefault(param, []).append((ref(self), name))
         if params:
@@ -94,6 +99,39 @@ class RawModel:
         """Follow another parameter of the model, which stands in the place of the one of a name."""
         self._params[name] = ref(param)
         _STAGES.setdefault(param, []).append((ref(self), name))
+
+    def warn_if_old(self) -> None:
+        """Warn, once, where the model's weights are still those from which this stage began."""
+        model, kept = self._model(), self._kept
+        if model is None or kept is None or not self.num_steps:
+            return
+        name, seen = kept
+        value = named_tensors(model).get(name)
+        if value is None or (id(value), *_seen(value)) != seen or _is_trained(model):
+            return
+        mine = self._tensors.piece(self._tensors.shards[name], value.detach())
+        if not torch.equal(mine.to(self._tensors.held[name]), self._tensors.held[name].detach()):
+            self._kept = None
+            warnings.warn(
+                "partc: state_dict() of the model has the weights of before .module(); those that "
+                "were trained are the stage's. Save stage.full_state_dict(), or put them into the "
+                "model: model.load_state_dict(stage.full_state_dict())",
+                stacklevel=3,
+            )
+
+    def _warn_of_others(self, params: Mapping[str, Tensor]) -> None:
+        """Warn where another model holds one of these parameters, and has a stage too."""
+        model = self._model()
+        for name, param in ((n, p) for n, p in params.items() if p.requires_grad):
+            for other, its_name in _stages_of(param):
+                if other._model() not in (None, model):
+                    warnings.warn(
+                        f"partc: {name} of {type(model).__name__} is also {its_name} of "
+                        f"{type(other._model()).__name__}, which has a stage of its own: each "
+                        "stage trains a copy. To train one, compile a module that holds both",
+                        stacklevel=7,
+                    )
+                    return
 
     def zero_grad(self, name: str, set_to_none: bool) -> None:
         """Clear the gradient of one of the stage's parameters."""
@@ -124,7 +162,7 @@ class RawModel:
         model itself, as the gradients show, does not.
         """
         model = self._model()
-        if model is None or any(param.grad is not None for param in model.parameters()):
+        if model is None or _is_trained(model):
             return
         own = named_tensors(model)
         with torch.no_grad():
@@ -136,6 +174,11 @@ class RawModel:
                 held = self._tensors.held[name]
                 if not torch.equal(mine.to(held), held):
                     raise _other_weights(name)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    """Whether the script trains the model itself."""
+    return any(param.grad is not None for param in model.parameters())
 
 
 def _seen(value: Tensor) -> tuple[int, ...]:
@@ -201,9 +244,25 @@ def _watch_torch() -> None:
 
     zero_grad.__doc__ = plain.__doc__
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+    _watch_saving()
     register_optimizer_step_post_hook(_check_optimizer)
     for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
         _check_before(name, [clip_grad, torch.nn.utils])
+
+
+def _watch_saving() -> None:
+    """Let ``state_dict`` of a whole model be seen: it may have weights that are trained no more."""
+    plain = nn.Module.state_dict
+
+    @functools.wraps(plain)
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        first = next(self.parameters(), None)
+        if first is not None and not args and "destination" not in kwargs:
+            for stage, _ in _stages_of(first):
+                stage.warn_if_old()
+        return plain(self, *args, **kwargs)
+
+    nn.Module.state_dict = state_dict  # type: ignore[method-assign]
 
 
 def _check_before(name: str, modules: Sequence[ModuleType]) -> None:
@@ -219,11 +278,17 @@ def _check_before(name: str, modules: Sequence[ModuleType]) -> None:
             raise _of_model(where, owner, "Clip stage.parameters().")
         if name.startswith("_"):
             check_norm(params)
+        elif all(param.grad is None for param in params) and any(map(_is_of_stage, params)):
+            raise _no_gradients(name)
         return plain(params, *args, **kwargs)
 
     for module in modules:
         if getattr(module, name, None) is plain:
             setattr(module, name, checked)
+
+
+def _is_of_stage(param: Tensor) -> bool:
+    return isinstance(param, HomeTensor)
 
 
 def _without_gradients(params: Sequence[Tensor]) -> str | None:
@@ -252,6 +317,15 @@ def _of_model(where: str, param: str, do: str) -> RunError:
         what=f"it has the model's own parameters, such as {param}, which no step trains",
         why="the stage that was compiled from the model has weights of its own, and gradients",
         do=do,
+    )
+
+
+def _no_gradients(call: str) -> RunError:
+    return RunError(
+        where=call,
+        what="none of the stage's parameters has a gradient yet",
+        why="stage.step adds gradients, and zero_grad clears them",
+        do="Call it between stage.step(...) and optimizer.step().",
     )
 
 

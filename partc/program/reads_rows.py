@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from partc.wrong_calls import known_arguments
+
 if TYPE_CHECKING:
     from partc.data.order import Last
     from partc.data.sampler import RowSampler
@@ -31,8 +33,9 @@ def data_rank(program: Program, rank: int) -> int:
     return division_of(program).rank(rank)
 
 
+@known_arguments
 def sampler(
-    program: Program,
+    self: Program,
     dataset: Any,
     rank: int | None = None,
     *,
@@ -65,5 +68,5 @@ def sampler(
     from partc.data.sampler import RowSampler
     from partc.program.reading import num_rows, rank_or_own, rows_of
 
-    share = rows_of(program, rank_or_own(rank), batch, rows_per_step)
+    share = rows_of(self, rank_or_own(rank), batch, rows_per_step)
     return RowSampler(Order(num_rows(dataset), share.per_step, shuffle, last), share, seed)

@@ -38,7 +38,7 @@ from partc.program.step_checks import can_be_moved, check_default_dtype
 from partc.program.user_modules import UserModules
 from partc.program.weights import Source, whole_tensors
 from partc.program.whole_states import WholeStates
-from partc.wrong_calls import check_flag, check_whole_number
+from partc.wrong_calls import check_flag, check_whole_number, known_arguments
 
 FIRST_CLIPS = 3  # calls of clip_grad_norm_ that make sure all ranks are in one
 
@@ -141,6 +141,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """
         return self._called(self._own, inputs, named)
 
+    @known_arguments
     def seed(self, seed: int, step: int = 0) -> None:
         """Decide every random number of the steps that follow; all ranks pass the same.
 
@@ -180,6 +181,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """The seed of the random numbers, and how many steps have been taken since it was set."""
         return self._own.state.seed
 
+    @known_arguments
     @of_other_ranks("clip_grad_norm_")
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -207,6 +209,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
                 shown.read()
 
     # whole tensors ---------------------------------------------------------------------------
+    @known_arguments
     def load_full(self, source: Source, *, strict: bool = True) -> None:
         """Take this rank's pieces of parameters and buffers from whole tensors.
 

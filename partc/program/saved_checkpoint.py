@@ -23,13 +23,14 @@ from partc.errors import LoadError, PartcError
 from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.plan.sharding import cut, join_pieces
 from partc.plan.wires import is_residual
+from partc.program.folders import CHECKPOINT
 from partc.program.residuals import fitted
 from partc.program.role import Shard, dtype_of
 from partc.program.runtime import Stage
 from partc.program.same_optimizer import CLASS
 from partc.program.tensorfile import TensorFile, has_its_size
 
-MANIFEST = "checkpoint.json"
+MANIFEST = CHECKPOINT
 SCHEMA = 2
 MAX_BYTES = 512_000_000
 SUMS = "sums"  # the one entry that not every checkpoint has

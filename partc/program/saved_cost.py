@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from partc.errors import LoadError, PartcError
+from partc.errors import LoadError, PartcError, UsageError
 
 
 class Cost(Protocol):
@@ -16,8 +16,19 @@ class Cost(Protocol):
     def as_json(self) -> Any: ...
 
 
+class SeveralNumbers:
+    """A cost, which is no number: it says which ones it has."""
+
+    def __float__(self) -> NoReturn:
+        raise UsageError(
+            where="float(program.cost)", what="a cost is no number",
+            why="it has seconds, bytes and FLOPs",
+            do='Take one of program.cost.as_json(): ["prediction"]["seconds"].',
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
-class SavedCost:
+class SavedCost(SeveralNumbers):
     """A cost as it was printed when the program was compiled."""
 
     text: str = ""

@@ -15,6 +15,7 @@ from partc.program.family_errors import untrained
 from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
+from partc.program.same_model import check_same_model
 from partc.program.shown import Shown, begin_all, end_all
 from partc.program.step_loss import of_step
 from partc.wrong_calls import quoted
@@ -86,6 +87,7 @@ class SeveralPrograms(nn.Module):
                 do="Pass stage.share(program.also(inputs, loss=loss)).",
             )  # fmt: skip
         own = self._own
+        check_same_model(own.first.program, program)
         member = Member.over(program, self._device_mesh, self._tensors, own.guard)
         for name in member.trained:
             if name not in self._shown:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from partc.errors import RunError
 from partc.program.chunks import write_items
 from partc.program.homes import HomeTensor, check_read, give_memory, replicated, whole_of
+from partc.program.pieces_of_one_rank import own_piece, place_of
 from partc.program.stage_ops import run_op
 
 
@@ -94,7 +95,7 @@ class StageTensor(HomeTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.parted:
             raise _no_pickle(self)
-        return own_piece, (self.plain, _place(self), dist.get_world_size())
+        return own_piece, (self.plain, place_of(self), dist.get_world_size())
 
     # torch.distributed.checkpoint asks these of a tensor
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
@@ -114,30 +115,6 @@ class StageTensor(HomeTensor):
         return box.of(self._local_tensor.detach())
 
 
-def own_piece(value: DTensor, place: tuple[int, ...], num_ranks: int) -> DTensor:
-    """What was pickled, on the rank that pickled it or one with the same piece.
-
-    ``place`` is that rank's index along each dim of the mesh, -1 where all have the same;
-    ``num_ranks`` the size of its world. RunError on other ranks, which would take it for theirs.
-    """
-    mine = value.device_mesh.mesh == dist.get_rank() if dist.is_initialized() else None
-    same = mine is not None and dist.get_world_size() == num_ranks and bool(mine.any())
-    if mine is None or not same:
-        raise _piece_elsewhere(place)
-    here = mine.nonzero()[0].tolist()
-    if any(index not in (-1, at) for index, at in zip(place, here, strict=True)):
-        raise _piece_elsewhere(place)
-    return value
-
-
-torch.serialization.add_safe_globals([own_piece])
-
-
-def _place(value: DTensor) -> tuple[int, ...]:
-    at = value.device_mesh.get_coordinate() or [-1] * value.device_mesh.ndim
-    return tuple(i if p.is_shard() else -1 for i, p in zip(at, value.placements, strict=True))
-
-
 class _Joined(torch.autograd.Function):
     """The whole of a tensor that DTensor cannot gather; the gradient is whole on every rank."""
 
@@ -150,16 +127,6 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         spec = replicated(gradient, ctx.like)._spec
         return StageTensor.of(gradient, spec, ctx.like.home, of_gradient=True)
-
-
-def _piece_elsewhere(place: tuple[int, ...]) -> RunError:
-    return RunError(
-        where="torch.load",
-        what="the file has one rank's pieces of tensors, and this rank has others",
-        why=f"they were saved at place {[i for i in place if i >= 0]} of the axes that cut them",
-        do="Save stage.full_state_dict() and stage.full_optim_state_dict(optimizer), which are "
-        "whole, or call partc.save_checkpoint on all ranks.",
-    )
 
 
 def _other_data(tensor: StageTensor, value: Tensor) -> RunError:

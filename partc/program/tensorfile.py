@@ -17,6 +17,7 @@ from torch import Tensor
 
 from partc.errors import LoadError
 from partc.file_text import Unreadable, file_text
+from partc.program.folders import CHECKPOINT, CONSTANTS, if_checkpoints, if_program
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -210,10 +211,13 @@ def _files_of(path: Path) -> list[Path]:
     """The tensor files that a path names: itself, those of an index file, or those in a folder."""
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))
+        other = if_program(path) if [each.name for each in found] == [CONSTANTS] else ""
+        if not found or (path / CHECKPOINT).is_file():
+            other = if_checkpoints(path)
+        if other:
+            raise _no_weights(path, "it is no folder of weights", other)
         if not found:
-            steps = next(path.glob("step-*"), None)
-            why = "; it holds checkpoints: partc.load_checkpoint(folder, stage)" if steps else ""
-            raise _no_weights(path, f"there is no .safetensors file in it{why}")
+            raise _no_weights(path, "there is no .safetensors file in it")
         return found
     if path.name.endswith(".index.json"):
         return [path.parent / name for name in _indexed(path)]
@@ -238,11 +242,12 @@ def _indexed(path: Path) -> list[str]:
     return names
 
 
-def _no_weights(path: Path, why: str) -> LoadError:
+def _no_weights(path: Path, why: str, do: str = "") -> LoadError:
     return LoadError(
         where=str(path),
         what="these weights cannot be read",
         why=why,
-        do='Name a safetensors file, a folder of some, or an index ({"weight_map": '
+        do=do
+        or 'Name a safetensors file, a folder of some, or an index ({"weight_map": '
         '{"name of a tensor": "file.safetensors"}}).',
     )

@@ -29,6 +29,9 @@ FIRST_STEPS, EVERY = 3, 50  # steps that look at all attributes
 
 
 _HABITS = {  # what scripts ask of other wrappers: what to do with a stage
+    "generate": "Write the loop over stage(ids) behind stage.eval(), as docs/how-to/"
+    "shapes-and-modes.md does; or load stage.full_state_dict() into the model, and generate there.",
+    "clip_grad_value_": "Call torch.nn.utils.clip_grad_value_(stage.parameters(), value).",
     "backward": "Leave it out: stage.step(...) has computed the gradients.",
     "module": "Leave .module out: a stage is no wrapper, and has the model's attributes itself.",
     "no_sync": "Leave it out: gradients add up until zero_grad(); or compile with microbatches=.",
@@ -273,7 +276,11 @@ class _Refused:
 
 
 _WHY = {
-    "forward": ("it computes nothing by itself", "Call stage(...) or stage.step(...)."),
+    "forward": (
+        "it computes nothing by itself, also where a method of the model (generate) calls it",
+        "Call stage(...) or stage.step(...), which are the whole program; what a method does "
+        "around the forward write over stage(...), behind stage.eval().",
+    ),
     "_apply": ("it cannot be moved or cast by itself", "Call .to() on the whole stage."),
     "pickle": ("it has this rank's pieces of the tensors alone", "Save stage.full_state_dict()."),
 }

@@ -20,12 +20,13 @@ from partc.dryrun.run import dry_run
 from partc.graph import Graph
 from partc.plan.mesh import Mesh
 from partc.program.role import Role
+from partc.program.saved_cost import SeveralNumbers
 
 TOP = 5  # holders of memory that a report names
 
 
 @dataclass(frozen=True)
-class CostReport:
+class CostReport(SeveralNumbers):
     """The costs of one training step on one rank.
 
     ``live_bytes``: live at the peak, without parameters, optimizer states, buffers and inputs.

@@ -23,6 +23,7 @@ from partc.dryrun.run import DryRun, Known, dry_run
 from partc.graph import Graph
 from partc.plan.mesh import Mesh
 from partc.program.role import Role
+from partc.program.saved_cost import SeveralNumbers
 from partc.reports.cost import TOP
 from partc.schedules import Schedule
 from partc.schedules.programs import Collective
@@ -66,7 +67,7 @@ class Closing:
 
 
 @dataclass(frozen=True)
-class PipelineCost:
+class PipelineCost(SeveralNumbers):
     """The costs of a pipeline's step: by stage, by rank, and of the step as a whole."""
 
     model: str

@@ -12,7 +12,7 @@ import torch
 
 from partc.registry import Registry
 from partc.rules.call import Call
-from partc.rules.wrong_rules import check_rule, fails, slot_groups
+from partc.rules.wrong_rules import check_rule, fails, slot_groups, warn_if_lost
 from partc.wrong_calls import failed_at, quoted
 
 Written = str | Callable[[Call], str]
@@ -138,15 +138,27 @@ def find(target: Any) -> Rule | None:
     The order of search: the overload's rule, the rule for all overloads, and for ops with torch's
     pointwise tag the rule of elementwise ops.
     """
-    name = name_of(target)
-    if name in RULES:
-        return RULES[name]
+    own = own_name(target)
+    if own is not None:
+        return RULES[own]
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    packet = name.rpartition(".")[0]
-    if packet in RULES:
-        return RULES[packet]
     return elementwise() if torch.Tag.pointwise in target.tags else None
+
+
+def own_name(target: Any) -> str | None:
+    """The name under which the table has a rule of an op, or of all its overloads."""
+    names = [name := name_of(target)]
+    if isinstance(target, torch._ops.OpOverload):
+        names.append(name.rpartition(".")[0])
+    return next((each for each in names if each in RULES), None)
+
+
+def warn_of_lost_rules() -> None:
+    """Warn of rules that other packages wrote for ops which no library has."""
+    for name, entry in RULES.items():
+        if not entry.module.startswith("partc."):
+            warn_if_lost(name)
 
 
 def pointwise(call: Call) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -88,6 +89,31 @@ def _check_exists(op: str) -> None:
             do=did_you_mean(overload if found is not None else packet, each)
             or "`partc explain --rules` lists ops and their rules.",
         )  # fmt: skip
+
+
+def warn_if_lost(op: str) -> None:
+    """Warn where no library that is imported has an op for which there is a rule."""
+    namespace, _, rest = op.partition(".")
+    packet, _, overload = rest.partition(".")
+    of = getattr(torch.ops, namespace)
+    found = getattr(of, packet, None) if packet else None
+    if found is not None and (not overload or overload in found.overloads()):
+        return
+    each = sorted(_ops_of(namespace) if found is None else found.overloads())
+    near = did_you_mean(packet if found is None else overload, each)
+    has = f"torch.ops.{namespace} has {', '.join(each[:6])}" if each else "no library has these"
+    warnings.warn(
+        f"partc: rule({op!r}, ...) is never read: there is no such op ({has}). "
+        + (near or "Correct the name, or import before partc.compile what defines the op."),
+        stacklevel=4,
+    )
+
+
+def _ops_of(namespace: str) -> set[str]:
+    """The names of a namespace's ops that are registered by now."""
+    start = f"{namespace}::"
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(start)]
+    return {name.removeprefix(start).partition(".")[0] for name in names}
 
 
 def fails(op: str, field: str, function: Callable[..., Any], why: str) -> RuleError:

@@ -74,6 +74,8 @@ class Returns:
             return [outcome]
         if not isinstance(outcome, tuple | list) or not outcome or not _is_loss(outcome[0]):
             raise self._no_loss(outcome, model)
+        if isinstance(outcome, list) and any(_is_loss(x) and x.requires_grad for x in outcome[1:]):
+            raise _several_losses(model, len(outcome))
         self._note(_tree(outcome, model), model)
         return [outcome[0], *(x.detach() for x in tensors_of(list(outcome[1:])))]
 
@@ -160,6 +162,15 @@ def _tree(outcome: Any, model: str) -> Tree:
         of = f"{kind.__module__}:{kind.__qualname__}"
         return Tree("fields", entries=tuple(found), of=of, made=kind)
     return Tree("list" if kind is list else "tuple", entries=tuple(found))
+
+
+def _several_losses(model: str, num: int) -> TraceError:
+    return TraceError(
+        where=f"{model}, what the loss returns",
+        what=f"it is a list of {num} entries, of which more than the first could be trained",
+        why="a step has one loss, and would train on the first alone",
+        do="Return their sum, sum(losses); or (loss, extras), where the extras are to look at.",
+    )
 
 
 def _no_extra(error: TreeError, model: str) -> TraceError:

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from partc.errors import CheckError, UsageError
-from partc.wrong_calls import quoted
+from partc.wrong_calls import known_arguments, quoted
 
 TOLERANCE = 1e-9  # for float64; one matmul with a sharded sum has an error of 2e-15
 
@@ -41,6 +41,7 @@ class Report:
     def worst(self) -> Row:
         return max(self.rows)
 
+    @known_arguments
     def ok(self, tolerance: float = TOLERANCE) -> bool:
         """Whether something was compared, and every relative error is at most the tolerance.
 
@@ -53,6 +54,7 @@ class Report:
             )  # fmt: skip
         return bool(self.rows) and self.worst.error <= tolerance
 
+    @known_arguments
     def check(self, tolerance: float = TOLERANCE) -> Report:
         """Return this report; CheckError with the worst tensors if it is not ``ok``."""
         if self.ok(tolerance):

@@ -15,13 +15,20 @@ from torch.utils.data import DataLoader
 from partc.errors import RunError, UsageError
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program.choices import check_fillers
-from partc.program.handshake import check_world
+from partc.program.handshake import check_world, world_size
 from partc.trace.no_model import check_model
 from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
 from partc.wrappers.optimizer import Optimizer, Scheduler
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.ranks import OnMesh
-from partc.wrappers.said import check_loss, check_names, check_no_plugins, check_said, in_our_words
+from partc.wrappers.said import (
+    check_known,
+    check_loss,
+    check_names,
+    check_no_plugins,
+    check_said,
+    in_our_words,
+)
 from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
 
 OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "deepspeed_plugins")
@@ -56,6 +63,7 @@ class Accelerator(OnMesh):
         outputs: Sequence[str] = (), pad: Mapping[str, float] | None = None,
         options: Mapping[str, Any] | None = None, **named: Any,
     ) -> None:  # fmt: skip
+        check_known("Accelerator", named, type(self), Accelerator, {})
         check_said("Accelerator", mesh, plan, options)
         check_names("Accelerator(outputs=...)", outputs)
         check_loss("Accelerator", loss)
@@ -68,6 +76,8 @@ class Accelerator(OnMesh):
         self._prepared: WeakSet[Prepared] = WeakSet()
         with in_our_words("Accelerator()", "Correct the argument: it is one of accelerate's own."):
             super().__init__(**named)
+        if self.state.num_processes == 1 < world_size():
+            raise _uncounted(world_size())
         check_world(Mesh.of(mesh), self.state.num_processes)
         backend = self.state.dynamo_plugin.backend
         if self.distributed_type not in KINDS or backend != DynamoBackend.NO:
@@ -190,6 +200,16 @@ def _other_ways(distributed: str, backend: str) -> UsageError:
         why="the plan says how tensors are sharded and what is compiled",
         do='Leave these out of accelerate\'s configuration; plan="fsdp" shards as FSDP, '
         'options={"compile": "inductor"} compiles.',
+    )
+
+
+def _uncounted(started: int) -> RunError:
+    return RunError(
+        where="Accelerator()",
+        what=f"accelerate counts one process, where {started} were started",
+        why="without GPUs it counts them only where it is told that they compute on CPUs, when "
+        "anything of it is first made",
+        do="Say Accelerator(..., cpu=True); with a Trainer TrainingArguments(..., use_cpu=True).",
     )
 
 

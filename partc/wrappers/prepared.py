@@ -20,6 +20,7 @@ from partc.program.raw_model import empty_model
 from partc.program.runtime import Stage
 from partc.program.start import group_backend
 from partc.trace.arguments import Given
+from partc.wrappers.results import no_loss, picked
 
 
 @dataclass
@@ -49,9 +50,11 @@ class How:
             return self.loss(model, *args, **named)
         results = model(*args, **named)
         if isinstance(results, Tensor):
-            raise _no_loss(type(model).__name__)
+            raise no_loss(type(model).__name__, "a tensor")
+        if isinstance(results, Mapping) and "loss" not in results:
+            raise no_loss(type(model).__name__, ", ".join(results))
         loss = results["loss"] if isinstance(results, Mapping) else results[0]
-        return loss, {name: results[name] for name in self.outputs}
+        return loss, {name: picked(results, name) for name in self.outputs}
 
 
 class Outputs(dict[str, Any]):
@@ -245,17 +248,6 @@ def _first_seed(stage: Stage) -> int:
     seed = torch.tensor([torch.initial_seed() % 2**62], device=stage.device)
     dist.broadcast(seed, src=0)
     return int(seed)
-
-
-def _no_loss(model: str) -> RunError:
-    return RunError(
-        where=f"a training step of {model}",
-        what="it returns a tensor, and no loss",
-        why="a program computes the gradients together with the loss, which a script cannot "
-        "compute behind it",
-        do="Give the Accelerator loss=fn(model, *inputs), call the model with the inputs of that, "
-        "and take what it returns for the loss: loss = model(x, y).",
-    )
 
 
 def _not_returned(name: Any) -> RunError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,8 +43,42 @@ def check_said(where: str, mesh: Any, plan: Any, options: Any) -> None:
         raise UsageError(
             where=where, what=f"there is no option {unknown!r}",
             why=f"partc.compile has {', '.join(known)}",
-            do=did_you_mean(unknown, known) or "Leave it out.",
+            do=f"Pass it beside the options: {unknown}=..." if unknown in _DECIDED
+            else did_you_mean(unknown, [*known, "plan", "mesh"]) or "Leave it out.",
         )  # fmt: skip
+
+
+def check_known(
+    where: str, named: Mapping[str, Any], made: type, ours: type, others: Mapping[str, str]
+) -> None:
+    """UsageError for arguments that no class has which makes a wrapper, the library's among them.
+
+    ``made``: the class of what is made, of which ``ours`` is the wrapper. ``others``: what to do
+    about names that belong elsewhere.
+    """
+    known = ["self"]
+    for cls in made.__mro__[made.__mro__.index(ours) :]:
+        if "__init__" not in vars(cls) or cls is object:
+            continue
+        parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+        passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if passes_on and not cls.__module__.startswith("partc."):
+            return  # to a class that nobody knows here
+        known += [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    unknown = next((name for name in named if name not in known), None)
+    if unknown is not None:
+        raise _unknown(where, unknown, known[1:], others)
+
+
+def _unknown(where: str, name: str, known: Sequence[str], others: Mapping[str, str]) -> UsageError:
+    do = others.get(name, "")
+    if name in inspect.signature(compile_program).parameters:
+        do = f"It is one of partc.compile: options={{{name!r}: ...}}."
+    return UsageError(
+        where=f"{where}()", what=f"there is no argument {name!r}",
+        why=f"it takes {', '.join(dict.fromkeys(n for n in known if n != 'self'))}",
+        do=do or did_you_mean(name, known) or "Leave it out.",
+    )  # fmt: skip
 
 
 @contextmanager

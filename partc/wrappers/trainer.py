@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ from partc.errors import UsageError
 from partc.plan.mesh import MeshLike
 from partc.trace.no_model import check_model
 from partc.wrappers.accelerate import Accelerator
-from partc.wrappers.said import check_no_plugins, check_said
+from partc.wrappers.said import check_known, check_no_plugins, check_said
 from partc.wrappers.whole_files import WholeFiles
 from partc.wrong_calls import known_arguments
 
 PADDED = {"attention_mask": 0, "token_type_ids": 0, "labels": -100}  # as collators fill up
+_IN_ARGUMENTS = {
+    each.name: f"It is one of TrainingArguments({each.name}=...)."
+    for each in fields(transformers.TrainingArguments)
+}
 
 
 class Trainer(WholeFiles):
@@ -54,6 +59,7 @@ class Trainer(WholeFiles):
         pad: Mapping[str, float] | None = None, options: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:  # fmt: skip
+        check_known("Trainer", named, type(self), Trainer, _IN_ARGUMENTS)
         check_said("Trainer", mesh, plan, options)
         of = vars(named.get("args") or (args[1] if len(args) > 1 else None) or object)
         check_no_plugins("TrainingArguments", of, lambda name: name in ("fsdp", "deepspeed"))

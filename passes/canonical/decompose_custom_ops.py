@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from partc.errors import TraceError
 from partc.graph import Graph, fake_of, set_fake, set_value, value
 from partc.graph.draws import draws_numbers
 from partc.graph.graph_edits import replace_by
+from partc.rules.table import own_name
 
 OWN = ("aten", "prims", "prim", "partc")
 
@@ -26,7 +28,19 @@ def decompose_custom_ops(graph: Graph) -> None:
     for node in list(graph.calls()):
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target.namespace not in OWN:
+            _warn_of_rule(target)
             _splice(node, _traced(node, target))
+
+
+def _warn_of_rule(target: torch._ops.OpOverload) -> None:
+    """Warn where the op has a rule, which nobody will ask for."""
+    if name := own_name(target):
+        warnings.warn(
+            f"partc: rule({name!r}, ...) is not read: programs import only torch, so that the op "
+            "becomes the torch ops of its Python body, each with a rule of its own. Leave this "
+            "rule out, and write those of ops in the body that have none.",
+            stacklevel=2,
+        )
 
 
 def _traced(node: fx.Node, target: torch._ops.OpOverload) -> fx.Graph:

@@ -19,6 +19,7 @@ from partc.passes.shard.cut_weights import cut_weights
 from partc.passes.shard.exchange_rows import with_travelling_rows
 from partc.passes.shard.idle_axes import idle_axes
 from partc.passes.shard.value_names import value_names
+from partc.passes.shard.wrong_values import check_values
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
 from partc.plan.batch import DATA_AXES, is_pinned, spread_batch
 from partc.plan.decided import check_decided
@@ -71,6 +72,7 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
     if plan.preset:
         full = _fill(full, graph, axes, rows=rows)
     _check_cuts(full, graph, axes)
+    check_values(full, graph, axes)
     return full.changed(
         params={n: full.stored(n) for n in graph.params},
         inputs={n: full.stored(n, full.inputs) for n in graph.inputs},
@@ -255,7 +257,7 @@ def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
         elif known.shape and known.shape[0] > 1:
             raise ShardingError(
                 where=f"input {known.name}",
-                what=f"the batch of {known.shape[0]} cannot be cut by {axis}={mesh.size(axis)}",
+                what=f"the batch of {known.shape[0]} cannot be cut by {_told(axis, mesh)}",
                 why=f"{known.shape[0]} is not a multiple of the data ranks times the microbatches",
                 do="Give a global batch that is (DataLoader(..., drop_last=True) leaves out a "
                 "smaller last one), or change the mesh or the microbatches. The plan may say "
@@ -263,6 +265,11 @@ def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
                 "{ batch = 1 } takes dim 1 for the batch.",
             )
     return cuts
+
+
+def _told(axis: str, mesh: Mesh) -> str:
+    """An axis as a user says it: ``dp=2``, or ``microbatches=4``."""
+    return f"{'microbatches' if axis == MICROBATCH_AXIS else axis}={mesh.size(axis)}"
 
 
 def _shard(cuts: dict[str, Layout], node: fx.Node, axis: str, mesh: Mesh) -> bool:
@@ -351,6 +358,8 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
     known, taken = value(node), {}
     for axis, layout in cuts.items():
         do = "Pad it, or leave it out of the plan."
+        if axis == MICROBATCH_AXIS:
+            do = "Take as many microbatches as divide the rows of each rank, or other rows."
         num = mesh.size(axis)
         taken[axis] = layout
         typed = f"{DTYPE_NAMES.get(known.dtype, known.dtype)}{list(known.shape)}".replace(" ", "")
@@ -360,9 +369,13 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
         elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
             size = known.shape[layout.dim]
             what = f"dim {layout.dim} of {typed} cannot be cut by {axis}={num}"
+            if axis == MICROBATCH_AXIS:
+                what = f"dim {layout.dim} of {typed}, the batch of all ranks, makes no {num} "
+                what += "microbatches on each"
             pieces = prod(mesh.size(a) for a, each in taken.items() if each.dim == layout.dim)
             why = f"{size} is not a multiple of {pieces * layout.outer}"
-            why += f"; {axis} could be {_divisors(size * num // pieces)}"
+            could = "microbatches" if axis == MICROBATCH_AXIS else axis
+            why += f"; {could} could be {_divisors(size * num // pieces)}"
         else:
             continue
         raise ShardingError(where=known.name, what=what, why=why, do=do)

@@ -46,20 +46,49 @@ def check_microbatches(local: Graph) -> None:
     """PlanError if a call would need a collective over microbatches: all of them at once."""
     for node in local.calls():
         if node.target in collectives.COLLECTIVES and node.kwargs["axis"] == MICROBATCH_AXIS:
-            known = value(node)
-            line = known.source.partition(": ")[0]
-            where = f"{known.module or 'the step'} ({line})" if line else known.module or "the step"
+            name = value(node).name or node.name
             if is_backward(node) and node.target is collectives.all_reduce:
-                raise _no_sum(where, known.name or node.name)
-            raise WholeBatchError(
-                where=where,
-                what=f"{known.name or node.name} needs the whole batch, not one microbatch",
-                why=f"it would take an {node.target.__name__} over microbatches, which run one "
-                "after the other",
-                do="Use microbatches=1, or change this line to look at each sample by itself; of "
-                "what is only returned beside the loss, return its sums and go on with these "
-                "behind the step.",
-            )
+                raise _no_sum(_place(node), name)
+            raise _whole_batch(node, _reader(node), name)
+
+
+def _place(node: fx.Node) -> str:
+    """The module and the line of a call."""
+    known = value(node)
+    line = known.source.partition(": ")[0]
+    return f"{known.module or 'the step'} ({line})" if line else known.module or "the step"
+
+
+def _reader(node: fx.Node) -> fx.Node:
+    """The first call of the forward that reads what a collective gives; itself if none does."""
+    found = [node]
+    for each in found:
+        if (
+            not is_backward(each)
+            and each.target not in collectives.COLLECTIVES
+            and value(each).source
+        ):
+            return each
+        found += [user for user in each.users if user.op == "call_function" and user not in found]
+    return node
+
+
+def _whole_batch(node: fx.Node, reader: fx.Node, name: str) -> WholeBatchError:
+    """The error for a line that reads ``name`` of all microbatches, by the collective ``node``."""
+    what, made = "this line", f"{name}, of {_place(node)},"
+    if reader is node:
+        what = name
+    if _place(reader) == _place(node):
+        made = name
+    return WholeBatchError(
+        where=_place(reader),
+        what=f"{what} needs the whole batch, not one microbatch",
+        why=f"it would take an {node.target.__name__} of {made} over microbatches, which "  # type: ignore[union-attr]
+        "run one after the other",
+        do="Use microbatches=1, or change this line to look at each sample by itself; of "
+        "what is only returned beside the loss, return its sums and go on with these "
+        "behind the step.",
+    )
 
 
 def _no_sum(where: str, name: str) -> PlanError:

@@ -243,7 +243,8 @@ class AxisWalk:
         known = strategies_for(node, self.prices.num, at, strict=self.strict)
         options = [s for s in (whole_strategy(node), *known) if planned.allows(s.ins, s.outs)]
         if not options:
-            raise _impossible(node, self.axis, planned)
+            possible = [s.outs[0] for s in strategies_for(node, self.prices.num, []) if s.outs]
+            raise _impossible(node, self.axis, planned, possible)
         costs = [self.prices.price(node, operands, s) for s in options]
         priced = [(cost, i) for i, cost in enumerate(costs) if cost is not None]
         return options[min(priced)[1] if priced else 0]
@@ -282,11 +283,15 @@ def whole_strategy(node: fx.Node) -> Strategy:
     return Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
 
 
-def _impossible(node: fx.Node, axis: str, planned: PlannedLayout) -> PlanError:
+def _impossible(
+    node: fx.Node, axis: str, planned: PlannedLayout, possible: Sequence[Layout]
+) -> PlanError:
+    each = dict.fromkeys(write_value({axis: PlannedLayout(out)}) for out in (R, *possible))
     return PlanError(
         where=f"plan, {value(node).module}:{op_word(node.target)}",
         what=f"it cannot lie as {write_value({axis: planned})}",
-        why=f"{name_of(node.target)} on {value(node).shape} has no such strategy on {axis}",
+        why=f"{name_of(node.target)} that gives {list(value(node).shape)} can be computed in no "
+        f"such pieces; its result can lie as {', '.join(each)}",
         do="Correct the entry in [values], or drop it.",
     )
 

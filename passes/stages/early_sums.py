@@ -79,8 +79,10 @@ def set_early_sums(graphs: Sequence[Graph], found: Candidates, plan: Plan) -> No
         if stage not in found:
             raise PlanError(
                 where="plan, early_sums",
-                what=f"stage {stage} has no gradients that could be summed early",
-                why=f"stages that have some: {[*found]}",
+                what=f"stage {stage} has no gradients that could be summed early"
+                if stage < len(graphs)
+                else f"there is no stage {stage}, of {len(graphs)} counted from 0",
+                why=f"stages that have such gradients: {', '.join(map(str, found)) or 'none'}",
                 do="Leave the stage out, or the whole line: it is then chosen.",
             )
     for stage, graph in enumerate(graphs):

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import partc
 from partc.cli.main import main
 from partc.errors import PartcError
 from partc.program import Program
+from tests.mistakes.test_own_code_mistakes import Words, squares
 from tests.mistakes.things import Net, compiled, program
 from tests.patience import patience
 
@@ -150,3 +153,16 @@ def test_run_py_refuses_a_device_that_is_not_there(build: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "--device gpu: there is no such device" in done.stderr
+
+
+def test_run_py_says_which_number_was_too_high(tmp_path: Path) -> None:
+    partc.compile(Words(), "dp=1", (torch.arange(8),), loss=squares, plan="ddp").save(
+        tmp_path / "b"
+    )
+    done = subprocess.run(
+        [sys.executable, tmp_path / "b/run.py", "--high", "999", "--device", "cpu"],
+        capture_output=True, text=True, timeout=patience(),
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "self.table(ids)" in done.stderr
+    assert "--high 999: the whole numbers of the batch go up to it" in done.stderr

@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 import partc
 from partc.errors import PlanError
 from partc.plan.field_kinds import FIELDS
 from partc.schedules.csv_form import load_csv
-from tests.mistakes.things import check, compiled
+from tests.mistakes.things import batch_of, check, compiled, loss_of
 
 VALUES = ("5", "-1", "1.5", "nan", "true", '"x"', "[1]", "[[1], [2]]", "{ a = 1 }", "1979-05-27")
 TEXTS = {
@@ -51,6 +52,54 @@ def refusal(text: str) -> PlanError | None:
 def test_a_text_is_refused_in_words(name: str) -> None:
     text, words = TEXTS[name]
     check((lambda: compiled(plan=partc.Plan.parse(text)), (words,)))
+
+
+VALUES_OF = {
+    "a dim that a result has not": ('"up:linear" = { tp = 5 }', "no dim 5", "from 0 to 1"),
+    "a dim that a weight has not": ('"up.weight" = { tp = 5 }', "'up.weight'", "no dim 5"),
+    "a dim of an operand": (
+        '"up:linear" = { tp = "7, whole -> 0" }', "operand 0 has no dim 7", "[8, 4]",
+    ),
+    "a dim to be moved to": (
+        '"up:linear" = { tp = "whole, whole -> whole -> 7" }', "the result has no dim 7",
+    ),
+    "operands": ('"up:linear" = { tp = "0 -> 0" }', "names 1 operands", "it has 2"),
+    "pieces": ('"down:linear" = { tp = "1/3" }', "along dim 1 by tp=2", "multiple of 6"),
+    "a negative dim": ('"up:linear" = { tp = -1 }', "-1 is no layout", "whole, sum, max"),
+    "a maximum": ('"up:linear" = { tp = "max" }', "it cannot lie as", '{ tp = "sum" }'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES_OF)
+def test_a_value_that_cannot_lie_so_is_told(name: str) -> None:
+    entry, *words = VALUES_OF[name]
+    plan = f'preset = "ddp"\n[values]\n{entry}'
+    check((lambda: compiled(mesh="dp=1,tp=2", plan=plan), tuple(words)))
+
+
+@pytest.mark.parametrize(("stages", "words"), [("[5]", "no stage 5, of 2"), ('["a"]', "[0, 1]")])
+def test_stages_that_sum_early_are_stages(stages: str, words: str) -> None:
+    plan = f"microbatches = 2\nearly_sums = {stages}"
+    check((lambda: compiled(mesh="pp=2", plan=plan), ("early_sums", words)))
+
+
+def test_rows_of_a_rank_that_microbatches_do_not_divide_are_told() -> None:
+    words = ("microbatches could be 2, 3", "divide the rows of each rank")
+    own = {"batch": "local", "inputs": batch_of(6), "microbatches": 4}
+    check((lambda: compiled(**own), words))
+    check((lambda: compiled(inputs=batch_of(6), microbatches=4), ("cut by microbatches=4",)))
+
+
+def perplexity(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    loss = loss_of(model, x, y)
+    return loss, loss.exp()
+
+
+def test_an_extra_of_the_whole_batch_is_told_at_its_own_line() -> None:
+    line = perplexity.__code__.co_firstlineno + 2
+    where = f"test_plan_mistakes.py:{line})"
+    words = (where, "this line needs the whole batch", "of div, of the step")
+    check((lambda: compiled(loss=perplexity, microbatches=2), words))
 
 
 @pytest.mark.parametrize("content", ["folder", "pipe", "device", "bytes", "missing"])

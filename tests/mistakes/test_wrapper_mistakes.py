@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.mistakes.things import Mistake, check
+from tests.mistakes.things import Mistake, batch_of, check
 
 
 def accelerator(**named: Any) -> Any:
@@ -15,6 +18,45 @@ def accelerator(**named: Any) -> Any:
     from partc.wrappers.accelerate import Accelerator
 
     return Accelerator(**named)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Neither a process group nor what accelerate keeps of it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if state := sys.modules.get("accelerate.state"):
+        for kept in (state.AcceleratorState, state.PartialState, state.GradientState):
+            kept._reset_state()
+
+
+class Labelled(nn.Module):
+    """Returns its loss and logits in a dict, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.mse_loss(logits, labels), "logits": logits}
+
+
+class Pair(Labelled):
+    """The same in a tuple."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return tuple(super().forward(x, labels).values())
+
+
+def trained(model: nn.Module | None = None, *, labels: bool = True, **named: Any) -> Any:
+    """A training step of a prepared model."""
+    prepared = accelerator(mesh="dp=1", plan="ddp", **named).prepare(model or Labelled())
+    x, y = batch_of()
+    return prepared.train()(x, y) if labels else prepared.train()(x)
 
 
 def trainer(**named: Any) -> Any:
@@ -63,6 +105,37 @@ MISTAKES: dict[str, Mistake] = {
         lambda: accelerator(mesh="dp=1", plan="ddp").prepare(nn.Linear), ("the class Linear",),
     ),
     "a batch size": (lambda: strategy("dp=1", batch=8), ("batch = 8", "'global'")),
+    "a plan misspelt": (
+        lambda: accelerator(mesh="dp=1", plann="ddp"), ("'plann'", "Did you mean 'plan'"),
+    ),
+    "an argument of accelerate": (
+        lambda: accelerator(mesh="dp=1", gradient_accumulation_step=2),
+        ("'gradient_accumulation_step'", "Did you mean 'gradient_accumulation_steps'"),
+    ),
+    "outputs misspelt": (lambda: accelerator(mesh="dp=1", output=["x"]), ("mean 'outputs'",)),
+    "an option beside": (
+        lambda: accelerator(mesh="dp=1", microbatches=2), ("options={'microbatches': ...}",),
+    ),
+    "an option beside, of a Trainer": (
+        lambda: trainer(model=None, mesh="dp=1", microbatches=2), ("options={'microbatches': ...}",)
+    ),
+    "a dataset misspelt": (
+        lambda: trainer(model=None, mesh="dp=1", train_datset=[]), ("Did you mean 'train_dataset'",)
+    ),
+    "an argument of TrainingArguments": (
+        lambda: trainer(model=None, mesh="dp=1", learning_rate=1.0),
+        ("'learning_rate'", "TrainingArguments(learning_rate=...)"),
+    ),
+    "a plan misspelt for a Strategy": (lambda: strategy("dp=1", plann="ddp"), ("mean 'plan'",)),
+    "a plan in the options": (
+        lambda: trainer(mesh="dp=1", options={"plan": "ddp"}), ("beside the options: plan=...",),
+    ),
+    "a result": (lambda: trained(outputs=["logit"]), ("loss, logits", "Did you mean 'logits'")),
+    "a result that is none": (lambda: trained(outputs=["hidden_states"]), ("output_hidden",)),
+    "no labels": (lambda: trained(labels=False), ("it returns logits, and no loss", "labels")),
+    "a result without a name": (
+        lambda: trained(Pair(), outputs=["logits"]), ("a tuple", "no names", "Let it return a dict")
+    ),
     "a number of ranks": (lambda: strategy(2), ("2 does not describe", "'dp=2'")),
 }  # fmt: skip
 
@@ -70,3 +143,9 @@ MISTAKES: dict[str, Mistake] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gets_a_sentence(mistake: str) -> None:
     check(MISTAKES[mistake])
+
+
+def test_processes_that_accelerate_does_not_count_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    check((lambda: accelerator(mesh="dp=2", plan="ddp"), ("counts one", "2 were", "cpu=True")))

@@ -287,6 +287,7 @@ def test_run_py_refuses_an_edited_role_with_exit_code_2(folder: Path) -> None:
     done = run_script(folder, WORLD_SIZE="4")
     assert done.returncode == 2
     assert "role0.py: missing, damaged or edited" in done.stderr
+    assert f"partc check {folder} --accept-edits" in done.stderr
 
 
 def edit(folder: Path, name: str, change: Callable[[str], str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from partc.errors import PlanError, RunError
 from partc.program import Program, load
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
+from tests.patience import patience
 from tests.program.training import (
     Residuals,
     batch_of,
@@ -224,6 +227,14 @@ def saved_by_rank_0(path: Path, folder: Path) -> None:
     dist.barrier()
 
 
+READS = """
+import sys, torch, partc.program
+found, expected = (torch.load(file) for file in sys.argv[1:])
+assert all(type(each) is torch.Tensor for each in found.values()), found
+assert all(torch.equal(found[name], each) for name, each in expected.items())
+"""
+
+
 def read_elsewhere(folder: Path) -> None:
     with pytest.raises(RunError, match="the file has one rank's pieces"):
         torch.load(folder / "0-0.pt")
@@ -245,6 +256,9 @@ def test_pieces_of_one_rank_are_not_anothers(world: Processes, tmp_path: Path) -
     world.run(read_elsewhere, tmp_path, num=2)
     ddp = save_program(tmp_path / "ddp", "dp=4", "ddp")
     world.run(replicated_states_are_whole, ddp, tmp_path)
+    torch.save(model_of().state_dict(), tmp_path / "model.pt")
+    files = tmp_path / "ddp-0.pt", tmp_path / "model.pt"
+    subprocess.run([sys.executable, "-c", READS, *files], check=True, timeout=patience())
 
 
 # torch.compile -------------------------------------------------------------------------------

@@ -170,8 +170,11 @@ def test_a_cost_is_read_back_from_what_is_saved() -> None:
         ({"schedule": "2f2b"}, "no such schedule"),
         ({"schedule": "forward-only"}, "it has no backwards"),
         ({"schedule": "zb-v", "virtual_stages": 3}, "does not take 3 stages per pipeline rank"),
-        ({"microbatches": 3}, "the batch of 4 cannot be cut by mb=3"),
-        ({"microbatches": 4, "mesh": "pp=2,dp=2"}, "the batch of 4 cannot be cut by mb=4"),
+        ({"microbatches": 3}, "the batch of 4 cannot be cut by microbatches=3"),
+        (
+            {"microbatches": 4, "mesh": "pp=2,dp=2"},
+            "the batch of 4 cannot be cut by microbatches=4",
+        ),
         ({"microbatches": 0}, "microbatches = 0 is no such number"),
         ({"virtual_stages": 20}, "units to cut between"),
         ({"memory_bytes": 10_000}, "no cut fits 10,000 bytes of memory"),

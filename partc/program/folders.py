@@ -1,0 +1,28 @@
+"""Folders that partc writes, taken for one another: of a program, of checkpoints, of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PROGRAM, CHECKPOINT = "program.json", "checkpoint.json"  # the file that each has
+CONSTANTS = "constants.safetensors"  # of a program
+
+
+def if_checkpoints(folder: Path) -> str:
+    """What to do with a folder of ``save_checkpoint``, or one step of it; "" for another one."""
+    if not (folder / CHECKPOINT).is_file() and next(folder.glob("step-*"), None) is None:
+        return ""
+    return (
+        "It has checkpoints: partc.load_checkpoint(folder, stage) loads them into a stage, "
+        "partc.load(program_folder).module()."
+    )
+
+
+def if_program(folder: Path) -> str:
+    """What to do with a folder of ``Program.save``; "" for another one."""
+    if not (folder / PROGRAM).is_file():
+        return ""
+    return (
+        "It has a program, without weights: partc.load(folder) reads it. Name the weights, or "
+        "what save_checkpoint wrote."
+    )

@@ -1,0 +1,39 @@
+"""What a model returns in a training step that a wrapper compiles: its loss, and named results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from partc.errors import RunError, UsageError
+from partc.wrong_calls import did_you_mean, quoted
+
+
+def picked(results: Any, name: str) -> Any:
+    """The result of a name; UsageError where the model returns none of it."""
+    if isinstance(results, Mapping) and name in results:
+        return results[name]
+    if not isinstance(results, Mapping):
+        raise UsageError(
+            where=f"outputs=[{name!r}]", what=f"the model returns {quoted(results)}",
+            why="its results have no names",
+            do="Let it return a dict, or give loss=fn(model, *inputs) that returns (loss, extras).",
+        )  # fmt: skip
+    known = [str(each) for each in results]
+    raise UsageError(
+        where=f"outputs=[{name!r}]", what="the model returns no such result in a training step",
+        why=f"it returns {', '.join(known)}", do=did_you_mean(name, known)
+        or "Take one of these, or let the model return it (output_hidden_states=True and alike).",
+    )  # fmt: skip
+
+
+def no_loss(model: str, returned: str) -> RunError:
+    return RunError(
+        where=f"a training step of {model}",
+        what=f"it returns {returned}, and no loss",
+        why="a program computes the gradients together with the loss, which a script cannot "
+        "compute behind it",
+        do="Pass labels, where the model computes its loss of them; or give the Accelerator "
+        "loss=fn(model, *inputs), call the model with the inputs of that, and take what it returns "
+        "for the loss: loss = model(x, y).",
+    )
