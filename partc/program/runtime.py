@@ -28,6 +28,7 @@ from partc.program.origin import Origin
 from partc.program.other_ranks import of_other_ranks
 from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.raw_model import RawModel, take_weights
+from partc.program.read_numbers import ReadNumbers
 from partc.program.reading import loader
 from partc.program.role import Role, Shard
 from partc.program.run_state import Guard, RunState
@@ -58,6 +59,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     def __init__(
         self, program: Program, mesh: DeviceMesh | None, device: torch.device,
         choices: Choices = NO_CHOICES, like: nn.Module | None = None,
+        read: ReadNumbers | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._role: Role = program.role(dist.get_rank())
@@ -71,7 +73,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
         model = program.origin.release()
-        self.begin_modules(like if model is None else model)
+        read = ReadNumbers.of(model, program.numbers) if read is None else read
+        self.begin_modules(like if model is None else model, read)
         self._show_tensors()
         self._loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
         known = program.constants.items()
@@ -311,8 +314,9 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """A stage of the same program with tensors of its own; all ranks call this together."""
         choices = self._own.choices
         twin = memo[id(self)] = Stage(
-            self._program, self._device_mesh, self.device, choices, self.like_model
-        )
+            self._program, self._device_mesh, self.device, choices, self.like_model,
+            self.read_numbers,
+        )  # fmt: skip
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()

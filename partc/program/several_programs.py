@@ -32,6 +32,7 @@ class SeveralPrograms(nn.Module):
     _tensors: RankTensors
     _device_mesh: DeviceMesh | None
     check_no_hooks: Callable[[], None]  # of a Stage
+    begin_mode: Callable[[bool], None]
 
     # modes and losses ------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Self:
@@ -113,12 +114,12 @@ class SeveralPrograms(nn.Module):
     def _begin(self, family: Family) -> None:
         """Run these programs, in the mode in which the first was compiled."""
         self._families = [family]
-        self.training = family.mode_now == "train"
+        self.begin_mode(family.mode_now == "train")
 
     def _follow(self, other: SeveralPrograms) -> None:
         """Take mode, seed and compiled programs of another stage of the same program."""
         self._own.follow(other._own)
-        self.training = other.training
+        self.begin_mode(other.training)
 
     def _stepped(
         self, family: Family, inputs: Sequence[Any], named: dict[str, Any],
@@ -126,6 +127,8 @@ class SeveralPrograms(nn.Module):
     ) -> Any:  # fmt: skip
         """A training step by one of the families; gradients are multiplied by ``scale``."""
         self.check_no_hooks()
+        for each in self._shown.values():
+            each.check_no_hooks()
         ready = family.step(inputs, named, self._device_type)
         if ready is None:
             return None

@@ -38,6 +38,7 @@ class Shown:
     def __init__(self, shard: Shard, piece: nn.Parameter, layouts: Layouts) -> None:
         self.shard, self.piece, self.layouts = shard, piece, layouts
         self.trained = piece.requires_grad  # whether the program computes its gradient
+        self._own_hooks: set[int] = set()
         self.param = self._made()
         self._grads: tuple[Tensor | None, Tensor | None] = (None, None)  # as last seen
         self._outside = Outside()
@@ -200,8 +201,20 @@ class Shown:
 
     def _watch(self, param: nn.Parameter) -> None:
         """Follow what autograd adds to the shown gradient."""
-        param.register_hook(lambda _: self.read())  # what is added to it comes next
-        param.register_post_accumulate_grad_hook(lambda _: self._accumulated())
+        before = param.register_hook(lambda _: self.read())  # what is added to it comes next
+        behind = param.register_post_accumulate_grad_hook(lambda _: self._accumulated())
+        self._own_hooks |= {before.id, behind.id}  # also where another tensor was swapped in
+
+    def check_no_hooks(self) -> None:
+        """RunError in ``step`` for hooks of the user's, which ``backward`` alone runs."""
+        tables = (self.param._backward_hooks, self.param._post_accumulate_grad_hooks)
+        if any(key not in self._own_hooks for table in tables for key in table or ()):
+            raise RunError(
+                where=self.shard.name, what="it has a gradient hook, which step does not run",
+                why="step computes gradients in the program, without autograd",
+                do="Write loss = stage(...) and loss.backward(), which run it; or change .grad "
+                "between stage.step(...) and optimizer.step().",
+            )  # fmt: skip
 
 
 def begin_all(shown: Collection[Shown]) -> None:

@@ -8,19 +8,19 @@ module, so hooks, new tensors and new modules would do nothing: they are refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
-import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from partc.errors import RunError, UsageError
 from partc.program.elsewhere import ElsewhereError, Table
+from partc.program.likeness import TABLES, Likeness
+from partc.program.read_numbers import ReadNumbers
 from partc.wrong_calls import did_you_mean
 
-TABLES = ("_parameters", "_buffers", "_modules")
 OF_PARTS = (  # what a module of a stage cannot do
     "forward", "register_forward_hook", "register_forward_pre_hook", "register_backward_hook",
     "register_full_backward_hook", "register_full_backward_pre_hook", "_apply",
@@ -51,9 +51,9 @@ class UserModules(nn.Module):
 
     like_model: nn.Module | None
 
-    def begin_modules(self, model: nn.Module | None) -> None:
-        """Make the modules; their tensors are registered later."""
-        made = None if model is None else _Likeness(model)
+    def begin_modules(self, model: nn.Module | None, read: ReadNumbers) -> None:
+        """Make the modules; their tensors are registered later. ``read``: what a forward reads."""
+        made = None if model is None else Likeness(model, read)
         object.__setattr__(self, "_likeness", made)
         object.__setattr__(self, "like_model", made.root if made else None)
         for name in TABLES:
@@ -76,14 +76,39 @@ class UserModules(nn.Module):
         root = self.like_model
         if root is not None:
             vars(root).update({name: _Refused(name) for name in OF_PARTS})
+            self.__dict__["_likeness"].keep()
         _KEPT.update(self.modules())
         _watch_registrations()
 
+    def begin_mode(self, mode: bool) -> None:
+        """Begin in the mode of the first program."""
+        self.training = mode
+        if likeness := self.__dict__["_likeness"]:
+            likeness.whole = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module; parts that are in another mode than the program are refused later."""
+        super().train(mode)
+        if likeness := self.__dict__["_likeness"]:
+            likeness.follow(mode)
+        return self
+
     def check_modules(self, num_steps: int) -> None:
-        """RunError if the script has changed a number of a module; now and then all are read."""
+        """RunError if the script has changed the mode of a part, or a number of a module.
+
+        Modes, and some numbers that a forward reads, are looked at in every step; all others, and
+        which modules there are, now and then.
+        """
+        if likeness := self.__dict__["_likeness"]:
+            likeness.check_read(self)
+            if num_steps < FIRST_STEPS or num_steps % EVERY == 0:
+                likeness.check()
+
+    @property
+    def read_numbers(self) -> ReadNumbers:
+        """What a forward reads of the modules; nothing is known of a model of another process."""
         likeness = self.__dict__["_likeness"]
-        if likeness and (num_steps < FIRST_STEPS or num_steps % EVERY == 0):
-            likeness.check()
+        return likeness.read if likeness else ReadNumbers()
 
     def __getattr__(self, name: str) -> Any:
         """What the stage has not: the model's attribute or method, over the stage's parameters."""
@@ -170,70 +195,6 @@ class UserModules(nn.Module):
         )
 
 
-class _Likeness:
-    """Modules of a model's classes, with its plain attributes and without its tensors.
-
-    The model's own modules are not kept, so that its memory goes when the script lets it go.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        made: dict[nn.Module, nn.Module] = {}
-        self.root = _like(model, made)
-        self._tables = {twin: _tables(module, made) for module, twin in made.items()}
-        self._plain = {twin: dict(_numbers(twin)) for twin in made.values()}
-
-    def clear(self) -> None:
-        """Give each module its children; of its tensors only the names that stand for none."""
-        for twin, tables in self._tables.items():
-            for name, entries in tables.items():
-                vars(twin)[name].clear()
-                vars(twin)[name].update(entries)
-
-    def check(self) -> None:
-        """RunError if a number, a flag or a word of a module has changed."""
-        for name, twin in self.root.named_modules():
-            known = self._plain[twin]
-            for attribute, value in _numbers(twin):
-                if known.get(attribute, value) != value:
-                    raise _changed(f"{name}.{attribute}".strip("."), known[attribute], value)
-
-
-def _like(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A module like this one, with empty tables; ``made`` has those that were made, by original."""
-    if module in made:
-        return made[module]
-    kind = _class_of(module)
-    twin: nn.Module = object.__new__(kind)
-    vars(twin).update(vars(module) if kind is type(module) else vars(nn.Module()))
-    for name in TABLES:
-        vars(twin)[name] = {}
-    vars(twin)["_non_persistent_buffers_set"] = set()
-    made[module] = twin
-    for child in module.children():
-        _like(child, made)
-    return twin
-
-
-def _tables(module: nn.Module, made: dict[nn.Module, nn.Module]) -> dict[str, dict[str, Any]]:
-    """What stays in the tables of a module's likeness when its tensors are registered anew."""
-    return {
-        table: {n: made[x] if x is not None else None for n, x in vars(module)[table].items()
-                if x is None or isinstance(x, nn.Module)}
-        for table in TABLES
-    }  # fmt: skip
-
-
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    return nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)
-
-
-def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The plain attributes of a module that a program may have been compiled with."""
-    for name, value in vars(module).items():
-        if name != "training" and isinstance(value, bool | int | float | str):
-            yield name, value
-
-
 # registrations -------------------------------------------------------------------------------
 _KEPT: WeakSet[nn.Module] = WeakSet()  # the modules of stages
 _HOOKS: list[Any] = []
@@ -295,13 +256,4 @@ def _refuse(name: str) -> NoReturn:
         what=what,
         why="forward and backward of all modules are one program",
         do=do,
-    )
-
-
-def _changed(name: str, before: Any, now: Any) -> RunError:
-    return RunError(
-        where=name,
-        what=f"was {before!r}, is {now!r}",
-        why="a program has the numbers of the model as they were when it was compiled",
-        do="Change it in the model and compile again, make it an input of the step, or a buffer.",
     )

@@ -21,8 +21,8 @@ def check_values(plan: Plan, graph: Graph, mesh: Mesh) -> None:
     """PlanError for an entry of ``[values]`` with a dim that its tensor has not, or that the axis
     does not divide, or with another number of operands than its call.
     """
-    if not plan.values:
-        return
+    if not plan.values or plan.of_another:
+        return  # entries of another program, whose batch may have other rows, are left out
     params = ((node, name) for name, node in graph.params.items())
     for node, name in (*value_names(graph).items(), *params):
         for axis, planned in (plan.planned(name) or {}).items():

@@ -1,0 +1,162 @@
+"""What scripts do to the parts of a stage, and to its parameters, is right or refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from partc.api import compile
+from partc.errors import RunError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList([nn.LayerNorm(8) for _ in range(2)])
+        self.temperature, self.epoch = 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(self.first(x)))
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x) / self.temperature
+        return result
+
+
+class Frozen(nn.BatchNorm1d):
+    """A batch norm that stays in eval mode, as detection models have it."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(False)
+        return self
+
+
+class WithFrozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Frozen(8)
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    mean: Tensor = model(x).square().mean()
+    return mean
+
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """One rank, which needs no launcher."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def stage(kind: type[nn.Module] = Net, before: Callable[[Any], object] = lambda m: None) -> Any:
+    torch.manual_seed(0)
+    model = kind()
+    before(model)
+    return compile(model, "dp=1", (X,), loss=loss).module()
+
+
+def replaced(part: Any) -> None:
+    part.forward = lambda x: x
+
+
+EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "eval of a part": (lambda s: s.norm.eval(), "norm: it is in eval mode"),
+    "train, then eval of a part": (lambda s: (s.train(), s.drop.eval()), "drop: it is in eval"),
+    "flag of a part": (lambda s: setattr(s.norm, "training", False), "norm: it is in eval mode"),
+    "flag of the whole": (lambda s: setattr(s, "training", False), "stage: it is in eval mode"),
+    "number of the whole": (lambda s: setattr(s, "temperature", 0.5), "temperature: was 1.0"),
+    "number of a part": (lambda s: setattr(s.drop, "p", 0.1), "drop.p: was 0.5"),
+    "hook on a gradient": (
+        lambda s: s.last.weight.register_hook(lambda g: g * 0), "last.weight: it has a gradient"
+    ),
+    "hook behind a gradient": (
+        lambda s: s.last.weight.register_post_accumulate_grad_hook(lambda p: None),
+        "last.weight: it has a gradient",
+    ),
+    "part taken away": (lambda s: s.blocks.__delitem__(1), "blocks.1: it was taken away"),
+    "forward of a part": (lambda s: replaced(s.last), "forward of last: it was taken away"),
+    "forward of the whole": (replaced, "stage.forward: it was taken away"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [0, 7], ids=["first step", "later"])
+@pytest.mark.parametrize("name", EDITS)
+def test_what_the_program_would_ignore_is_refused_in_the_next_step(name: str, steps: int) -> None:
+    edit, said = EDITS[name]
+    one = stage()
+    for _ in range(steps):
+        one.step(X)
+    edit(one)
+    with pytest.raises(RunError) as error:
+        one.step(X)
+    assert str(error.value).startswith(said)
+
+
+def test_monte_carlo_dropout_is_refused() -> None:
+    one = stage()
+    one.eval()
+    one(X)
+    one.drop.train()
+    with pytest.raises(RunError, match="drop: it is in train mode"):
+        one(X)
+
+
+def test_a_part_in_the_mode_in_which_it_was_compiled_is_right() -> None:
+    frozen = stage(before=lambda model: model.norm.eval())
+    frozen.step(X)
+    frozen.train()
+    with pytest.raises(RunError, match=r"norm: it is in train mode.*stage\.get_submodule"):
+        frozen.step(X)
+    frozen.norm.eval()
+    frozen.step(X)
+    frozen.eval()
+    frozen(X)
+    frozen.train()
+    frozen.norm.eval()
+    frozen.step(X)
+
+
+def test_a_part_that_stays_in_eval_mode_by_itself_is_right() -> None:
+    one = stage(WithFrozen, lambda model: model.train())
+    for mode in (True, False, True):
+        one.train(mode)
+        (one.step if mode else one)(X)
+
+
+def test_a_model_that_was_compiled_in_eval_mode_is_trained_in_either() -> None:
+    one = stage(before=lambda model: model.eval())
+    before = one.step(X)
+    one.train()
+    assert one.step(X) != before
+    one.norm.eval()
+    with pytest.raises(RunError, match="norm: it is in eval mode"):
+        one.step(X)
+
+
+def test_what_no_forward_reads_is_free() -> None:
+    one = stage()
+    one.epoch = 3
+    one.first.eval()
+    one.blocks[0].eval()
+    one.step(X)
+
+
+def test_gradient_hooks_run_where_backward_does() -> None:
+    one = stage()
+    seen: list[Tensor] = []
+    one.last.bias.register_hook(seen.append)
+    one(X).backward()
+    assert len(seen) == 1
