@@ -77,7 +77,7 @@ class RowLoader(Loader):
         UsageError for options that the sampler decides.
         """
         check_options(options)
-        self.rows, self.course = rows, rows.course
+        self.rows, self.course, self._source = rows, rows.course, dataset
         super().__init__(
             _Batches(dataset, rows, collate_fn or default_collate, seed_samples),
             batch_size=None,
@@ -92,9 +92,20 @@ class RowLoader(Loader):
         return len(self.rows)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._check_size()
         iteration, spans = self.rows.begin(), self.rows.spans()
         batches = naming_failures(super().__iter__, self.dataset)
         return self._taken(iteration, spans, batches)
+
+    def _check_size(self) -> None:
+        """UsageError if the dataset has other rows than when the loader was made."""
+        num, before = len(self._source), self.rows.order.num_rows  # type: ignore[arg-type]
+        if num != before:
+            raise UsageError(
+                where="loader", what=f"the dataset had {before} rows, and has {num}",
+                why="the order of all ranks' rows was made for as many as there were",
+                do="Call stage.loader(dataset, ...) again, on all ranks, behind what changes them.",
+            )  # fmt: skip
 
     def _taken(
         self, iteration: int, spans: Iterator[Span], batches: Iterator[Any]

@@ -101,6 +101,7 @@ def batch_of(graph: Graph, pins: Mapping[str, Layout] | None = None) -> Found | 
     if usual is None or usual.cost == 0:
         return None
     best, ties = finder.best(usual.cost / CLEARLY)
+    best = best or finder.together(usual.cost / CLEARLY)
     if best is not None:
         return Found(finder.with_others(best).batch, tuple(ties))
     fewer = finder.with_fewer(usual)
@@ -146,6 +147,19 @@ class _Finder:
                 ties = [(name, dims[0], other) for other in dims[1:] if dims[0] != 0]
                 return best, ties
         return None, []
+
+    def together(self, limit: float) -> _Trial | None:
+        """The cheapest cut of all inputs along the same dim, if it costs at most ``limit``.
+
+        Where a model reads one input by another (a decoder its encoder's memory), no cut of one of
+        them alone is cheap.
+        """
+        shapes = {name: len(self.shapes[name]) for name in self.free}
+        found = []
+        for dim in range(1, max(shapes.values(), default=0)):
+            seeds = {name: cut(dim) for name, dims in shapes.items() if dims > dim}
+            found += [each] if (each := self.trial(seeds, limit)) is not None else []
+        return min(found, key=lambda each: each.cost, default=None)
 
     def with_others(self, best: _Trial) -> _Trial:
         """The trial with cuts of the inputs that follow from no other, where these cost nothing."""

@@ -215,3 +215,25 @@ def test_a_position_of_another_dataset_is_refused() -> None:
     state = loader_of(Noisy()).state_dict()
     with pytest.raises(LoadError, match="num_rows=40, here it is 24"):
         loader_of(Noisy(), num_rows=24).load_state_dict(state)
+
+
+class Growing(Dataset[int]):
+    """Samples new negatives for each epoch, as recommenders do."""
+
+    def __init__(self) -> None:
+        self.num = 40
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_dataset_with_other_rows_needs_another_loader() -> None:
+    data = Growing()
+    loader = loader_of(data, num_rows=40)
+    assert list(loader)
+    data.num = 120
+    with pytest.raises(UsageError, match=r"had 40 rows, and has 120.*stage\.loader"):
+        list(loader)

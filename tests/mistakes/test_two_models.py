@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from partc.program.raw_model import empty_model
 from tests.mistakes.things import Net, batch_of, check, compiled, loss_of
 
 X, Y = batch_of()
@@ -63,6 +64,15 @@ def test_weights_that_were_brought_back_or_are_others_are_as_meant() -> None:
         model = Net()
         model.load_state_dict(bring(trained(model)))
         model.state_dict()
+
+
+def test_a_model_without_values_has_nothing_that_is_old() -> None:
+    model = Net()
+    trained(model)
+    empty_model(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(x.is_meta for x in model.state_dict().values())
 
 
 def test_a_teacher_and_a_second_stage_of_one_model_are_no_mistake() -> None:

@@ -373,3 +373,18 @@ def other_squares(model: TwoHeads, x: Tensor) -> Tensor:
 
 def test_what_the_first_program_does_not_read_others_may(world: Processes) -> None:
     world.run(second_head, num=2)
+
+
+def test_entries_of_values_are_those_of_the_first_batch() -> None:
+    """A table's rows are exchanged in a program of 4 rows, and not in that of 3, whole on all."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
+    batch = torch.randint(8, (4,)), torch.randint(2, (4,))
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y)
+
+    program = partc.compile(model, "dp=2", batch, loss=loss, plan="fsdp")
+    assert "[values]" in program.plan
+    odd = batch[0][:3], batch[1][:3]
+    [other] = program.for_shapes(odd).others
+    partc.verify(other, model, odd, loss=loss).check()

@@ -33,6 +33,33 @@ def test_sequence_first() -> None:
     assert found(bag()) == {"data": cut(1), "target": cut(0), "weight": R}
 
 
+class Translator(nn.Module):
+    """A decoder over what was read, as torch has it: the sequence first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(20, 16), nn.Embedding(20, 16)
+        self.decoder = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0)
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(len(target))
+        told = self.decoder(self.target(target), self.source(source), tgt_mask=mask)
+        result: Tensor = self.head(told)
+        return result
+
+
+def translated(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
+    scores = model(source, target[:-1])
+    return F.cross_entropy(scores.flatten(0, 1), target[1:].flatten())
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_inputs_that_read_each_other_are_cut_together(length: int) -> None:
+    batch = torch.randint(20, (length, 8)), torch.randint(20, (7, 8))
+    assert found((Translator(), batch, translated)) == {"source": cut(1), "target": cut(1)}
+
+
 def test_edges_are_no_batch() -> None:
     assert found(nodes()) == {"x": cut(0), "edges": R, "target": cut(0)}
 
