@@ -7,7 +7,7 @@ from math import prod
 
 from partc.codegen.files.emit import emit
 from partc.codegen.files.header import header, stage_header
-from partc.codegen.files.island import Islands
+from partc.codegen.files.island import Islands, check_names
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.cost.prediction import Work
 from partc.errors import PlanError
@@ -35,6 +35,7 @@ def lay_islands(
 ) -> dict[str, object]:
     """How islands meet, of which parameters."""
     assert plan.local_steps is not None
+    check_names(plan.local_steps, fingerprint.tensors)
     params = {
         name: prod(each.shape) for name, each in fingerprint.tensors.items() if each.kind == "param"
     }

@@ -12,7 +12,7 @@ The class that it derives from is a step as without islands.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -20,6 +20,7 @@ from torch import fx
 
 from partc.codegen.files.templates import TEMPLATES
 from partc.codegen.text import Line, block
+from partc.errors import PlanError
 from partc.graph import Graph
 from partc.plan.local_steps import LocalSteps
 from partc.program.role import OUTER_TABLE
@@ -119,6 +120,18 @@ class Islands:
         return textwrap.wrap(f"{each}.", WIDTH)
 
 
+def check_names(how: LocalSteps, names: Collection[str]) -> None:
+    """PlanError if a tensor of the model has a name that islands need for what they keep."""
+    for word in how.keeps:
+        taken = next((name for name in names if f"{name}_{word}_island" in names), None)
+        if taken is not None:
+            raise PlanError(
+                where=f"{taken}_{word}_island", what="the model has a tensor of this name",
+                why=f"islands keep a buffer of this name beside {taken}",
+                do='Rename it, or write outer = "mean".',
+            )  # fmt: skip
+
+
 def _fragments(params: Mapping[str, int], num: int) -> Iterator[tuple[str, ...]]:
     """Consecutive parts of a model with about equally many elements each, as beginnings of names.
 
@@ -136,10 +149,10 @@ def _fragments(params: Mapping[str, int], num: int) -> Iterator[tuple[str, ...]]
 
 
 def _unit(name: str) -> str:
-    """How the names of a list's block begin, ``layers.3.``; other parameters' whole names."""
+    """How the names of a list's block begin, ``layers.3.``; of others the whole name and a dot."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
-    return name if number is None else ".".join(parts[: number + 1]) + "."
+    return ".".join(parts if number is None else parts[: number + 1]) + "."
 
 
 def _last_parts(attributes: Iterable[str]) -> str:

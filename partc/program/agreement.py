@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
 
@@ -36,20 +36,21 @@ class Alike:
     ``kind``: input, parameter, buffer, source or random. A source is the whole tensor that a rank
     took its piece from, since pieces say nothing of each other; 0 where it is not known.
     ``apart``: the mesh axes along which ranks have different pieces. ``places``: the coordinates on
-    ``pp`` of the ranks that have them.
+    ``pp`` of the ranks that have them. ``everywhere``: whether islands have them alike too.
     """
 
     kind: str
     names: tuple[str, ...]
     apart: frozenset[str]
     places: tuple[int, ...]
+    everywhere: bool = False
 
     def groups(self, mesh: Mesh) -> Iterator[list[int]]:
         """The groups of ranks whose copies have to be equal."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, coords in enumerate(mesh.all_coords()):
             if coords.get(PP, 0) in self.places:
-                apart = self.apart if self.kind in EVERYWHERE else {*self.apart, ISLAND}
+                apart = self.apart if self.everywhere else {*self.apart, ISLAND}
                 key = tuple(index for axis, index in coords.items() if axis in apart)
                 groups.setdefault(key, []).append(rank)
         yield from (ranks for ranks in groups.values() if len(ranks) > 1)
@@ -122,7 +123,10 @@ class Agreement:
                 kinds.setdefault(("source", frozenset(), places), []).append(name)
         if self._draws:
             kinds["random", frozenset(), every] = ["seed", "number of steps"]
-        return [Alike(key[0], tuple(names), *key[1:]) for key, names in kinds.items()]
+        return [
+            Alike(key[0], tuple(names), *key[1:], everywhere=key[0] in EVERYWHERE)
+            for key, names in kinds.items()
+        ]
 
 
 @dataclass
@@ -155,7 +159,11 @@ class _Comparison:
 
     @cached_property
     def alike(self) -> list[Alike]:
-        return self.of.alike(self.role)
+        """What ranks hold alike; before the first step of a training islands have equal weights."""
+        found = self.of.alike(self.role)
+        if self.drawn[1] == 0:
+            found = [replace(x, everywhere=True) if x.kind == "parameter" else x for x in found]
+        return found
 
     # numbers -------------------------------------------------------------------------------------
     @cached_property

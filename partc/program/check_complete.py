@@ -18,8 +18,9 @@ def trained(graph: Graph) -> list[str]:
 
 
 def running(graph: Graph) -> list[str]:
-    """The buffers of floats that a step changes, such as running statistics, of all blocks."""
-    changed = {n: x for n, x in graph.outputs.buffers.items() if fake_of(x).is_floating_point()}
+    """The buffers that a step changes, such as running statistics, but for whole numbers."""
+    found = graph.outputs.buffers.items()
+    changed = {n: x for n, x in found if fake_of(x).is_floating_point() or fake_of(x).is_complex()}
     return list(spread(changed, graph.folds))
 
 

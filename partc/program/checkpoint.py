@@ -22,6 +22,7 @@ from torch import Tensor
 from partc.data.loader import Loader
 from partc.data.sampler import RowSampler
 from partc.errors import LoadError, RunError, UsageError
+from partc.plan.local_steps import is_outer
 from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
 from partc.plan.wires import is_residual
@@ -30,7 +31,7 @@ from partc.program.folders import if_program
 from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
 from partc.program.other_ranks import of_other_ranks
-from partc.program.residuals import check_same_sums
+from partc.program.residuals import MET, check_same_sums
 from partc.program.role import Shard
 from partc.program.runtime import Stage
 from partc.program.same_optimizer import (
@@ -42,6 +43,7 @@ from partc.program.same_optimizer import (
 )
 from partc.program.saved_checkpoint import (
     CUTS,
+    ISLANDS,
     MANIFEST,
     SCHEMA,
     SUMS,
@@ -97,7 +99,6 @@ def save_checkpoint(
     check_arguments("save_checkpoint", stage, optimizer, loader)
     folder = as_path(folder, "save_checkpoint")
     stage.check_together("save_checkpoint")
-    stage.meet_islands()
     ranks = Together("save_checkpoint", stage.device, RunError)
     target = ranks.do(lambda: _target(folder, stage, optimizer, step))
     ranks.check_alike(_facts(stage, optimizer, loader) | {"step": step})
@@ -155,7 +156,12 @@ def load_checkpoint(
             piece.copy_(saved.piece(key, shard, stage))
     if optimizer is not None:
         _load_optimizer(saved, stage, optimizer)
-    stage.go_on(saved.random, [key.removeprefix("model/") for key in saved.shards])
+    loaded = [key.removeprefix("model/") for key in saved.shards]
+    alike = saved.has_same_islands(stage)
+    stage.go_on(
+        saved.random, loaded if alike else [n for n in loaded if not is_outer(n)],
+        saved.islands.get(MET, saved.random[1]) if alike else saved.random[1],
+    )  # fmt: skip
     return saved.step
 
 
@@ -348,6 +354,7 @@ def _manifest(stage: Stage, contents: Mapping[str, Any], digests: list[str], ste
         "tensors": dict(sorted(contents["tensors"].items())), "files": digests,
         "optimizer": contents["optimizer"], "data": contents["data"],
         **({SUMS: dict(stage.sums)} if stage.sums else {}),
+        **({ISLANDS: stage.islands} if stage.islands else {}),
     }  # fmt: skip
     return json.dumps({**fields, "sha256": digest_of(fields)}, indent=1) + "\n"
 

@@ -185,12 +185,16 @@ class RankTensors:
         return from_first(joined, shard, first, self.pipeline, self.device)
 
     def mean_of_islands(self, tensor: Tensor) -> Tensor:
-        """The mean of all islands' copies of a tensor; of whole numbers this island's."""
-        if self.island is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        """The mean of all islands' copies of a tensor; of whole numbers the first island's."""
+        if self.island is None:
             return tensor
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.island)
-        return total / self.mesh.islands
+        if tensor.is_floating_point() or tensor.is_complex():
+            dist.all_reduce(total, group=self.island)
+            return total / self.mesh.islands
+        if total.numel():
+            dist.broadcast(total.view(-1).view(torch.uint8), group=self.island, group_src=0)
+        return total
 
     def as_dtensor(self, name: str) -> Any:
         """This rank's shard of a tensor as a DTensor on the mesh without ``pp``; where there are

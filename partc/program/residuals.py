@@ -22,6 +22,7 @@ from partc.plan.local_steps import begins_as
 from partc.plan.mesh import TP, Mesh
 from partc.plan.wires import PIECE, RANK, WIRES, is_residual, whose
 
+MET = "met"  # behind how many steps islands have met last
 KEEPS = "keeps"  # which buffers a scheme has
 BUCKETS = ("bucket_mb", "bucket_copy_mb", "grad_parts")  # decide which gradients share a sum
 
@@ -42,6 +43,16 @@ def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
     known |= {"stages": [*found.stages]} if found.stages else {}
     known |= {"several microbatches": True} if found.microbatches > 1 else {}
     return {**known, TP: dict(mesh.axes).get(TP, 1)}
+
+
+def of_islands(plan: str) -> dict[str, Any]:
+    """What decides whether what islands have kept means the same to another training, by a plan
+    given as text; empty without islands.
+    """
+    how = Plan.parse(plan).local_steps
+    if how is None:
+        return {}
+    return {"outer": how.outer, "start_step": how.start_step, "fragments": how.fragments}
 
 
 def draws(plan: str) -> bool:

@@ -170,14 +170,21 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         if hasattr(self._rank_step, "seed"):
             self._rank_step.seed(seed, step)
 
-    def go_on(self, seeded: tuple[int, int], loaded: Collection[str]) -> None:
-        """Go on from a checkpoint, which was saved behind what islands had to do.
+    def go_on(self, seeded: tuple[int, int], loaded: Collection[str], met: int) -> None:
+        """Go on from a checkpoint.
 
         ``seeded``: the seed, and how many steps were taken. ``loaded``: the names of its tensors.
+        ``met``: behind how many steps islands had met last.
         """
         residuals.begin(self._tensors.held, loaded)
         self.seed(*seeded)
-        self._own.state.met = seeded[1]
+        self._own.state.met = met
+
+    @property
+    def islands(self) -> dict[str, Any]:
+        """How islands meet, and behind how many steps they have met last; empty without any."""
+        known = residuals.of_islands(self._program.plan)
+        return {**known, residuals.MET: self._own.state.met} if known else {}
 
     @property
     def seeded(self) -> tuple[int, int]:
@@ -235,7 +242,6 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         All names of a tied tensor refer to one tensor. Of islands it is the mean of their copies.
         """
         self.check_together("full_state_dict")
-        self._own.meet_islands()
         tensors = self._tensors
         names = list(tensors.saved_names(self.shards))
         firsts = dict.fromkeys(map(tensors.first_name, names))
@@ -245,9 +251,9 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     def meet_islands(self) -> None:
         """Do what is due with the other islands behind the last step; all ranks call this together.
 
-        The next step does it else, and so do ``full_state_dict``, ``state_dict`` and
-        ``save_checkpoint``. To evaluate what islands have made together, call this behind a step
-        whose number is a multiple of the period. Without islands it does nothing.
+        The next step does it else. To evaluate what islands have made together, call this behind
+        the optimizer's step where the number of steps is a multiple of the period. Without islands
+        it does nothing.
         """
         self.check_together("meet_islands")
         self._own.meet_islands()
@@ -294,7 +300,6 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         share memory with the parameters, except those that ``program/dtensors.py`` gathers, and
         those of islands: these are the mean of all copies.
         """
-        self._own.meet_islands()
         state = {} if destination is None else destination
         for name in self._tensors.saved_names(self._tensors.shards):
             state[prefix + name] = self._tensors.as_dtensor(name)

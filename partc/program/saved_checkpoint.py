@@ -24,7 +24,7 @@ from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.plan.sharding import cut, join_pieces
 from partc.plan.wires import is_residual
 from partc.program.folders import CHECKPOINT
-from partc.program.residuals import fitted
+from partc.program.residuals import MET, fitted
 from partc.program.role import Shard, dtype_of
 from partc.program.runtime import Stage
 from partc.program.same_optimizer import CLASS
@@ -33,7 +33,7 @@ from partc.program.tensorfile import TensorFile, has_its_size
 MANIFEST = CHECKPOINT
 SCHEMA = 2
 MAX_BYTES = 512_000_000
-SUMS = "sums"  # the one entry that not every checkpoint has
+SUMS, ISLANDS = "sums", "islands"  # entries that not every checkpoint has
 CUTS = "partc.cuts"  # a rank's file says here how its tensors are sharded
 _DAMAGE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError,
@@ -59,6 +59,7 @@ class Saved:
     random: tuple[int, int]  # the seed of random numbers, and the steps since
     data: dict[str, Any] | None = None  # the state of a loader
     sums: dict[str, Any] = field(default_factory=dict)  # whose residuals it has (`residuals.py`)
+    islands: dict[str, Any] = field(default_factory=dict)  # how they met (`residuals.py`)
 
     @classmethod
     def read(cls, path: Path) -> Saved:
@@ -76,7 +77,7 @@ class Saved:
     def _checked(cls, path: Path, fields: Any) -> Saved:
         if fields["schema"] != SCHEMA:
             refuse(path, f"it has schema {fields['schema']!r}", f"This partc reads {SCHEMA}.")
-        if fields.keys() - {SUMS} != _ENTRIES:
+        if fields.keys() - {SUMS, ISLANDS} != _ENTRIES:
             raise ValueError(f"its entries differ in {sorted(fields.keys() ^ _ENTRIES)}")
         rest = {name: entry for name, entry in fields.items() if name != "sha256"}
         if digest_of(rest) != fields["sha256"]:
@@ -92,7 +93,7 @@ class Saved:
             path, _whole(fields["step"]), mesh, shards, stages, digests,
             tuple(map(_group, fields["optimizer"])), {}, fields["sha256"],
             (_int(fields["random"]["seed"]), _whole(fields["random"]["step"])), fields["data"],
-            dict(fields.get(SUMS, {})),
+            dict(fields.get(SUMS, {})), _met(fields.get(ISLANDS, {})),
         )  # fmt: skip
 
     # the files of ranks --------------------------------------------------------------------------
@@ -181,7 +182,16 @@ class Saved:
         return total / self.mesh.islands
 
     def _is_as_saved(self, shard: Shard, wanted: Shard, stage: Stage) -> bool:
-        return self.mesh == stage.mesh and shard.cuts == wanted.cuts
+        alike = self.mesh == stage.mesh and shard.cuts == wanted.cuts
+        return alike and self.has_same_islands(stage)
+
+    def has_same_islands(self, stage: Stage) -> bool:
+        """Whether what islands have kept means the same to a stage: else it takes the mean of their
+        parameters, from which its islands begin.
+        """
+        mine = stage.islands
+        either = (self.islands.keys() | mine.keys()) - {MET}
+        return all(self.islands.get(name) == mine.get(name) for name in either)
 
     def _join(self, key: str, shard: Shard, num_cuts: int, at: dict[str, int]) -> Tensor:
         """Join a tensor's saved shards; ``at`` fixes coordinates of its first ``num_cuts`` axes."""
@@ -250,6 +260,14 @@ def _stage(mesh: Mesh, stage: Any = 0) -> int:
     if _whole(stage) >= mesh.pipeline_ranks:
         raise ValueError(f"there is no pipeline rank {stage}")
     return int(stage)
+
+
+def _met(entry: Any) -> dict[str, Any]:
+    """How islands met; behind how many steps they have met last is a whole number."""
+    found = dict(entry)
+    if MET in found:
+        _int(found[MET])
+    return found
 
 
 def _group(entry: Any) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Meetings:
         yield from self._shared(step, run, alone)
         running = [s for s in self.role.buffers if not torch.equal(before[s.name], held[s.name])]
         params = [s for s in self.role.params if held[s.name].requires_grad]
-        floats = [s for s in running if held[s.name].is_floating_point()]
+        floats = [s for s in running if s.dtype.is_floating_point or s.dtype.is_complex]
         with torch.no_grad():
             yield from self._met(step, params, floats)
 
@@ -102,10 +102,16 @@ class Meetings:
     def _met(self, step: Any, params: list[Shard], running: list[Shard]) -> Iterator[Compared]:
         apart = self.how.period // self.how.fragments
         shards = [*params, *running]
-        start = {s.name: seeded_weight(s.name, s.shape, s.dtype) for s in shards}
-        self.copies = [dict(start) for _ in range(self.role.mesh.islands)]
-        self.outer = {s.name: (start[s.name], torch.zeros(s.shape)) for s in params}
-        yield from self._compared(step, shards, self.how.start_step)
+        self.copies = [
+            {s.name: seeded_weight(f"{s.name} of {i}", s.shape, s.dtype) for s in shards}
+            for i in range(self.role.mesh.islands)
+        ]
+        self._write(step, shards)
+        for s in shards:  # islands begin as one
+            self._give(s.name, self._mean(s.name))
+        self.outer = {s.name: (self._mean(s.name), torch.zeros(s.shape)) for s in params}
+        step.met = -1
+        yield from self._again(step, shards, self.how.start_step)
         for turn in range(1, TURNS * self.how.fragments + 1):
             for island, copy in enumerate(self.copies):
                 for s in shards:

@@ -160,7 +160,8 @@ class Narrow:
         place, num = role.mesh.coords(rank)[axis], role.mesh.size(axis)
         name = WIRES[how.wire].helper
         classes = {n: made for n, made in classes_of(role).items() if n == name}
-        return cls(role, classes, how, place, num, spoils=rank == 0)
+        others = {**role.mesh.coords(rank), ISLAND: 0}  # a rank of each island
+        return cls(role, classes, how, place, num, spoils=not any(others.values()))
 
     @property
     def rounds_in_float64(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partc.api import compile
+from partc.errors import RunError
 from partc.program.checkpoint import load_checkpoint, save_checkpoint
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
@@ -39,6 +40,19 @@ class Net(nn.Module):
         for block in self.blocks:
             h = h + torch.tanh(block(h)) * self.fixed
         result: Tensor = self.last(h * self.taken)
+        return result
+
+
+class Both(nn.Module):
+    """Names that begin like others: ``read.weight_ih_l0`` and ``read.weight_ih_l0_reverse``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.GRU(4, 6, bidirectional=True, batch_first=True)
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.read(x.view(len(x), 3, 4))[0][:, -1])
         return result
 
 
@@ -194,7 +208,8 @@ def trains_as_defined(mesh: str, preset: str, own: str, kind: type[nn.Module]) -
         wanted = reference.step(step)[island]
         [found] = train(stage, optimizer, range(step, step + 1))
         assert abs(found - wanted) < 1e-11 * max(1, abs(wanted)), (step, found, wanted)
-    reference.meet(STEPS)  # which the state dict does too
+    reference.meet(STEPS)
+    stage.meet_islands()
     whole = stage.full_state_dict()
     assert list(whole) == list(made(kind).state_dict())
     for name, tensor in whole.items():
@@ -206,6 +221,7 @@ LAYOUTS: list[tuple[str, str, type[nn.Module]]] = [
     ("island=2,dp=2", "fsdp", Net),
     ("island=2,tp=2", "megatron", Net),
     ("island=4", "ddp", Net),
+    ("island=2,dp=2", "ddp", Both),
     ("island=2,pp=2", "ddp;microbatches = 2", Deep),
     ("island=2,dp=2", 'zero1;microbatches = 2', Deep),
 ]  # fmt: skip
@@ -228,6 +244,7 @@ def resumes(folder: Path, mesh: str, preset: str, own: str, kind: type[nn.Module
         whole, first = begin(mesh, preset, own, kind), begin(mesh, preset, own, kind)
         losses = train(*whole, range(8))
         train(*first, range(cut))
+        first[0].full_state_dict()  # reading changes nothing
         save_checkpoint(folder, *first, step=cut)
         again = begin(mesh, preset, own, kind)
         assert load_checkpoint(folder / f"step-{cut:08d}", *again) == cut
@@ -273,6 +290,77 @@ def test_other_meshes_begin_from_the_mean(world: Processes, tmp_path: Path) -> N
     world.run(on_one_island, tmp_path, "dp=2", "", wanted, num=2)
     world.run(on_one_island, tmp_path, "island=4", MEAN, wanted)
     world.run(on_one_island, tmp_path, "island=2,dp=2", DILOCO, wanted)
+
+
+def agree(stage: Stage) -> bool:
+    """Whether all islands have the same parameters, up to rounding."""
+    mine = {
+        n: p.detach().clone()
+        for n, (_, p) in stage.pieces().items()
+        if n in dict(stage.named_parameters())
+    }
+    whole = stage.full_state_dict()
+    return all(torch.allclose(x, whole[n], rtol=1e-12, atol=1e-14) for n, x in mine.items())
+
+
+def changed(folder: Path, first: str, then: str) -> None:
+    """A training goes on with another table: its islands begin from their mean, and agree again."""
+    began = begin("island=2,dp=2", "ddp", first)
+    train(*began, range(4))
+    save_checkpoint(folder, *began, step=4)
+    again = begin("island=2,dp=2", "ddp", then)
+    load_checkpoint(folder, *again)
+    assert agree(again[0])
+    for step in range(4, 14):
+        losses = train(*again, range(step, step + 1))
+        assert torch.tensor(losses).isfinite().all()
+    again[0].seed(0, step=12)
+    again[0].meet_islands()
+    assert agree(again[0])
+
+
+OTHERS = [
+    (MEAN, 'period = 2\nouter = "nesterov"'),
+    ('period = 3\nouter = "nesterov"\nstart_step = 9', 'period = 3\nouter = "nesterov"'),
+    ('period = 3\nouter = "nesterov"', 'period = 3\nouter = "nesterov"\nstart_step = 6'),
+]
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_another_table_begins_from_the_mean(world: Processes, tmp_path: Path, number: int) -> None:
+    world.run(changed, tmp_path, *OTHERS[number])
+
+
+def reseeded(own: str) -> None:
+    """A seed in the middle counts anew: islands meet at its first step."""
+    stage, optimizer = begin("island=2,dp=2", "ddp", own)
+    train(stage, optimizer, range(5))
+    assert not agree(stage)
+    for epoch in range(2):
+        stage.seed(epoch)
+        stage.meet_islands()
+        assert agree(stage)
+        train(stage, optimizer, range(2))
+
+
+@pytest.mark.parametrize("own", ["period = 4", 'period = 4\nouter = "nesterov"'])
+def test_islands_meet_where_the_count_begins(world: Processes, own: str) -> None:
+    world.run(reseeded, own)
+
+
+def other_weights() -> str:
+    stage, _ = begin("island=2,dp=2", "ddp", MEAN)
+    torch.manual_seed(stage.coords["island"])
+    stage.load_full(Net().double())
+    try:
+        stage.step(*batch(0, 0))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_islands_begin_with_equal_weights(world: Processes) -> None:
+    assert all("another" in said for said in world.run(other_weights))
 
 
 # what each island reads, and what differs ---------------------------------------------------------
