@@ -21,6 +21,7 @@ RENAMED = {  # old names of a plan's fields and of arguments: their names now
     "join_mb": "bucket_mb",
     "pieces": "overlap_pieces",
     "chunks": "virtual_stages",
+    "islands": "local_steps",
 }
 LEAST_BEGUN = 3  # characters of a name that was cut short, as tol for tolerance
 LONGEST = 60  # characters of an argument that a message quotes

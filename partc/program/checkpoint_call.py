@@ -22,7 +22,7 @@ def check_arguments(call: str, stage: object, optimizer: object, loader: object 
             why="it has no groups of parameters",
             do="Pass the optimizer itself; save the state_dict() of a scheduler beside it.",
         )  # fmt: skip
-    if loader is not None and not hasattr(loader, "state_dict"):
+    if loader is not None and not hasattr(loader, "set_epoch"):
         raise UsageError(
             where=f"{call}(loader=...)", what=f"it is {quoted(loader)}",
             why="it has no position in the data that could be saved",

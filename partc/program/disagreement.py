@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partc.errors import RunError
+from partc.plan.mesh import ISLAND
 from partc.program.role import Role
 
 MOST = 4  # tensors that are named
@@ -74,6 +75,13 @@ def refused_elsewhere(ranks: Sequence[int]) -> RunError:
 def equal_pieces(ranks: Sequence[int], axes: Sequence[str]) -> str:
     """The warning where ranks with samples of their own were all given the same."""
     along = " and ".join(axes)
+    if axes == [ISLAND]:
+        return (
+            f"step: {_ranks(ranks)} were given the same samples, byte for byte, and each island "
+            "trains on batches of its own: islands that see the same train the same. "
+            "stage.loader(dataset) gives each island rows of its own; of your own sampler "
+            "num_replicas is program.data_world, and rank is program.data_rank(rank)"
+        )
     return (
         f"step: {_ranks(ranks)} were given the same samples, byte for byte, and the program takes "
         f'another piece of the batch from each rank along {along} (batch="local"): the loss '

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 
 import torch.distributed as dist
 
 from partc.program import meeting
 
+GLOO_S = 0.1
 _state = {"registered": False, "joined": False}
 
 
@@ -24,7 +26,18 @@ def tell_at_exit() -> None:
 
 def has_joined() -> None:
     """From now on the other ranks see by themselves where this process ends."""
-    _state["joined"] = True
+    if not _state["joined"]:
+        _state["joined"] = True
+        atexit.register(_let_gloo_end)
+
+
+def _let_gloo_end() -> None:
+    """Wait for gloo's threads to let go of the tensors of their last transfers.
+
+    One that does so while the interpreter ends, which it may some microseconds behind the wait for
+    its transfer, aborts the process ("terminate called without an active exception").
+    """
+    time.sleep(GLOO_S)
 
 
 def _at_exit() -> None:

@@ -43,6 +43,12 @@ def _check_axes(plan: Plan, mesh: Mesh) -> None:
              for name, entry in table.items() for axis in entry]  # fmt: skip
     named += [("gather", axis) for axis in plan.gather] + [("scatter", a) for a in plan.scatter]
     for entry, axis in named:
+        if axis == ISLAND:
+            raise PlanError(
+                where=f"plan, {entry}", what=f"nothing is cut over {axis!r}",
+                why="each island has whole tensors of its own, and batches of its own",
+                do="Leave the entry out; the inputs of compile are the batch of one island.",
+            )  # fmt: skip
         if axis not in mesh.names:
             raise PlanError(
                 where=f"plan, {entry}",
