@@ -334,7 +334,7 @@ class RoleText:
         results = [*outputs.results.values()] + ([outputs.loss] if outputs.loss is not None else [])
         kept = {*results, *outputs.buffers.values()}
         scope = Scope([*arguments.values(), *self.helpers.names])
-        device = f"{next(iter(arguments.values()), 'self')}.device"
+        device = f"{next(iter(arguments.values()), 'next(self.parameters())')}.device"
         body = StepBody(
             graph, order, wishes(graph), scope, self.helpers, seen, kept, self.final_grads(),
             device, name_of=self.site_literal,

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+import partc
 from partc.codegen.safety import check_source
 from partc.errors import CheckError
 from partc.program.role import Role
@@ -269,3 +271,27 @@ def test_golden_one_rank(golden: Callable[..., None]) -> None:
 def test_golden_ranks(golden: Callable[..., None], mesh: str, preset: str) -> None:
     model, inputs = toy()
     golden(check_ranks(model, inputs, None, mesh, preset, 1e-12), ".py")
+
+
+class Table(nn.Module):
+    """A model without inputs, which draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self) -> Tensor:
+        return F.dropout(self.w.tanh(), 0.5)
+
+
+def test_a_program_without_inputs_draws_where_its_parameters_are() -> None:
+    torch.manual_seed(0)
+    model = Table()
+
+    def loss(model: nn.Module) -> Tensor:
+        total: Tensor = model().square().sum()
+        return total
+
+    with pytest.warns(UserWarning, match="cuts no input"):
+        program = partc.compile(model, "dp=2", (), loss=loss, plan="ddp")
+    partc.verify(program, model, (), loss=loss).check()

@@ -188,10 +188,10 @@ def test_what_others_register_is_compiled_without(
 ) -> None:
     from partc.rules.table import RULES, Rule
 
-    monkeypatch.setitem(RULES._entries, "mine.op", Rule("...->...", module="my_rules"))
+    monkeypatch.setitem(RULES._entries, "aten.gcd", Rule("..., ...->...", module="my_rules"))
     with caplog.at_level(logging.WARNING, "partc"):
         compiled(tmp_path)
-    assert "compiled without the cache: the rule of mine.op" in caplog.text
+    assert "compiled without the cache: the rule of aten.gcd" in caplog.text
     assert entries(tmp_path) == 0
 
 
