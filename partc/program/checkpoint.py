@@ -9,7 +9,6 @@ and loads under any other mesh or plan.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
 from partc.plan.wires import is_residual
 from partc.program.checkpoint_call import check_arguments
+from partc.program.checkpoint_folder import first_rank_commits, first_rank_makes, flush
 from partc.program.folders import if_program
 from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
@@ -104,14 +104,14 @@ def save_checkpoint(
     ranks.check_alike(_facts(stage, optimizer, loader) | {"step": step})
     partial = target.with_name(f".{target.name}.partial")
     held = {**_model(stage), **_optimizer(stage, optimizer)}
-    ranks.do(lambda: _first_rank_makes(partial, target))
+    ranks.do(lambda: first_rank_makes(partial, target))
     file = partial / file_name(dist.get_rank())
     digest = ranks.do(lambda: _write(file, held, stage))
     digests = exchange_texts(digest, dist.group.WORLD, stage.device)
     contents = _contents(stage, held, _groups(stage, optimizer))
     contents["data"] = None if loader is None else loader.state_dict()
     text = _manifest(stage, contents, digests, step)
-    ranks.do(lambda: _first_rank_commits(partial, target, text))
+    ranks.do(lambda: first_rank_commits(partial, target, text))
     return target
 
 
@@ -372,56 +372,13 @@ def _target(folder: str | Path, stage: Stage, optimizer: Optimizer | None, step:
     return Path(folder) / f"step-{step:08d}"
 
 
-def _first_rank_makes(partial: Path, target: Path) -> None:
-    """Rank 0 makes the directory to write in; RunError if the step is there already."""
-    if dist.get_rank() != 0:
-        return
-    if target.exists():
-        raise RunError(
-            where=str(target),
-            what="this step was saved before",
-            why="a checkpoint is never overwritten",
-            do="Save under another step number, or move it away.",
-        )
-    partial.mkdir(parents=True, exist_ok=True)
-    for left in partial.iterdir():  # of a save that was cut off
-        left.unlink()
-
-
 def _write(file: Path, held: Mapping[str, tuple[Shard, Tensor]], stage: Stage) -> str:
     """Write the shards of which this rank has the first copy; the file's sha256."""
     mine = {key: pair for key, pair in held.items() if stage.is_first_copy(pair[0])}
     notes = {CUTS: cuts_text({key: shard for key, (shard, _) in mine.items()})}
     write_tensors(file, {key: piece for key, (_, piece) in mine.items()}, notes)
-    _flush(file)  # on disk before the rename that commits it
+    flush(file)  # on disk before the rename that commits it
     return sha256_of(file)
-
-
-def _first_rank_commits(partial: Path, target: Path, text: str) -> None:
-    """Rank 0 writes the list and gives the folder its name; RunError if it lacks a file."""
-    if dist.get_rank() != 0:
-        return
-    for rank in range(dist.get_world_size()):
-        if not (partial / file_name(rank)).is_file():
-            raise RunError(
-                where=str(target.parent),
-                what=f"rank 0 does not see the file that rank {rank} has written there",
-                why="a checkpoint is one folder of all ranks",
-                do="Name a folder on a file system that all hosts share.",
-            )
-    (partial / MANIFEST).write_text(text, encoding="utf-8")
-    _flush(partial / MANIFEST)
-    partial.rename(target)
-    _flush(target.parent)
-
-
-def _flush(path: Path) -> None:
-    """Make a file or directory durable before what depends on it."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _refuse_field(field: str, value: Any) -> NoReturn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
     return {**known, TP: dict(mesh.axes).get(TP, 1)}
 
 
+@lru_cache(maxsize=8)  # a checkpoint asks for each of its tensors
 def of_islands(plan: str) -> dict[str, Any]:
     """What decides whether what islands have kept means the same to another training, by a plan
     given as text; empty without islands.

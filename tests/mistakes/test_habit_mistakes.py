@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 import partc
-from tests.mistakes.things import Net, batch_of, check, compiled, loss_of
+from tests.mistakes.things import Net, batch_of, check, compiled, loss_of, one_rank
 from tests.mistakes.things import program as two_ranks
 
 X, Y = batch_of()
@@ -33,10 +31,8 @@ class Talks(Net):
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    """One rank, which needs no launcher."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
     stage.cache_clear()
 
 

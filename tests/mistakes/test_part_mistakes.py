@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from partc.api import compile
 from partc.errors import RunError
+from tests.mistakes.things import one_rank
 
 
 class Net(nn.Module):
@@ -55,10 +54,8 @@ X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    """One rank, which needs no launcher."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
 
 
 def stage(kind: type[nn.Module] = Net, before: Callable[[Any], object] = lambda m: None) -> Any:

@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import partc
-from tests.mistakes.things import Net, batch_of, check, compiled
+from tests.mistakes.things import Net, batch_of, check, compiled, one_rank
 from tests.mistakes.things import program as two_ranks
 
 X, Y = batch_of()
@@ -31,10 +29,8 @@ Called = tuple[Callable[[Path], Any], tuple[str, ...]]  # with a folder to write
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    """One rank, which needs no launcher."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
     stage.cache_clear()
 
 

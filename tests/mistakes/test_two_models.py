@@ -8,22 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from partc.program.raw_model import empty_model
-from tests.mistakes.things import Net, batch_of, check, compiled, loss_of
+from tests.mistakes.things import Net, batch_of, check, compiled, loss_of, one_rank
 
 X, Y = batch_of()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    """One rank, which needs no launcher."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
 
 
 class Around(nn.Module):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 import partc
 from partc.errors import PartcError
@@ -42,6 +45,14 @@ def compiled(**changed: Any) -> Program:
         "model": Net(), "mesh": "dp=2", "inputs": batch_of(), "loss": loss_of, "plan": "ddp",
     }  # fmt: skip
     return partc.compile(**{**right, **changed})
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """One rank, which needs no launcher."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @cache

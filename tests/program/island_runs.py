@@ -1,0 +1,102 @@
+"""Trainings of islands that tests run, on four gloo ranks, in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from partc.api import compile
+from partc.program.runtime import Stage
+
+MEAN = "period = 3"
+DILOCO = 'period = 2\nouter = "nesterov"\nouter_lr = 0.6\nouter_momentum = 0.8\nstart_step = 1'
+STREAMING = 'period = 4\nfragments = 2\nouter = "nesterov"'
+STEPS = 9
+
+
+class Net(nn.Module):
+    """A residual and a batch norm, whose statistics islands have to share; one frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16, bias=False)  # before a norm its gradient is noise
+        self.norm = nn.BatchNorm1d(16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.taken = nn.Parameter(torch.ones(16))  # a name that the printed class has too
+        self.fixed = nn.Parameter(torch.linspace(0.5, 1.5, 16), requires_grad=False)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        for block in self.blocks:
+            h = h + torch.tanh(block(h)) * self.fixed
+        result: Tensor = self.last(h * self.taken)
+        return result
+
+
+class Both(nn.Module):
+    """Names that begin like others: ``read.weight_ih_l0`` and ``read.weight_ih_l0_reverse``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.GRU(4, 6, bidirectional=True, batch_first=True)
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.read(x.view(len(x), 3, 4))[0][:, -1])
+        return result
+
+
+class Deep(nn.Module):
+    """The same without batch norm, for stages and microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        result: Tensor = self.last(h)
+        return result
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def batch(step: int, island: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(100 * step + island)
+    x = torch.randn(8, 12, dtype=torch.float64, generator=numbers)
+    return x, x[:, :4].sin()
+
+
+def plan(own: str, preset: str) -> str:
+    head, _, more = preset.partition(";")
+    return f'preset = "{head}"\n{more}\nallow = ["local_steps"]\n[local_steps]\n{own}\n'
+
+
+def begin(
+    mesh: str, preset: str, own: str, kind: type[nn.Module] = Net
+) -> tuple[Stage, torch.optim.Optimizer]:
+    stage = compile(made(kind), mesh, batch(0, 0), loss=loss, plan=plan(own, preset)).module()
+    stage.load_full(made(kind))
+    return stage, torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train(stage: Stage, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(stage.step(*batch(step, stage.coords["island"])).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

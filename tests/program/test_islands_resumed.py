@@ -1,0 +1,158 @@
+"""A training of islands goes on: from checkpoints, on other meshes, with other tables and seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partc.api import compile
+from partc.errors import RunError
+from partc.program.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.runtime import Stage
+from partc.verification.processes import Processes
+from tests.program.island_runs import (
+    DILOCO,
+    MEAN,
+    STREAMING,
+    Deep,
+    Net,
+    batch,
+    begin,
+    loss,
+    made,
+    train,
+)
+
+pytestmark = pytest.mark.gloo
+
+
+def held(stage: Stage) -> dict[str, Tensor]:
+    return {name: piece.detach().clone() for name, (_, piece) in stage.pieces().items()}
+
+
+def resumes(folder: Path, mesh: str, preset: str, own: str, kind: type[nn.Module]) -> None:
+    """Bit for bit, behind every step of a period."""
+    for cut in range(2, 6):
+        whole, first = begin(mesh, preset, own, kind), begin(mesh, preset, own, kind)
+        losses = train(*whole, range(8))
+        train(*first, range(cut))
+        first[0].full_state_dict()  # reading changes nothing
+        save_checkpoint(folder, *first, step=cut)
+        again = begin(mesh, preset, own, kind)
+        assert load_checkpoint(folder / f"step-{cut:08d}", *again) == cut
+        assert train(*again, range(cut, 8)) == losses[cut:]
+        theirs = held(whole[0])
+        assert all(torch.equal(x, theirs[name]) for name, x in held(again[0]).items())
+
+
+def mean_of(folder: Path) -> dict[str, Tensor]:
+    stage, optimizer = begin("island=2,dp=2", "ddp", MEAN)
+    load_checkpoint(folder, stage, optimizer)
+    return stage.full_state_dict()
+
+
+def on_one_island(folder: Path, mesh: str, own: str, wanted: dict[str, Tensor]) -> None:
+    """Ranks without islands, or other islands, begin from the mean of what islands have saved."""
+    if own:
+        stage, optimizer = begin(mesh, "ddp", own)
+    else:
+        stage = compile(made(Net), mesh, batch(0, 0), loss=loss, plan="ddp").module()
+        optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-2)
+    load_checkpoint(folder, stage, optimizer)
+    for name, tensor in stage.full_state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-12, atol=1e-12)
+    for name, (_, piece) in stage.pieces().items():
+        if name.endswith("_outer@island"):
+            param = stage.pieces()[name.removesuffix("_outer@island")][1]
+            assert torch.equal(piece, param)
+    stage.step(*batch(0, 0))
+
+
+@pytest.mark.parametrize(
+    "own", [MEAN, DILOCO, STREAMING + "\nstart_step = 2"], ids=["mean", "diloco", "streaming"]
+)
+def test_training_resumes_behind_any_step(world: Processes, tmp_path: Path, own: str) -> None:
+    world.run(resumes, tmp_path / "fsdp", "island=2,dp=2", "fsdp", own, Net)
+    world.run(resumes, tmp_path / "pp", "island=2,pp=2", "ddp;microbatches = 2", own, Deep)
+
+
+def test_other_meshes_begin_from_the_mean(world: Processes, tmp_path: Path) -> None:
+    world.run(resumes, tmp_path, "island=2,dp=2", "ddp", MEAN, Net)
+    [wanted, *_] = world.run(mean_of, tmp_path)
+    world.run(on_one_island, tmp_path, "dp=2", "", wanted, num=2)
+    world.run(on_one_island, tmp_path, "island=4", MEAN, wanted)
+    world.run(on_one_island, tmp_path, "island=2,dp=2", DILOCO, wanted)
+
+
+def agree(stage: Stage) -> bool:
+    """Whether all islands have the same parameters, up to rounding."""
+    mine = {
+        n: p.detach().clone()
+        for n, (_, p) in stage.pieces().items()
+        if n in dict(stage.named_parameters())
+    }
+    whole = stage.full_state_dict()
+    return all(torch.allclose(x, whole[n], rtol=1e-12, atol=1e-14) for n, x in mine.items())
+
+
+def changed(folder: Path, first: str, then: str) -> None:
+    """A training goes on with another table: its islands begin from their mean, and agree again."""
+    began = begin("island=2,dp=2", "ddp", first)
+    train(*began, range(4))
+    save_checkpoint(folder, *began, step=4)
+    again = begin("island=2,dp=2", "ddp", then)
+    load_checkpoint(folder, *again)
+    assert agree(again[0])
+    for step in range(4, 14):
+        losses = train(*again, range(step, step + 1))
+        assert torch.tensor(losses).isfinite().all()
+    again[0].seed(0, step=12)
+    again[0].meet_islands()
+    assert agree(again[0])
+
+
+OTHERS = [
+    (MEAN, 'period = 2\nouter = "nesterov"'),
+    ('period = 3\nouter = "nesterov"\nstart_step = 9', 'period = 3\nouter = "nesterov"'),
+    ('period = 3\nouter = "nesterov"', 'period = 3\nouter = "nesterov"\nstart_step = 6'),
+]
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_another_table_begins_from_the_mean(world: Processes, tmp_path: Path, number: int) -> None:
+    world.run(changed, tmp_path, *OTHERS[number])
+
+
+def reseeded(own: str) -> None:
+    """A seed in the middle counts anew: islands meet at its first step."""
+    stage, optimizer = begin("island=2,dp=2", "ddp", own)
+    train(stage, optimizer, range(5))
+    assert not agree(stage)
+    for epoch in range(2):
+        stage.seed(epoch)
+        stage.meet_islands()
+        assert agree(stage)
+        train(stage, optimizer, range(2))
+
+
+@pytest.mark.parametrize("own", ["period = 4", 'period = 4\nouter = "nesterov"'])
+def test_islands_meet_where_the_count_begins(world: Processes, own: str) -> None:
+    world.run(reseeded, own)
+
+
+def other_weights() -> str:
+    stage, _ = begin("island=2,dp=2", "ddp", MEAN)
+    torch.manual_seed(stage.coords["island"])
+    stage.load_full(Net().double())
+    try:
+        stage.step(*batch(0, 0))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_islands_begin_with_equal_weights(world: Processes) -> None:
+    assert all("another" in said for said in world.run(other_weights))
