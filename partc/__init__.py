@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from partc.traced import Traced
     from partc.verification.precision import Raised
     from partc.verification.verification import verify
+    from partc.wrappers.parallel import parallelize
 
 __all__ = [
     "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced", "compile",
-    "graph_pass", "load", "load_checkpoint", "partition", "save_checkpoint", "verify",
-    "with_model",
+    "graph_pass", "load", "load_checkpoint", "parallelize", "partition", "save_checkpoint",
+    "verify", "with_model",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -42,6 +43,7 @@ _MODULES = {
     "graph_pass": "passes.own_passes",
     "load": "program",
     "load_checkpoint": "program.checkpoint",
+    "parallelize": "wrappers.parallel",
     "partition": "lowering",
     "save_checkpoint": "program.checkpoint",
     "verify": "verification.verification",

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from partc.data.loader import Loader
 from partc.data.sampler import RowSampler
@@ -25,7 +25,7 @@ from partc.plan.local_steps import is_outer
 from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
 from partc.plan.wires import is_residual
-from partc.program.checkpoint_call import check_arguments
+from partc.program.checkpoint_call import check_arguments, stage_of
 from partc.program.checkpoint_folder import first_rank_commits, first_rank_makes, flush
 from partc.program.folders import if_program
 from partc.program.holders import exchange_texts
@@ -66,7 +66,7 @@ Optimizer = torch.optim.Optimizer
 @of_other_ranks("save_checkpoint")
 def save_checkpoint(
     folder: str | Path,
-    stage: Stage,
+    stage: nn.Module,
     optimizer: Optimizer | None = None,
     *,
     step: int = 0,
@@ -82,7 +82,7 @@ def save_checkpoint(
 
     Args:
         folder: the folder of all checkpoints of a training; this one is ``step-00000100/`` in it.
-        stage: what ``Program.module()`` gave.
+        stage: what ``Program.module()`` gave, or ``parallelize`` behind its first step.
         optimizer: the optimizer over ``stage.parameters()``; None writes the model alone.
         step: the number of the step, which names the checkpoint.
         loader: its position in the data is saved too.
@@ -96,21 +96,22 @@ def save_checkpoint(
             or a rank cannot write. It is raised on all ranks.
         UsageError: the step is no whole number from 0 on.
     """
-    check_arguments("save_checkpoint", stage, optimizer, loader)
+    of = stage_of("save_checkpoint", stage)
+    check_arguments("save_checkpoint", of, optimizer, loader)
     folder = as_path(folder, "save_checkpoint")
-    stage.check_together("save_checkpoint")
-    ranks = Together("save_checkpoint", stage.device, RunError)
-    target = ranks.do(lambda: _target(folder, stage, optimizer, step))
-    ranks.check_alike(_facts(stage, optimizer, loader) | {"step": step})
+    of.check_together("save_checkpoint")
+    ranks = Together("save_checkpoint", of.device, RunError)
+    target = ranks.do(lambda: _target(folder, of, optimizer, step))
+    ranks.check_alike(_facts(of, optimizer, loader) | {"step": step})
     partial = target.with_name(f".{target.name}.partial")
-    held = {**_model(stage), **_optimizer(stage, optimizer)}
+    held = {**_model(of), **_optimizer(of, optimizer)}
     ranks.do(lambda: first_rank_makes(partial, target))
     file = partial / file_name(dist.get_rank())
-    digest = ranks.do(lambda: _write(file, held, stage))
-    digests = exchange_texts(digest, dist.group.WORLD, stage.device)
-    contents = _contents(stage, held, _groups(stage, optimizer))
+    digest = ranks.do(lambda: _write(file, held, of))
+    digests = exchange_texts(digest, dist.group.WORLD, of.device)
+    contents = _contents(of, held, _groups(of, optimizer))
     contents["data"] = None if loader is None else loader.state_dict()
-    text = _manifest(stage, contents, digests, step)
+    text = _manifest(of, contents, digests, step)
     ranks.do(lambda: first_rank_commits(partial, target, text))
     return target
 
@@ -119,7 +120,7 @@ def save_checkpoint(
 @of_other_ranks("load_checkpoint")
 def load_checkpoint(
     folder: str | Path,
-    stage: Stage,
+    stage: nn.Module,
     optimizer: Optimizer | None = None,
     *,
     loader: Loader | RowSampler | None = None,
@@ -140,25 +141,26 @@ def load_checkpoint(
             another optimizer, or ranks find different steps. It is raised on all ranks, before
             anything is loaded.
     """
-    check_arguments("load_checkpoint", stage, optimizer, loader)
+    of = stage_of("load_checkpoint", stage)
+    check_arguments("load_checkpoint", of, optimizer, loader)
     folder = as_path(folder, "load_checkpoint")
-    stage.check_together("load_checkpoint")
-    ranks = Together("load_checkpoint", stage.device, LoadError)
-    saved = ranks.do(lambda: _accepted(folder, stage, optimizer))
+    of.check_together("load_checkpoint")
+    ranks = Together("load_checkpoint", of.device, LoadError)
+    saved = ranks.do(lambda: _accepted(folder, of, optimizer))
     given = {"optimizer": _class(optimizer), "loader": loader is not None}
     ranks.check_alike({"step": saved.step, "content of a step": saved.digest, **given})
-    ranks.do(lambda: saved.verify(_wanted(saved, stage, optimizer), stage))
+    ranks.do(lambda: saved.verify(_wanted(saved, of, optimizer), of))
     if loader is not None:
         ranks.do(lambda: _check_saved_position(saved))
         ranks.do(lambda: loader.load_state_dict(saved.data or {}))
-    for key, (shard, piece) in _model(stage).items():
+    for key, (shard, piece) in _model(of).items():
         with torch.no_grad():
-            piece.copy_(saved.piece(key, shard, stage))
+            piece.copy_(saved.piece(key, shard, of))
     if optimizer is not None:
-        _load_optimizer(saved, stage, optimizer)
+        _load_optimizer(saved, of, optimizer)
     loaded = [key.removeprefix("model/") for key in saved.shards]
-    alike = saved.has_same_islands(stage)
-    stage.go_on(
+    alike = saved.has_same_islands(of)
+    of.go_on(
         saved.random, loaded if alike else [n for n in loaded if not is_outer(n)],
         saved.islands.get(MET, saved.random[1]) if alike else saved.random[1],
     )  # fmt: skip

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from partc.errors import UsageError
+from partc.program.not_a_stage import no_stage_yet
 from partc.program.runtime import Stage
 from partc.wrong_calls import quoted
+
+
+def stage_of(call: str, given: Any) -> Any:
+    """The stage of a model that ``parallelize`` gave, or what was given."""
+    if not hasattr(type(given), "compile_for"):
+        return given
+    if given.stage is None:
+        raise no_stage_yet(call)
+    return given.stage
 
 
 def check_arguments(call: str, stage: object, optimizer: object, loader: object = None) -> None:

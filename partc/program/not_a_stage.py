@@ -61,3 +61,12 @@ def _no_stage(where: str, what: str, do: str) -> NoStageError:
         where=where, what=what, why="it is the text of all ranks, without weights",
         do=f"Make this rank's part of it, stage = program.module(), and take {do}.",
     )  # fmt: skip
+
+
+def no_stage_yet(where: str) -> NoStageError:
+    """A model of ``parallelize`` is asked for what only its stage has, before its first step."""
+    return NoStageError(
+        where=where, what="the model has taken no step yet",
+        why="it is compiled for the batch of its first step, and this asks for what was compiled",
+        do="Do it behind that step, or compile at once: model.compile_for(*batch).",
+    )  # fmt: skip

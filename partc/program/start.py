@@ -47,9 +47,7 @@ def start_stage(
             do="Make the stage outside of it; stage.eval() and eval_step compute no gradients.",
         )  # fmt: skip
     here = device_of(device)
-    if not dist.is_initialized():
-        _join(here)
-    has_joined()
+    join(here)
     _check_backend(here)
     _check_library(program, here)
     check_agreement(program, here)
@@ -60,6 +58,13 @@ def start_stage(
         program.recipe.keep_twin()
     _tell_what_is_not_set(program)
     return Stage(program, mesh, here, choices)
+
+
+def join(device: torch.device) -> None:
+    """Join the process group, unless the script has."""
+    if not dist.is_initialized():
+        _join(device)
+    has_joined()
 
 
 def _tell_what_is_not_set(program: Program) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import partc
 from partc.errors import RunError
 from partc.plan.mesh import MeshLike
+from partc.program import Program
 from partc.program.holders import exchange_texts
 from partc.program.raw_model import empty_model
 from partc.program.runtime import Stage
@@ -110,20 +111,27 @@ class Prepared(nn.Module):
         return found[0] if self.how.loss is None else found
 
     # compiled --------------------------------------------------------------------------------
-    def _trained(self, args: Any, named: Any) -> Stage:
-        """The stage, which is made of the first step's arguments; it takes the model's place."""
-        if self.stage is None:
-            self.evaluated = None
-            with torch.inference_mode(False), torch.enable_grad():
-                made = self._compiled(args, named, self.how.of)
-            names = {id(p): name for name, p in self.model.named_parameters()}
-            self.stage = self.module = made
-            made.seed(*(self.draws or (_first_seed(made), 0)))
-            for move in self.moved:
-                move(made, names)
-            empty_model(self.model)
-            made.train(self.training)
-        return self.stage
+    def _trained(self, args: Any, named: Any) -> Any:
+        """The stage, which is made of the first step's arguments."""
+        return self._begun(args, named, self.how.of) if self.stage is None else self.stage
+
+    def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
+        """A stage that trains by this loss; it takes the model's place."""
+        self.evaluated = None
+        with torch.inference_mode(False), torch.enable_grad():
+            made = self._compiled(args, named, loss)
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        self.stage = self.module = made
+        made.seed(*(self.draws or (_first_seed(made), 0)))
+        for move in self.moved:
+            move(made, names)
+        self._leave_model(made)
+        made.train(self.training)
+        return made
+
+    def _leave_model(self, stage: Stage) -> None:
+        """Let go of the model, whose weights are trained no more."""
+        empty_model(self.model)
 
     def _evaluating(self, args: Any, named: Any) -> Stage:
         """The stage, or one of forwards alone as long as nothing is trained."""
@@ -141,16 +149,21 @@ class Prepared(nn.Module):
         return [x._version for x in (*self.model.parameters(), *self.model.buffers())]
 
     def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
-        how, model = self.how, self.model
-        given = Given.of_call(model, args, named, loss)
+        how, like = self.how, self._given(args, named, loss)
+        options = {"backend": group_backend(self.device_type), "batch": "local", **how.options}
+        program = partc.compile(self.model, how.mesh, like, loss=loss, plan=how.plan, **options)
+        self._keep(program, loss)
+        return program.module(self.device_type, partial="replicate")
+
+    def _keep(self, program: Program, loss: Callable[..., Any] | None) -> None:
+        """What is to be done with a program before it runs."""
+
+    def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:
+        """The arguments of a call as an example to compile for, the largest of all ranks'."""
+        given = Given.of_call(self.model, args, named, loss)
         shapes = self._largest([[*x.shape] for x in given.tensors])
         pairs = zip(shapes, given.tensors, strict=True)
-        like = given.with_tensors([torch.empty(s, dtype=x.dtype, device="meta") for s, x in pairs])
-        options = {"backend": group_backend(self.device_type), **how.options}
-        program = partc.compile(
-            model, how.mesh, like, loss=loss, plan=how.plan, batch="local", **options
-        )
-        return program.module(self.device_type, partial="replicate")
+        return given.with_tensors([torch.empty(s, dtype=x.dtype, device="meta") for s, x in pairs])
 
     # batches ---------------------------------------------------------------------------------
     def _largest(self, shapes: list[list[int]]) -> list[list[int]]:
@@ -187,7 +200,7 @@ class Prepared(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all programs."""
-        self.module.zero_grad(set_to_none)
+        self._held.zero_grad(set_to_none)
 
     def state_dict(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own state dict, whole; all ranks call this together."""
@@ -199,7 +212,7 @@ class Prepared(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Take whole tensors under the model's names."""
-        return self.module.load_state_dict(state_dict, strict, assign)
+        return self._held.load_state_dict(state_dict, strict, assign)
 
     def save_pretrained(self, folder: Any, state_dict: Any = None, **named: Any) -> None:
         """As of a model of transformers: whole files, by one rank; all ranks call this."""
@@ -207,6 +220,13 @@ class Prepared(nn.Module):
         first = not dist.is_initialized() or dist.get_rank() == 0
         named.pop("is_main_process", None)
         self.model.save_pretrained(folder, is_main_process=first, state_dict=state, **named)
+
+    @property
+    def _held(self) -> nn.Module:
+        """The model, or its stage."""
+        found = self._modules["module"]
+        assert found is not None
+        return found
 
     def __getattr__(self, name: str) -> Any:
         try:

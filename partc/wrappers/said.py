@@ -18,11 +18,11 @@ from partc.wrong_calls import did_you_mean, quoted
 _DECIDED = ("model", "mesh", "inputs", "loss", "plan")  # by other arguments of a wrapper
 
 
-def check_said(where: str, mesh: Any, plan: Any, options: Any) -> None:
-    """PlanError for what is no mesh or no plan; UsageError for islands, and options that are none
-    of ``partc.compile``'s.
+def check_said(where: str, mesh: Any, plan: Any, options: Any, *, deals: bool = True) -> None:
+    """PlanError for what is no mesh or no plan; UsageError for options that are none of
+    ``partc.compile``'s, and for islands where the wrapper ``deals`` out batches to ranks.
     """
-    if Mesh.of(mesh).islands > 1:
+    if deals and Mesh.of(mesh).islands > 1:
         raise UsageError(
             where=where, what=f"the mesh {Mesh.of(mesh)} has islands",
             why="it deals out every batch to all ranks, and each island has batches of its own",

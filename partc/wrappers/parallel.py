@@ -1,0 +1,307 @@
+"""``partc.parallelize``: a model that is called as DDP's is, and compiled at its first step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from partc.data.share import Division
+from partc.plan.batch import data_axes
+from partc.plan.mesh import ISLAND, Mesh, MeshLike
+from partc.plan.sharding import cut
+from partc.program import Program
+from partc.program.choices import check_fillers
+from partc.program.handshake import check_world, world_size
+from partc.program.not_a_stage import no_stage_yet
+from partc.program.reading import division_of, rank_or_own
+from partc.program.runtime import Stage
+from partc.program.start import device_of, join
+from partc.trace.no_model import check_model
+from partc.wrappers.moved import move, optimizers_over
+from partc.wrappers.prepared import How, Prepared
+from partc.wrappers.said import check_loss, check_names, check_said
+from partc.wrong_calls import check_whole_number, known_arguments
+
+_OWN = ("module", "model", "how", "device_type", "stage", "evaluated", "moved", "draws",
+        "training", "program", "losses", "_seen", "_device")  # fmt: skip
+
+
+@known_arguments
+def parallelize(
+    model: nn.Module, mesh: MeshLike, *, loss: Callable[..., Any] | None = None,
+    plan: Any = "auto", batch: str = "local", device: str | None = None,
+    pad: Mapping[str, float] | None = None, outputs: Sequence[str] = (), **options: Any,
+) -> Parallel:  # fmt: skip
+    """A model on a mesh of ranks, which stands in a script where DistributedDataParallel stood.
+
+    It is compiled for the batch of its first step, so that no example is needed. Optimizers that
+    were made over its parameters before then follow: their parameters are this rank's pieces from
+    then on. All ranks call this together, as all that follows.
+
+    Args:
+        model: the ordinary single-device model; its weights are those of rank 0.
+        mesh: the axes of ranks, as for ``partc.compile``: ``"dp=4"``.
+        loss: ``loss(model, *inputs)`` gives the scalar to train on, or ``(loss, extras)``. None:
+            the model returns it, or a result with a ``.loss``, as models of transformers do.
+        plan: as for ``partc.compile``.
+        batch: what a step takes: ``"local"``, this rank's own rows, or ``"global"``, all ranks'.
+        device: where ranks compute; None: where the model's parameters are.
+        pad: by the name of an input the number that fills it up to the longest of all ranks.
+        outputs: without ``loss``, what a step returns of the model's results beside the loss.
+        options: further arguments of ``partc.compile``, such as ``microbatches=4``.
+
+    Returns:
+        An ``nn.Module``: ``step(*batch)`` trains, and a call is as of a ``Stage``.
+
+    Raises:
+        UsageError: an option is none of ``partc.compile``'s.
+        RunError: the mesh has another number of ranks than there are.
+
+    Example::
+
+        model = partc.parallelize(model, "dp=4", loss=loss_of, plan="fsdp")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = model.step(x, y)
+            optimizer.step()
+    """
+    check_model(model, "parallelize")
+    check_said("parallelize", mesh, plan, {"batch": batch, **options}, deals=False)
+    check_loss("parallelize", loss)
+    check_names("parallelize(outputs=...)", outputs)
+    check_fillers("parallelize", pad)
+    if not (at := Mesh.of(mesh)).is_open:
+        check_world(at, world_size())
+    how = How(mesh, plan, loss, outputs, pad or {}, {"batch": batch, **options})
+    return Parallel(model, how, device)
+
+
+class Parallel(Prepared):
+    """A model whose ``stage`` is made at its first step; before, it is the model as it was.
+
+    ``program`` is what was compiled. Parameters, modules and attributes are those of the model, or
+    of the stage once there is one, under their names in the model.
+    """
+
+    def __init__(self, model: nn.Module, how: How, device: str | None) -> None:
+        super().__init__(model, how, device or "cpu")
+        self._device = device
+        self.program: Program | None = None
+        self.losses: dict[Any, Any] = {}  # by a loss of the script, what steps by it
+        self.moved.append(_follow)
+
+    # steps -----------------------------------------------------------------------------------
+    @_disable_dynamo
+    def step(self, *inputs: Any, **named: Any) -> Any:
+        """One training step, as ``Stage.step``; the first compiles."""
+        return self._stepped(self.how.loss, inputs, named)
+
+    def eval_step(self, *inputs: Any, **named: Any) -> Any:
+        """The loss in eval mode, as ``Stage.eval_step``."""
+        args, known = self._filled(inputs, named)
+        return self._alone(self._of_loss(self.how.loss, args, known).eval_step(*args, **known))
+
+    @_disable_dynamo
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """In train mode the loss, ready for ``backward``; in eval mode what the model returns."""
+        return super().forward(*inputs, **named)
+
+    def also(self, loss: Callable[..., Any]) -> AlsoLoss:
+        """Another loss of the same model, such as that of a GAN's critic; its first step compiles.
+
+        Example::
+
+            critic = model.also(critic_loss)
+            critic.step(real, noise)
+        """
+        check_loss("also", loss)
+        return AlsoLoss(self, loss)
+
+    def compile_for(self, *inputs: Any, **named: Any) -> None:
+        """Compile now, for a batch of these shapes, what the first step does else.
+
+        For what needs the stage before a step: ``partc.load_checkpoint``, ``model.loader``.
+        """
+        args, known = self._filled(inputs, named)
+        self._trained(args, known)
+
+    # inside ----------------------------------------------------------------------------------
+    def _stepped(self, loss: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """A step by a loss; a ``scale`` that is no input of it is not compiled."""
+        mine = _takes_scale(loss or self.model.forward)
+        scale = {n: x for n, x in named.items() if n == "scale" and not mine}
+        args, known = self._filled(inputs, {n: x for n, x in named.items() if n not in scale})
+        return self._alone(self._of_loss(loss, args, known).step(*args, **known, **scale))
+
+    def _of_loss(self, loss: Any, args: Any, named: Any) -> Any:
+        """What steps by a loss: the stage itself, or a loss that shares its tensors."""
+        if loss not in self.losses:
+            compiled = loss or self.how.of
+            if self.stage is None:
+                self.losses[loss] = self._begun(args, named, compiled)
+            else:
+                given = self._given(args, named, compiled)
+                assert self.program is not None
+                self.losses[loss] = self.stage.share(self.program.also(given, loss=compiled))
+        return self.losses[loss]
+
+    def _trained(self, args: Any, named: Any) -> Any:
+        return self._of_loss(self.how.loss, args, named)
+
+    def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
+        first = next(self.model.parameters(), None)
+        here = "cpu" if first is None or first.is_meta else first.device.type
+        self.device_type = self._device or here
+        join(device_of(self.device_type))
+        return super()._compiled(args, named, loss)
+
+    def _keep(self, program: Program, loss: Callable[..., Any] | None) -> None:
+        if loss is not None:
+            self.program = program
+
+    def _leave_model(self, stage: Stage) -> None:
+        """The script may let the model go, or look at it, as behind ``program.module()``."""
+        object.__setattr__(self, "model", stage.like_model)
+
+    def _alone(self, found: Any) -> Any:
+        """What a step returns: without ``loss`` the loss alone, where no other output is asked."""
+        return found[0] if self.how.loss is None and isinstance(found, tuple) else found
+
+    # as of the model -------------------------------------------------------------------------
+    @property
+    def module(self) -> Any:  # type: ignore[override]
+        """This model itself, as scripts for DDP have it: ``model.module.state_dict()``."""
+        return self
+
+    @property
+    def data_world(self) -> int:
+        """DistributedSampler's ``num_replicas``: into how many pieces ranks divide the batch."""
+        division = self._division()
+        return division.world * division.mesh.islands
+
+    @property
+    def data_rank(self) -> int:
+        """DistributedSampler's ``rank``: the number of this rank's piece."""
+        return self._division().rank(rank_or_own(None))
+
+    def _division(self) -> Division:
+        """As the program divides its batch; before there is one, over all axes of data."""
+        if self.program is not None:
+            return division_of(self.program)
+        mesh = Mesh.of(self.how.mesh)
+        if mesh.is_open:
+            raise no_stage_yet("data_rank")
+        return Division(mesh, {axis: cut(0) for axis in data_axes(mesh) if axis != ISLAND})
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict with whole tensors, as of a ``Stage``."""
+        return self.state_dict()
+
+    def full_optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state as of one process, as of a ``Stage``."""
+        if self.stage is None:
+            return optimizer.state_dict()
+        return dict(self.stage.full_optim_state_dict(optimizer))
+
+    def load_full_optim_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take a state as of one process, as of a ``Stage``."""
+        if self.stage is None:
+            optimizer.load_state_dict(state)
+        else:
+            self.stage.load_full_optim_state_dict(optimizer, state)
+
+    def step_on_pieces(self, optimizer: Optimizer) -> Optimizer:
+        """As of a ``Stage``; an optimizer that follows the model steps so by itself."""
+        return optimizer if self.stage is None else self.stage.step_on_pieces(optimizer)
+
+    def seed(self, seed: int, step: int = 0) -> None:
+        """Decide the steps' random numbers, as of a ``Stage``."""
+        self.draws = check_whole_number(seed, "seed", -(2**63)), step
+        if self.stage is not None:
+            self.stage.seed(seed, step)
+
+    def train(self, mode: bool = True) -> Self:
+        self._held.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        self._held.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self._held._apply(fn, recurse)
+        return self
+
+    def named_parameters(self, *args: Any, **named: Any) -> Any:
+        return self._held.named_parameters(*args, **named)
+
+    def named_buffers(self, *args: Any, **named: Any) -> Any:
+        return self._held.named_buffers(*args, **named)
+
+    def named_modules(self, *args: Any, **named: Any) -> Any:
+        return self._held.named_modules(*args, **named)
+
+    def named_children(self) -> Any:
+        return self._held.named_children()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._held[key]  # type: ignore[index]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if self.stage is None and not name.startswith("_") and hasattr(Stage, name):
+                raise no_stage_yet(name) from None
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the model are set in it, or in the stage, which says what it thinks."""
+        own = name in _OWN or "_modules" not in vars(self)
+        if not own and hasattr(self._held, name):
+            setattr(self._held, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the stage, of which averages are made; all ranks call this together."""
+        if self.stage is None:
+            raise no_stage_yet("a deep copy")
+        return copy.deepcopy(self.stage, memo)
+
+
+class AlsoLoss:
+    """Another loss of a model that ``parallelize`` gave; its gradients add to the model's."""
+
+    def __init__(self, model: Parallel, loss: Callable[..., Any]) -> None:
+        self._model, self._loss = model, loss
+
+    def step(self, *inputs: Any, **named: Any) -> Any:
+        """One training step by this loss, as ``Stage.step``; the first compiles."""
+        return self._model._stepped(self._loss, inputs, named)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """In train mode the loss, ready for ``backward``; in eval mode what the model returns."""
+        return self._model._of_loss(self._loss, inputs, named)(*inputs, **named)
+
+    def eval_step(self, *inputs: Any, **named: Any) -> Any:
+        """This loss in eval mode, without gradients."""
+        return self._model._of_loss(self._loss, inputs, named).eval_step(*inputs, **named)
+
+
+def _follow(stage: Stage, names: Mapping[int, str]) -> None:
+    """Let the optimizers over a model's parameters follow them into its stage."""
+    for optimizer in optimizers_over(names):
+        move(optimizer, stage, names)
+
+
+def _takes_scale(call: Callable[..., Any]) -> bool:
+    return "scale" in inspect.signature(call).parameters

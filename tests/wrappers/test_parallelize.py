@@ -1,0 +1,240 @@
+"""A script for one process, and the same with ``partc.parallelize``: on real gloo processes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import partc
+from partc.errors import PartcError, RunError, UsageError
+from partc.verification.processes import Processes
+
+ROWS, BATCH = 24, 8
+LAYOUTS = [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"), ("pp=2", "ddp")]
+
+
+class Tagger(nn.Module):
+    """A frozen table, a block with batch norm, two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(16, 8), nn.BatchNorm1d(8)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+        self.scale = 1.0
+        self.table.weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.table(ids).mean(1))
+        out: Tensor = self.head(x + self.down(F.gelu(self.up(x)))) * self.scale
+        return out
+
+
+def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = model(ids)
+    return F.cross_entropy(logits, labels), {"guess": logits.argmax(-1)}
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(16, (ROWS, 5), generator=generator)
+    return TensorDataset(ids, torch.randint(4, (ROWS,), generator=generator))
+
+
+class Alone(nn.Module):
+    """A model of one process, stepped as a model of ``parallelize``."""
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.module, self.loss, self.data_world, self.data_rank = model, loss, 1, 0
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.loss(self.module, *inputs) if self.training else self.module(*inputs)
+
+    def step(self, *inputs: Any, scale: float = 1.0) -> Any:
+        found = self.loss(self.module, *inputs)
+        (scale * (found[0] if isinstance(found, tuple) else found)).backward()
+        return found
+
+    def also(self, loss: Any) -> Alone:
+        return Alone(self.module, loss)
+
+    def full_state_dict(self) -> Any:
+        return self.module.state_dict()
+
+    def full_optim_state_dict(self, optimizer: Any) -> Any:
+        return optimizer.state_dict()
+
+
+def parallel_of(mesh: str, plan: str, model: nn.Module, loss: Any = loss_of) -> Any:
+    if not mesh:
+        return Alone(model, loss)
+    return partc.parallelize(model, mesh, loss=loss, plan=plan)
+
+
+def clipped(model: Any) -> Any:
+    """The norm of the gradients, clipped as in a script for DDP; a pipeline's by the model."""
+    if getattr(model, "stage", None) is not None and "pp" in model.program.mesh.names:
+        return model.clip_grad_norm_(0.5)
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def train(mesh: str, plan: str, resumed: Any = None) -> tuple[list[float], Any]:
+    """What a script sees in two epochs, and its checkpoint; it goes on where one is given."""
+    torch.manual_seed(1)
+    model = parallel_of(mesh, plan, Tagger().double())
+    model.module.up.weight.data.mul_(2.0)  # before the first step it is the model as it was
+    decayed = [p for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups: Any = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    linear = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 6)
+    if resumed is not None:
+        model.module.load_state_dict(resumed[0])
+        optimizer.load_state_dict(resumed[1])
+        linear.load_state_dict(resumed[2])
+    sampler: Any = DistributedSampler(data(), model.data_world, model.data_rank, seed=3)
+    loader = DataLoader(data(), BATCH // model.data_world, sampler=sampler)
+    seen: list[float] = []
+    saved: Any = None
+    for epoch in range(int(resumed is not None), 2):
+        sampler.set_epoch(epoch)
+        model.train()
+        for batch in loader:
+            optimizer.zero_grad()
+            loss, _ = model(*batch)
+            loss.backward()
+            again, extras = model.step(*batch, scale=0.5)
+            seen += [
+                float(loss.detach()),
+                float(again.detach()),
+                extras["guess"].dtype == torch.int64,
+            ]
+            seen.append(float(clipped(model)))
+            optimizer.step()
+            linear.step()
+        model.eval()
+        with torch.no_grad():
+            seen.append(float(model(data()[:4][0]).sum()))
+        if epoch == 0:
+            state = model.full_state_dict(), model.full_optim_state_dict(optimizer)
+            saved = copy.deepcopy((*state, linear.state_dict()))
+    return seen, (saved, model.full_state_dict())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
+def test_a_script_trains_and_resumes_as_in_one_process(
+    world: Processes, mesh: str, plan: str
+) -> None:
+    alone, (saved, weights) = train("", "")
+    for seen, (mine, trained) in world.run(train, mesh, plan, num=2):
+        assert seen == pytest.approx(alone, rel=1e-9)
+        torch.testing.assert_close(trained, weights, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(mine[1]["state"], saved[1]["state"], rtol=1e-9, atol=1e-12)
+    for seen, (_, trained) in world.run(train, mesh, plan, saved, num=2):
+        assert seen == pytest.approx(alone[-len(seen) :], rel=1e-9)
+        torch.testing.assert_close(trained, weights, rtol=1e-9, atol=1e-12)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.critic = nn.Linear(3, 4), nn.Linear(4, 1)
+
+
+def critic_loss(model: Pair, real: Tensor, noise: Tensor) -> Any:
+    made = model.maker(noise).detach()
+    return F.softplus(-model.critic(real)).mean() + F.softplus(model.critic(made)).mean()
+
+
+def maker_loss(model: Pair, noise: Tensor) -> Any:
+    return F.softplus(-model.critic(model.maker(noise))).mean()
+
+
+def play(mesh: str, plan: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Two losses, each with an optimizer of its part; the second loss steps first."""
+    torch.manual_seed(0)
+    model = parallel_of(mesh, plan, Pair().double(), maker_loss)
+    critic = model.also(critic_loss)
+    of_maker = torch.optim.Adam(model.module.maker.parameters(), 1e-2)
+    of_critic = torch.optim.LBFGS(model.module.critic.parameters(), 1e-2, max_iter=1)
+    drawn, losses = torch.Generator().manual_seed(2), []
+    for _ in range(3):
+        real, noise = (torch.randn(8, n, generator=drawn, dtype=torch.float64) for n in (4, 3))
+        of_critic.zero_grad()
+        loss = critic.step(*(rows(model, each) for each in (real, noise)))
+        losses.append(float(loss.detach()))
+        of_critic.step(lambda loss=loss: loss.detach())
+        of_maker.zero_grad()
+        losses.append(float(model.step(rows(model, noise)).detach()))
+        of_maker.step()
+    return losses, model.full_state_dict()
+
+
+def rows(model: Any, whole: Tensor) -> Any:
+    """Those of a batch that this rank has."""
+    return whole.chunk(model.data_world)[model.data_rank]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "plan"), LAYOUTS[:2])
+def test_the_losses_of_a_game_share_one_model(world: Processes, mesh: str, plan: str) -> None:
+    alone, weights = play("", "")
+    for losses, mine in world.run(play, mesh, plan, num=2):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        torch.testing.assert_close(mine, weights, rtol=1e-9, atol=1e-12)
+
+
+def saved_and_loaded(folder: Path) -> list[float]:
+    """What the habits of scripts give before the first step and behind it."""
+    torch.manual_seed(1)
+    model = partc.parallelize(Tagger().double(), "dp=2", loss=loss_of, plan="fsdp", batch="global")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = data()[:BATCH]
+    seen = []
+    for each in ("loader", "clip_grad_norm_", "pieces"):
+        with pytest.raises(AttributeError, match=r"compile_for"):
+            getattr(model, each)
+    with pytest.raises(UsageError, match=r"load_checkpoint: .*compile_for"):
+        partc.load_checkpoint(folder, model)
+    model.compile_for(*batch)
+    for _ in range(2):
+        seen.append(float(model.step(*batch)[0].detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(seen) == 1:
+            partc.save_checkpoint(folder, model, optimizer, step=1)
+            copied = torch.optim.swa_utils.AveragedModel(model)
+            copied.update_parameters(model)
+    partc.load_checkpoint(folder, model, optimizer)
+    seen.append(float(model.step(*batch)[0].detach()))
+    model.scale = 2.0  # a number that the forward reads
+    with pytest.raises(RunError, match="scale"):
+        model.step(*batch)
+    return seen
+
+
+@pytest.mark.gloo
+def test_what_asks_for_the_stage_waits_for_it_by_name(world: Processes, tmp_path: Path) -> None:
+    for seen in world.run(saved_and_loaded, tmp_path, num=2):
+        assert seen[1] == seen[2]
+
+
+def test_wrong_arguments_are_refused_when_they_are_given() -> None:
+    model = Tagger()
+    with pytest.raises(UsageError, match=r"no option 'microbatch'[\s\S]*microbatches"):
+        partc.parallelize(model, "dp=1", loss=loss_of, microbatch=2)
+    with pytest.raises(UsageError, match="a loss is called as"):
+        partc.parallelize(model, "dp=1", loss="mse")  # type: ignore[arg-type]
+    with pytest.raises(PartcError, match="there is no preset"):
+        partc.parallelize(model, "dp=1", loss=loss_of, plan="dpp")
+    with pytest.raises(RunError, match="2 ranks"):
+        partc.parallelize(model, "dp=2", loss=loss_of)
