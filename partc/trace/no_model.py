@@ -39,6 +39,12 @@ def check_model(model: Any, where: str = "compile") -> None:
             why="its __init__ did not call that of nn.Module",
             do="Begin its __init__ with super().__init__().",
         )  # fmt: skip
+    if hasattr(type(model), "compile_for"):
+        raise TraceError(
+            where=where, what=what, why="partc.parallelize gave it, which compiles it by itself",
+            do="Pass the model as it was before parallelize; behind its first step model.program "
+            "is what was compiled.",
+        )  # fmt: skip
     if isinstance(model, TopLevelTracedModule):  # one straight line of torch's own calls
         return
     for path, module in model.named_modules():

@@ -121,7 +121,8 @@ class Prepared(nn.Module):
         with torch.inference_mode(False), torch.enable_grad():
             made = self._compiled(args, named, loss)
         names = {id(p): name for name, p in self.model.named_parameters()}
-        self.stage = self.module = made
+        self.module = made
+        object.__setattr__(self, "stage", made)  # is registered once
         made.seed(*(self.draws or (_first_seed(made), 0)))
         for move in self.moved:
             move(made, names)

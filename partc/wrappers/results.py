@@ -33,7 +33,7 @@ def no_loss(model: str, returned: str) -> RunError:
         what=f"it returns {returned}, and no loss",
         why="a program computes the gradients together with the loss, which a script cannot "
         "compute behind it",
-        do="Pass labels, where the model computes its loss of them; or give the Accelerator "
-        "loss=fn(model, *inputs), call the model with the inputs of that, and take what it returns "
-        "for the loss: loss = model(x, y).",
+        do="Pass labels, where the model computes its loss of them; or name a loss that computes "
+        "predictions too, Accelerator(loss=loss_of) or parallelize(loss=loss_of) of def "
+        "loss_of(model, x, y), and call the model for the loss: loss = model(x, y).",
     )

@@ -12,6 +12,7 @@ from partc.errors import UsageError
 from partc.given_plan import read_plan
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.apply_preset import preset_words
+from partc.plan.field_kinds import FIELDS, check_fields
 from partc.plan.mesh import Mesh
 from partc.wrong_calls import did_you_mean, quoted
 
@@ -46,6 +47,8 @@ def check_said(where: str, mesh: Any, plan: Any, options: Any, *, deals: bool = 
             do=f"Pass it beside the options: {unknown}=..." if unknown in _DECIDED
             else did_you_mean(unknown, [*known, "plan", "mesh"]) or "Leave it out.",
         )  # fmt: skip
+    said = {n: x for n, x in (options or {}).items() if n in FIELDS and x is not None}
+    check_fields({n: tuple(x) if isinstance(x, list) else x for n, x in said.items()}, where)
 
 
 def check_known(

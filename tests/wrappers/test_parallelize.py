@@ -236,5 +236,9 @@ def test_wrong_arguments_are_refused_when_they_are_given() -> None:
         partc.parallelize(model, "dp=1", loss="mse")  # type: ignore[arg-type]
     with pytest.raises(PartcError, match="there is no preset"):
         partc.parallelize(model, "dp=1", loss=loss_of, plan="dpp")
+    with pytest.raises(PartcError, match="globall"):
+        partc.parallelize(model, "dp=1", loss=loss_of, batch="globall")
+    with pytest.raises(PartcError, match="before parallelize"):
+        partc.parallelize(partc.parallelize(model, "dp=1", loss=loss_of), "dp=1")
     with pytest.raises(RunError, match="2 ranks"):
         partc.parallelize(model, "dp=2", loss=loss_of)
