@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from partc.audit.audit import Audit, audit
 from partc.errors import CheckError
+from partc.file_text import Unreadable
 from partc.plan import Plan
 from partc.program import PLAN, Program, edited_files, load, load_edited, write_digests
 from partc.program.fixed_text import FixedText, digest_of_code, digest_of_plan
@@ -60,7 +60,7 @@ def _check_plan(path: str | Path, program: Program) -> None:
     """CheckError unless an edited plan says what it said; PlanError if it is no plan."""
     try:
         same = digest_of_plan(program.plan) == (program.fixed or FixedText()).found.plan
-    except tomllib.TOMLDecodeError as error:
+    except Unreadable as error:
         raise CheckError(
             where=f"{Path(path) / PLAN}",
             what="the edited plan is not TOML",

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import tomllib
 import zlib
 from base64 import b64decode, b64encode
 from collections import Counter
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from partc.file_text import toml_table
 from partc.plan.wires import BASES, HELPERS
 from partc.program.fixed_words import (
     CALLED,
@@ -144,8 +144,8 @@ def digest_of_code(node: ast.AST) -> str:
 
 
 def digest_of_plan(text: str) -> str:
-    """A digest of a plan's entries, alike however they are written; ValueError for no TOML."""
-    entries = json.dumps(tomllib.loads(text), sort_keys=True, default=str)
+    """A digest of a plan's entries, alike however they are written; Unreadable for no TOML."""
+    entries = json.dumps(toml_table(text), sort_keys=True, default=str)
     return hashlib.sha256(entries.encode()).hexdigest()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any
 from partc.amounts import amount, time_text
 from partc.cost.bytes import sent_share
 from partc.cost.step_events import LAST, START, StepEvents
+from partc.errors import LoadError
+from partc.file_text import Unreadable, toml_table
 from partc.program import Program
 from partc.program.hooks import NAME as HOOKS
 
@@ -96,7 +97,7 @@ def _of_model(old: Program, new: Program) -> Iterator[Difference]:
 
 def _of_plan(old: str, new: str) -> Iterator[Difference]:
     """The keys of two plans; of the tables that say how tensors lie each entry."""
-    before, after = tomllib.loads(old), tomllib.loads(new)
+    before, after = _table(old, "plan.toml"), _table(new, "plan.toml")
     notes = [plan.pop("notes", []) for plan in (before, after)]
     for key in dict.fromkeys([*before, *after]):
         if key not in LAYOUTS:
@@ -107,6 +108,17 @@ def _of_plan(old: str, new: str) -> Iterator[Difference]:
     for key in LAYOUTS:
         each = [{n: _text(e) for n, e in plan.get(key, {}).items()} for plan in (before, after)]
         yield from _entries("layouts", f"{key} ", *each)
+
+
+def _table(text: str, where: str) -> dict[str, Any]:
+    """The table of a TOML text in a folder that anybody may have written."""
+    try:
+        return toml_table(text)
+    except Unreadable as error:
+        raise LoadError(
+            where=where, what="it is not TOML", why=str(error),
+            do="Undo the edit, or compile and save again.",
+        ) from None  # fmt: skip
 
 
 def _text(value: Any) -> str:
@@ -123,7 +135,8 @@ def _text(value: Any) -> str:
 
 def _of_machine(old: Program, new: Program) -> Iterator[Difference]:
     if old.basis.machine != new.basis.machine:
-        names = [tomllib.loads(p.basis.machine or "").get("name", NONE) for p in (old, new)]
+        texts = (p.basis.machine or "" for p in (old, new))
+        names = [str(_table(text, "machine of the basis").get("name", NONE)) for text in texts]
         what = "planned for other machines"
         yield Difference("machine", what, *(names if names[0] != names[1] else ("", "")))
 

@@ -177,6 +177,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "comments of the plan": (change("plan.toml", lambda text: "# mine\n" + text), ""),
     "another plan": (change("plan.toml", lambda text: 'preset = "fsdp"\n' + text), "other entries"),
     "no plan": (change("plan.toml", lambda text: "= ="), "not TOML"),
+    "a deep key": (change("plan.toml", lambda text: "a." * 100_000 + "a = 1"), "than 50 parts"),
     "run.py": (change("run.py", lambda text: text + "# mine\n"), "no check can judge it"),
     "constants": (lambda folder: other_constants(folder / "constants.safetensors"), "no check can"),
     "another program": (

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import partc
+from partc.errors import LoadError
 from partc.program import Program
 from partc.reports.differences import differences
 
@@ -34,6 +35,12 @@ def test_nothing_differs(fsdp: Program) -> None:
     found = differences(fsdp, compiled("fsdp"), ("a", "b"))
     assert not found
     assert str(found) == "no difference"
+
+
+@pytest.mark.parametrize(("text", "why"), [("= =", "not TOML"), ("a." * 10**5 + "a = 1", "50 par")])
+def test_an_edited_plan_that_is_none(fsdp: Program, text: str, why: str) -> None:
+    with pytest.raises(LoadError, match=why):
+        differences(fsdp, replace(fsdp, plan=text), ("a", "b"))
 
 
 def test_every_topic_of_two_plans(fsdp: Program) -> None:
