@@ -47,11 +47,11 @@ def _unbound(
     unknown = next((name for name in kwargs if name not in known), None)
     if unknown is not None:
         what = f"there is no argument {unknown!r}"
-        do = did_you_mean(unknown, known).rstrip(".") or do
+        do = did_you_mean(unknown, [*known, "scale"] if call == "step" else known) or do
     elif "too many" in what:
         what = f"{what}, {len(args)} are given"
         do = _surplus(known, call)
-    elif len(args) == 1 and isinstance(args[0], Mapping):
+    elif "missing" in what and len(args) == 1 and isinstance(args[0], Mapping):
         do += f": {call}(**batch)"
     elif len(args) == 1 and isinstance(args[0], list | tuple):
         do += f": {call}(*batch)"

@@ -22,6 +22,7 @@ from partc.program.handshake import check_agreement, check_world, device_mesh, w
 from partc.program.hooks import check_hooks
 from partc.program.meeting import NotMetError, is_alone, keeps_store, meet, number_of, open_store
 from partc.program.runtime import Stage
+from partc.trace.own_transfers import ASKED
 from partc.wrong_calls import quoted
 
 LOG = logging.getLogger("partc")
@@ -63,10 +64,14 @@ def start_stage(
 
 
 def _tell_what_is_not_set(program: Program) -> None:
-    """Tell the user, on the first rank, of attributes that a script may read behind a step."""
+    """Tell the user, on the first rank, of attributes that a script may read behind a step, and of
+    what the step asked the process that compiled.
+    """
     for note in Plan.parse(program.plan).notes if dist.get_rank() == 0 else ():
         if note.startswith("the step sets "):
             LOG.warning("partc: %s. To read it, return it beside the loss: (loss, extras)", note)
+        if note.startswith(ASKED):
+            LOG.warning("partc: %s", note)
 
 
 def _check_backend(device: torch.device) -> None:
