@@ -194,15 +194,17 @@ def _surplus(call: Callable[..., Any], name: str, of: inspect.Signature) -> str:
     return f"Pass by name: {listed}." if named else f"See {help_on(call)}."
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:
     """``Did you mean 'fsdp'?`` for the known names next to one, whatever their case; "" if none is.
+
+    ``alike``: from how alike on, 1 being equal.
 
     >>> did_you_mean("FDSP", ["ddp", "fsdp"])
     "Did you mean 'fsdp'?"
     """
     by_lower = {each.lower(): each for each in known}
     said = str(name).lower()
-    near = get_close_matches(said, by_lower, n=2)
+    near = get_close_matches(said, by_lower, n=2, cutoff=alike)
     if not near and len(said) >= LEAST_BEGUN:
         near = [each for each in by_lower if each.startswith(said)][:2]
     return f"Did you mean {' or '.join(repr(by_lower[each]) for each in near)}?" if near else ""

@@ -28,12 +28,24 @@ def tensors_given(
     ``call`` is the method that was called, as messages name it. RunError for an argument that is
     missing, unknown, given twice, or not as it was compiled.
     """
+    _check_no_keys(arguments, args, call)
     try:
         return arguments.tensors(args, kwargs)
     except TypeError as error:
         raise _unbound(arguments, args, kwargs, call, error) from None
     except TreeError as error:
         raise _differs(error, call) from None
+
+
+def _check_no_keys(arguments: Arguments, args: Sequence[Any], call: str) -> None:
+    """RunError where the names of inputs stand in their place, as ``step(*batch)`` of a dict."""
+    known = {each.name for each in arguments.each}
+    if args and all(isinstance(each, str) and each in known for each in args):
+        raise RunError(
+            where=call, what=f"it is given the names {', '.join(map(repr, args))}, and no tensors",
+            why="the batch is a dict, and * before a dict gives its keys",
+            do=f"Write two stars: {call}(**batch).",
+        )  # fmt: skip
 
 
 def _unbound(
