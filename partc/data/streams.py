@@ -206,8 +206,9 @@ class _Batches(Wrapped, IterableDataset[Any]):
 
 def _warn_of_no_step(dataset: Any, per_step: int) -> None:
     """Tell that an epoch of a stream has no step, as its length is known at its end alone."""
+    of = getattr(dataset, "_inside", dataset)
     warnings.warn(
-        f"partc: the {type(getattr(dataset, '_inside', dataset)).__name__} gave no step in this epoch, as a step takes "
+        f"partc: the {type(of).__name__} gave no step in this epoch, as a step takes "
         f"{per_step} rows of all data ranks. Look at what reads it, or take fewer rows in a step: "
         "rows_per_step=...", stacklevel=3,
     )  # fmt: skip
