@@ -78,6 +78,18 @@ class PerRank(Net):
         return super().forward(x) / dist.get_world_size()
 
 
+class Normed(Net):
+    """With statistics of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
+
+
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x).argmax(-1) == y.argmax(-1)).float().mean()
+
+
 def of(model: type[nn.Module], *words: str) -> Mistake:
     return (lambda: compiled(model=model())), ("test_forward_mistakes.py", *words)
 
@@ -117,6 +129,16 @@ def test_what_a_step_asks_of_the_process_is_told(caplog: pytest.LogCaptureFixtur
     told = [r.getMessage() for r in caplog.records]
     assert any("torch.distributed.get_world_size" in t and "get_world_size()" in t for t in told)
     assert "the answer that was given when it was compiled" in program.plan
+
+
+def test_an_accuracy_is_no_loss() -> None:
+    words = ("no trainable parameter", "argmax", "(an accuracy)", "F.cross_entropy")
+    check((lambda: compiled(loss=accuracy), words))
+
+
+def test_statistics_of_microbatches_are_told_with_what_helps() -> None:
+    with pytest.warns(UserWarning, match="microbatches=2: BatchNorm .* one microbatch, or another"):
+        compiled(model=Normed(), microbatches=2)
 
 
 def test_torch_calls_are_as_they_were_behind_a_trace() -> None:

@@ -138,8 +138,8 @@ def fitted(decide: Callable[[Any], Any]) -> None:
         warnings.simplefilter("ignore")  # of lightning, about what torch renames
         rows = DataLoader(TensorDataset(*batch_of()), batch_size=8)
         lightning.Trainer(
-            accelerator="cpu", devices=1, max_steps=1, strategy=strategy("dp=1", "ddp"), logger=False,
-            enable_checkpointing=False, enable_progress_bar=False,
+            accelerator="cpu", devices=1, max_steps=1, strategy=strategy("dp=1", "ddp"),
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False,
         ).fit(Module(), rows)  # fmt: skip
 
