@@ -87,7 +87,8 @@ class Normed(Net):
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x).argmax(-1) == y.argmax(-1)).float().mean()
+    right: Tensor = model(x).argmax(-1) == y.argmax(-1)
+    return right.float().mean()
 
 
 def of(model: type[nn.Module], *words: str) -> Mistake:
