@@ -233,7 +233,7 @@ def _all_grads(
             why=f"the gradient of {trainable[0]} is None, and so are all others",
             do="Compute the loss from the model's result, without detach() or torch.no_grad(); "
             "classes that argmax picks, comparisons (an accuracy) and rounding have no gradient: "
-            "train on F.cross_entropy and alike, and return the accuracy beside it, (loss, extras).",
+            "train on F.cross_entropy and alike, and return accuracy beside it, (loss, extras).",
         )
     return found
 
