@@ -128,7 +128,10 @@ def use_local_statistics(plan: Plan, graph: Graph) -> Plan:
         return plan
     note = "BatchNorm uses the statistics of each rank's piece of each microbatch, one by one"
     if plan.batch_norm == "global":
-        rest = "so losses differ from those of the whole batch; batch_norm='local' asks for it"
+        rest = (
+            "so losses differ from those of the whole batch. Take one microbatch, or another norm "
+        )
+        rest += "(GroupNorm, LayerNorm); batch_norm='local' says that it is meant so"
         warnings.warn(f"microbatches={plan.microbatches}: {note}, {rest}", stacklevel=2)
     return plan.changed(batch_norm="local", notes=(*plan.notes, note))
 

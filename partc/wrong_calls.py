@@ -34,7 +34,32 @@ _TOLD = {
     "batch_size": "the example inputs say how many rows a step takes",
     "step": "a checkpoint is named by its folder, checkpoints/step-00000100",
     "optimizer": "an optimizer is made over stage.parameters(), and steps behind stage.step(...)",
+    "scheduler": "a scheduler is made over the optimizer, and steps behind optimizer.step()",
+    "lr": "it is an argument of the optimizer, which is made over stage.parameters()",
+    "loss_scale": "each step is told the factor of its gradients, stage.step(..., scale=...)",
+    "seed": "stage.seed(1234) decides on the random numbers of the steps that follow",
+    "precision": "compute the loss inside of torch.autocast, or cast the model before",
+    "max_grad_norm": "gradients are clipped behind a step, stage.clip_grad_norm_(1.0)",
+    "local_batch": 'batch="local" says that a step takes this rank\'s own rows',
+    "gradient_accumulation_steps": "microbatches=4 computes a batch in four pieces, one after the "
+    "other; gradients add up over steps until optimizer.zero_grad()",
+    "checkpointing": 'recompute="block" computes activations again in the backward',
+    "strategy": 'plan="fsdp" says how tensors are sharded, and mesh="dp=4" over how many ranks',
 }
+_ALSO = {  # other words for these
+    "amp": "precision", "mixed_precision": "precision", "autocast": "precision",
+    "bf16": "precision", "fp16": "precision", "precision_dtype": "precision",
+    "grad_clip": "max_grad_norm", "clip_grad": "max_grad_norm", "clip_grad_norm": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm", "gradient_checkpointing": "checkpointing",
+    "activation_checkpointing": "checkpointing", "checkpoint_activations": "checkpointing",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "grad_accum": "gradient_accumulation_steps",
+    "sharding": "strategy", "sharding_strategy": "strategy", "parallelism": "strategy",
+    "lr_scheduler": "scheduler", "learning_rate": "lr", "grad_scale": "loss_scale",
+    "num_processes": "world_size", "num_gpus": "world_size", "num_ranks": "world_size",
+    "devices": "world_size", "gpus": "world_size", "local": "local_batch",
+}  # fmt: skip
 _OF_REPORTS = "what it gives compares with one: partc.verify(...).check(tolerance=...)"
 _INSTEAD = {  # the same, where one call has another word for it
     ("verify", "tol"): _OF_REPORTS,
@@ -43,12 +68,17 @@ _INSTEAD = {  # the same, where one call has another word for it
     "left out it is as many as were compiled",
 }
 _OF_PLANS = (  # entries of a plan that are no arguments of compile
-    "allow", "backend", "bucket_mb", "compress", "early_sums", "gather", "grad_parts",
+    "allow", "backend", "bucket_mb", "early_sums", "gather", "grad_parts",
     "hierarchical", "hooks", "messages", "overlap_pieces", "params", "preset", "profiler_ranges",
     "reduce", "scatter", "sends", "stages", "values",
 )  # fmt: skip
+_TABLES_OF_PLANS = {"compress": 'wire = "int8"', "local_steps": "period = 16"}  # to be allowed
 _READ = {"Mesh": 'Mesh.of("dp=2,tp=4") reads axes from a text'}
 _SURPLUS = {  # what somebody means who passes more by place than there is
+    "compile": "Example inputs are one argument, a tuple: compile(model, mesh, (x, y), "
+    "loss=loss_of), and what follows them goes by name",
+    "verify": "Inputs are one argument, a tuple: verify(program, model, (x, y), loss_of), and what "
+    "follows goes by name",
     "graph_pass": '@graph_pass(after="insert_collectives") says behind which pass yours runs',
     "load": "partc.with_model(program, model, loss) gives a loaded program the loss of the model",
 }
@@ -103,20 +133,49 @@ def _unbound(
     unknown = None if takes_any else next((n for n in named if n not in each), None)
     if unknown is None:
         missing = str(error).rpartition(": ")[2].strip("'")
-        what, told = str(error), _MISSING.get(missing, f"help(partc.{name}) says what each is")
-        do = f"Pass what is missing: {told}." if "missing" in what else _surplus(name, of)
+        what, told = str(error), _MISSING.get(missing, f"{help_on(call)} says what each is")
+        do = f"Pass what is missing: {told}." if "missing" in what else _surplus(call, name, of)
     else:
-        what = f"there is no argument {unknown!r}"
-        told = _INSTEAD.get((name, unknown)) or _TOLD.get(unknown) or _READ.get(name, "")
-        if name == "compile" and unknown in _OF_PLANS:
-            told = f"it is an entry of a plan, plan=partc.Plan(..., {unknown}=...)"
+        what, told = f"there is no argument {unknown!r}", _told(name, unknown)
         do = f"Leave it out: {told}." if told else did_you_mean(unknown, each)
         if RENAMED.get(unknown) in each:
             do = f"It is called {RENAMED[unknown]!r}."
     return UsageError(
         where=f"{name}()", what=what, why=f"it takes {', '.join(each)}",
-        do=do or f"Leave it out, or see help(partc.{name}).",
+        do=do or f"Leave it out, or see {help_on(call)}.",
     )  # fmt: skip
+
+
+def _told(name: str, unknown: str) -> str:
+    """Where partc is told what an argument says that a call has not; "" if nowhere.
+
+    Other words for it are those of training: ``Mesh.load(gpus=8)`` means something else.
+    """
+    if name == "compile" and unknown in _OF_PLANS:
+        return f"it is an entry of a plan, plan=partc.Plan(..., {unknown}=...)"
+    if name == "compile" and unknown in _TABLES_OF_PLANS:
+        entry = _TABLES_OF_PLANS[unknown]
+        return (
+            f'it is a table of a plan, which has to be allowed, plan=\'preset = "ddp"\\n'
+            f'allow = ["{unknown}"]\\n[{unknown}]\\n{entry}\''
+        )
+    said = _TOLD.get(unknown if "." in name else _ALSO.get(unknown, unknown))
+    return _INSTEAD.get((name, unknown)) or said or _READ.get(name, "")
+
+
+def help_on(call: Callable[..., Any]) -> str:
+    """What a user types to read about a function: ``help(partc.compile)``, ``help(stage.seed)``."""
+    import partc
+
+    path = call.__qualname__.removesuffix(".__init__")
+    first, _, method = path.partition(".")
+    if first in partc.__all__:
+        return f"help(partc.{path})"
+    if not method and hasattr(partc.Program, path):  # written outside of the class
+        return f"help(partc.Program.{path})"
+    if method and call.__module__.startswith("partc.program."):  # of what a stage is made of
+        return f"help(stage.{method})"
+    return f"help({call.__module__}.{path})"
 
 
 def _name_of(call: Callable[..., Any], of: inspect.Signature) -> str:
@@ -125,25 +184,27 @@ def _name_of(call: Callable[..., Any], of: inspect.Signature) -> str:
     return name if "cls" in of.parameters else name.rpartition(".")[-1]
 
 
-def _surplus(name: str, of: inspect.Signature) -> str:
+def _surplus(call: Callable[..., Any], name: str, of: inspect.Signature) -> str:
     """What to do about more arguments by place than a function takes."""
     if name in _SURPLUS:
         return f"{_SURPLUS[name]}."
     named = [p.name for p in of.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     named = [n for n in named if not n.startswith("_")]
     listed = ", ".join(f"{n}=..." for n in named[:MOST_NAMED])
-    return f"Pass by name: {listed}." if named else f"See help(partc.{name})."
+    return f"Pass by name: {listed}." if named else f"See {help_on(call)}."
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:
     """``Did you mean 'fsdp'?`` for the known names next to one, whatever their case; "" if none is.
+
+    ``alike``: from how alike on, 1 being equal.
 
     >>> did_you_mean("FDSP", ["ddp", "fsdp"])
     "Did you mean 'fsdp'?"
     """
     by_lower = {each.lower(): each for each in known}
     said = str(name).lower()
-    near = get_close_matches(said, by_lower, n=2)
+    near = get_close_matches(said, by_lower, n=2, cutoff=alike)
     if not near and len(said) >= LEAST_BEGUN:
         near = [each for each in by_lower if each.startswith(said)][:2]
     return f"Did you mean {' or '.join(repr(by_lower[each]) for each in near)}?" if near else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from time import perf_counter
@@ -18,6 +19,7 @@ from partc.errors import CheckError, PartcError, UsageError
 from partc.graph import Graph
 from partc.graph.graph_edits import copied
 from partc.passes.sound import Reads, other_form, reads, unsound
+from partc.passes.suspects import blaming
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.wrong_calls import failed_at
@@ -192,7 +194,9 @@ def run(state: State, first: str, last: str = "") -> State:
     """Run the passes from one name to another (or that one alone) on a state, in place."""
     for row, each in state.table.between(first, last or first):
         if each.when.holds(state) and not each.is_decided(state.plan):
-            _run_one(state, row, each)
+            blames = blaming(each.name, state.made.get(OTHERS, {})) if each.own else nullcontext()
+            with blames:
+                _run_one(state, row, each)
     return state
 
 

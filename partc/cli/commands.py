@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from partc.cli.said import check_compared, check_explained, sizes_said
 from partc.errors import UsageError, explain, visible
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def compile_command(args: argparse.Namespace) -> int:
     start = time.monotonic()
     check_output(args.out, written_files)
     with _progress(f"building {args.model}"):
-        target = find_model(args.model, _sizes(args))
+        target = find_model(args.model, sizes_said(args))
         target = target.for_inference() if args.inference else target
     compiling = f"compiling for {args.mesh}, plan {args.plan}"
     with _progress(compiling), torch.set_grad_enabled(not args.inference):
@@ -93,6 +94,7 @@ def passes_command(args: argparse.Namespace) -> int:
 
 def explain_command(args: argparse.Namespace) -> int:
     """Explain a saved program, an error code, the sharding rule of an op, or list the rules."""
+    check_explained(args)
     if args.rules:
         _explain_rules(args)
     elif args.what is None:
@@ -231,6 +233,7 @@ def check_command(args: argparse.Namespace) -> int:
     from partc.program.written import refuse_code_beside
     from partc.verification.report import TOLERANCE
 
+    check_compared(args)
     program = load_edited(args.folder) if args.accept_edits else load(args.folder)
     refuse_code_beside(Path(args.folder))
     with _progress(f"checking {args.folder}"):
@@ -286,10 +289,9 @@ def _explain_program(args: argparse.Namespace) -> None:
 
     program = load(args.what)
     if args.source:
-        source = program.source(args.rank)
-        _tell(
-            args, source, {"rank": args.rank, "file": program.role_of(args.rank), "source": source}
-        )
+        rank = args.rank or 0
+        source = program.source(rank)
+        _tell(args, source, {"rank": rank, "file": program.role_of(rank), "source": source})
         return
     cost = _with_formulas(args, program) if args.model else program.cost
     roles, first = [], 0
@@ -338,34 +340,15 @@ def _target(
     from partc.program import check_model
 
     shapes = [shape for shape, _ in program.inputs.values()]
+    sizes = sizes_of_inputs(shapes, sizes_said(args))
     with _progress(f"building {args.model}"):
-        target = find_model(args.model, sizes_of_inputs(shapes, _sizes(args)), values=values)
+        if values and args.model.startswith("hf:"):  # another, larger one is refused without values
+            known = find_model(args.model, sizes).model
+            check_model(Path(folder), program.fingerprint, known)
+        target = find_model(args.model, sizes, values=values)
         target = target.for_inference() if program.role(0).is_inference else target
     check_model(Path(folder), program.fingerprint, target.model)
     return target
-
-
-def _sizes(args: argparse.Namespace) -> Any:
-    from partc.cli.models import Sizes
-    from partc.program.role import dtype_of
-
-    given = {"--batch": args.batch, "--seq": args.seq, "--layers": args.layers}
-    for option, number in given.items():
-        if number is not None and number < 1:
-            raise UsageError(
-                where=f"{option} {number}", what="that is no size of a model or a batch",
-                why="it counts from 1", do=f"Write {option} 1 or more.",
-            )  # fmt: skip
-    given["--dtype"] = None if args.dtype == "float32" else args.dtype
-    option = next((option for option, each in given.items() if each is not None), "")
-    if option and not args.model.startswith("hf:"):
-        raise UsageError(
-            where=option, what=f"{args.model} does not follow it",
-            why="it says what the configuration of an hf: model leaves open",
-            do="Leave it out, and let the function return inputs of that size.",
-        )  # fmt: skip
-    dtype = dtype_of(args.dtype)
-    return Sizes(args.batch, args.seq, args.layers, dtype, not args.no_dropout)
 
 
 # output --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -69,8 +70,10 @@ class Sizes:
 def find_model(name: str, sizes: Sizes, values: bool = False) -> Target:
     """The model of a name; UsageError if the name stands for none."""
     kind, _, rest = name.partition(":")
+    if kind in ("http", "https"):
+        raise _unknown(name, "nothing is downloaded", _as_hub(name))
     if not rest:
-        raise _unknown(name, "it has no colon", _as_module(kind, "CALLABLE"))
+        raise _unknown(name, "it has no colon", _as_hub(name) or _as_module(kind, "CALLABLE"))
     target = _configured(rest, sizes, values) if kind == "hf" else _called(kind, rest)
     if not sizes.dropout:
         _drop_nothing(target.model)
@@ -134,6 +137,26 @@ def _found(module: str, attribute: str) -> Any:
         ) from error
     finally:
         sys.path.pop(0)
+
+
+def _as_hub(name: str) -> str:
+    """What to write for a model of the hub, a model type or a folder; "" for what is none."""
+    if Path(name, "config.json").is_file():
+        return f"Write hf:{Path(name, 'config.json')}."
+    hub = re.fullmatch(r"(?:https?://[^/]+/)?([\w.-]+/[\w.-]+)/?", name)
+    if hub and not name.endswith(".py") and not name.startswith("."):
+        return (
+            f"Save its configuration, AutoConfig.from_pretrained({hub[1]!r})"
+            f".save_pretrained({hub[1].rpartition('/')[2]!r}), and name that: "
+            f"hf:{hub[1].rpartition('/')[2]}/config.json. A file of yours is named "
+            "package.module:callable."
+        )
+    with suppress(ImportError):
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        if name in CONFIG_MAPPING:
+            return f"Write hf:{name}."
+    return ""
 
 
 def _as_module(module: str, attribute: str) -> str:
@@ -224,7 +247,7 @@ def _config(transformers: Any, name: str) -> Any:
     known = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING.keys())
     if not Path(name).exists() and name not in known:
         why = f"{'nothing is downloaded' if '/' in name else 'no model type is called so'}"
-        do = "Save its config.json, and name that: hf:path/config.json." if "/" in name else ""
+        do = _as_hub(name) if "/" in name else ""
         raise _unknown(f"hf:{name}", why, do or did_you_mean(name, known))
     try:
         if name.endswith(".json") or Path(name).is_dir():

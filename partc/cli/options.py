@@ -220,7 +220,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
         "--source", action="store_true", help="print the Python text that the rank --rank runs"
     )
     parser.add_argument(
-        "--rank", metavar="N", type=int, default=0, help="whose text --source prints (default: 0)"
+        "--rank", metavar="N", type=int, help="whose text --source prints (default: 0)"
     )
     parser.add_argument(
         "--model",

@@ -51,7 +51,13 @@ class Order:
 
     def __post_init__(self) -> None:
         check_last(self.last)
-        if self.num_rows < 1 or (self.last == "drop" and self.num_rows < self.per_step):
+        if self.num_rows < 1:
+            raise UsageError(
+                where="a dataset of 0 rows", what="it has no rows",
+                why="an epoch would have no step",
+                do="Look at what reads or filters it: the folder, the split, the condition.",
+            )  # fmt: skip
+        if self.last == "drop" and self.num_rows < self.per_step:
             raise UsageError(
                 where=f"a dataset of {self.num_rows} rows",
                 what=f"it does not fill one step of {self.per_step} rows",

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -70,6 +71,7 @@ class StreamLoader(Loader):
         return self._taken(iteration, naming_failures(super().__iter__, self.dataset))
 
     def _taken(self, iteration: int, batches: Iterator[tuple[Span, bytes, Any]]) -> Iterator[Any]:
+        number, whole = -1, self.position.index <= 0
         for number, (span, digest, batch) in enumerate(batches):
             if number == 0:
                 check_same_stream(digest, self.device)
@@ -77,6 +79,8 @@ class StreamLoader(Loader):
                 refuse_empty_piece(span.num, self.share)
             self.course.take(*span, iteration)
             yield batch
+        if number < 0 and whole:
+            _warn_of_no_step(self.dataset, self.share.per_step)
         self.course.end(iteration)
 
 
@@ -143,6 +147,8 @@ class OwnStreamLoader(Loader):
             taken += 1
             with aside():
                 batch = next(batches, None)
+        if taken == 0:
+            _warn_of_no_step(self.dataset, self.share.per_step)
         self.course.end(iteration)
 
     def _all_have(self, batch: Any) -> bool:
@@ -196,6 +202,16 @@ class _Batches(Wrapped, IterableDataset[Any]):
                 return
             yield Span(at, len(rows)), rows
             at = at.at(at.index + len(rows))
+
+
+def _warn_of_no_step(dataset: Any, per_step: int) -> None:
+    """Tell that an epoch of a stream has no step, as its length is known at its end alone."""
+    of = getattr(dataset, "_inside", dataset)
+    warnings.warn(
+        f"partc: the {type(of).__name__} gave no step in this epoch, as a step takes "
+        f"{per_step} rows of all data ranks. Look at what reads it, or take fewer rows in a step: "
+        "rows_per_step=...", stacklevel=3,
+    )  # fmt: skip
 
 
 def _drawn(

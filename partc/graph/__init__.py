@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
@@ -26,6 +27,7 @@ import partc.graph.fake_kernels  # noqa: F401  (graphs are run on fake tensors e
 from partc.graph.early import EarlyReduction
 from partc.graph.folds import RepeatedBlocks, TracedStages
 from partc.graph.rows import RowOrder
+from partc.graph.targets import check_target
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED, Layout, Sharding
 
@@ -329,7 +331,14 @@ def layout_on(node: fx.Node, axis: str) -> Layout:
 
 
 def is_call(node: Any, *targets: Any) -> bool:
-    """Whether an argument is a call of one of these ops."""
+    """Whether an argument is a call of one of these ops.
+
+    UsageError for what no graph calls, as ``F.gelu``, ``aten.gelu`` without its overload, or a
+    name: it would be false of every call.
+    """
+    for target in targets:
+        if not isinstance(target, OpOverload):
+            check_target(target, "is_call")
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 

@@ -23,6 +23,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.fake_calls import call_on_fakes
+from partc.graph.targets import check_target
 from partc.in_order import in_order
 from partc.plan.sharding import REPLICATED
 
@@ -54,8 +55,10 @@ def copied(graph: Graph) -> Graph:
 def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new call right before ``node``, with the origin of ``node`` and a fake result.
 
-    The fake result is computed by running the call on the fakes of its operands.
+    The fake result is computed by running the call on the fakes of its operands. UsageError for
+    what a graph does not call, as ``F.gelu``.
     """
+    check_target(target, "call_before")
     with node.graph.inserting_before(node):
         new = node.graph.create_node("call_function", target, args, kwargs, name=op_word(target))
     fake = run_on_fakes(new)

@@ -104,5 +104,5 @@ _ENTRIES = Entries(
         "wire": _is_wire, "least_mb": _is_size, "block": _is_block, "share": _is_share,
         "rank": _is_rank, "error_feedback": of_flag, "start_step": of_steps,
     },
-    'wire = "int8"', "it does not say in which numbers",
+    'wire = "int8"', "it does not say in which numbers", {"wire": WIRES},
 )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from partc.errors import PlanError
@@ -17,7 +18,7 @@ class Entries:
     """The entries of one table.
 
     ``flaws``: by entry, in order. ``example``: what to write at least. ``lacking``: what a table
-    that lacks its first entry does not say.
+    that lacks its first entry does not say. ``words``: of entries that are one of several.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Entries:
     flaws: Mapping[str, Flaw]
     example: str
     lacking: str
+    words: Mapping[str, Iterable[str]] = field(default_factory=dict)
 
     @property
     def first(self) -> str:
@@ -39,7 +41,8 @@ class Entries:
                 why = f"entries are {', '.join(self.flaws)}"
                 raise self.wrong(where, f"there is no entry {name!r}", why, do)
             if why := self.flaws[name](given):
-                raise self.wrong(where, f"{name} = {given!r} means nothing", why, self._usual(name))
+                do = self._meant(name, given) or self._usual(name)
+                raise self.wrong(where, f"{name} = {given!r} means nothing", why, do)
         if self.first not in table:
             raise self.wrong(where, self.lacking, self.flaws[self.first](None))
         return self.made(**table)
@@ -52,11 +55,32 @@ class Entries:
         )
         return PlanError(where=f"{where}, {self.name}", what=what, why=why, do=do)
 
+    def _meant(self, name: str, given: Any) -> str:
+        """What somebody may have meant: a number in quotation marks, a word next to one."""
+        if not isinstance(given, str):
+            return ""
+        number = number_in(given)
+        if number is not None and not self.flaws[name](number):
+            return f"Write {name} = {number}, without quotation marks."
+        return did_you_mean(given, self.words.get(name, ()))
+
     def _usual(self, name: str) -> str:
         """What to write for an entry that means nothing; "" for one that has no usual value."""
         usual = {each.name: each.default for each in fields(self.made)}[name]
         text = str(usual).lower() if isinstance(usual, bool) else usual
         return "" if usual is MISSING else f"Leave it out for {name} = {text}, or write another."
+
+
+def number_in(text: str) -> int | float | None:
+    """The number that a text is, as somebody writes it in quotation marks; None for another text.
+
+    >>> number_in("16"), number_in("0.5"), number_in("often")
+    (16, 0.5, None)
+    """
+    plain = re.fullmatch(r"-?[0-9]{1,18}(\.[0-9]{1,18})?", text.strip(), re.ASCII)
+    if plain is None:
+        return None
+    return float(text) if plain.group(1) else int(text)
 
 
 def is_number(given: Any) -> bool:

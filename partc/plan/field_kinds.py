@@ -152,6 +152,11 @@ def _table(name: str, given: Any, where: str) -> None:
 def _gather(name: str, given: Any, where: str) -> None:
     _table(name, given, where)
     for axis, life in given.items():
+        if axis in ("use", "step") and isinstance(life, str):
+            do = f'Write gather.{life} = "{axis}".'
+            raise plan_error(
+                where, f"gather.{axis} = {life!r} means nothing", "axes come first", do
+            )
         if life not in ("use", "step"):
             raise _no_word(f"gather.{axis}", life, where, ("use", "step"))
 
@@ -161,7 +166,9 @@ def _scatter(name: str, given: Any, where: str) -> None:
     for axis, dim in given.items():
         if not isinstance(dim, int) or isinstance(dim, bool) or not 0 <= dim < 64:
             what = f"scatter.{axis} = {quoted(dim)} is no dim"
-            raise plan_error(where, what, "dims are counted from 0", f"Write scatter.{axis} = 1.")
+            swapped = axis.isdigit() and isinstance(dim, str)
+            do = f"Write scatter.{dim} = {axis}." if swapped else f"Write scatter.{axis} = 1."
+            raise plan_error(where, what, "dims are counted from 0", do)
 
 
 def _recompute(name: str, given: Any, where: str) -> None:
@@ -171,6 +178,9 @@ def _recompute(name: str, given: Any, where: str) -> None:
 
 
 def _allow(name: str, given: Any, where: str) -> None:
+    if isinstance(given, str) and given in ALLOWED:
+        do = f'Write allow = ["{given}"].'
+        raise plan_error(where, f"allow = {given!r} means nothing", "it is a list of words", do)
     words = given if isinstance(given, list | tuple) else [given]
     if strange := [each for each in words if each not in ALLOWED]:
         raise _no_word(name, strange[0], where, ALLOWED)

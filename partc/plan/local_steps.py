@@ -118,5 +118,5 @@ _ENTRIES = Entries(
         "outer_momentum": _is_momentum, "fragments": _is_number_of_fragments,
         "start_step": of_steps,
     },
-    "period = 16", "it does not say how often islands meet",
+    "period = 16", "it does not say how often islands meet", {"outer": OUTER},
 )  # fmt: skip

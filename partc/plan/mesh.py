@@ -10,7 +10,7 @@ from functools import cache
 from itertools import pairwise
 from math import gcd, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from partc.errors import PlanError, UsageError
 from partc.machines.topology import Topology
@@ -28,6 +28,7 @@ PP = "pp"  # the axis whose ranks have different pipeline stages
 ISLAND = "island"  # the axis whose ranks train copies of the model apart, and meet now and then
 MOST_RANKS = 2**20
 MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?", re.ASCII)
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)  # "$" would allow a line break
 
 
@@ -125,12 +126,12 @@ class Mesh:
         """Read ``"dp=2,tp=4"`` (commas or blanks between axes)."""
         if not isinstance(text, str):
             raise _no_mesh(text)
-        axes = []
+        axes: list[tuple[str, Any]] = []
         for part in re.split(r"[,\s]+", text.strip()):
             name, equals, size = part.partition("=")
-            if not equals or not re.fullmatch(r"[0-9]{1,18}", size):
+            if not equals or not re.fullmatch(_NUMBER, size):
                 raise _no_axis(text, part)
-            axes.append((name, int(size)))
+            axes.append((name, float(size) if "." in size else int(size)))
         return cls(tuple(axes))
 
     @property
@@ -354,8 +355,17 @@ def _check_axis(name: str, size: int) -> None:
             where=f"mesh axis {name}",
             what=f"{quoted(size)} is not a size",
             why="an axis has one rank or more",
-            do="Give a whole number from 1.",
+            do=_size_instead(name, size),
         )
+
+
+def _size_instead(name: str, size: object) -> str:
+    """What to write in the place of what is no size; -1 means the rest in other libraries."""
+    if size == -1:
+        return f'Count the ranks: "{name}=4" for 4 processes, as a program is made for so many.'
+    if isinstance(size, str) and size.isascii() and size.isdigit():
+        return f"Write {int(size)}, without quotation marks."
+    return "Give a whole number from 1."
 
 
 def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:

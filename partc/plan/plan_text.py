@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from partc.errors import PlanError
 from partc.file_text import Unreadable, toml_table
 from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.decided import read_decided
@@ -90,13 +91,25 @@ def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
                 where, f"{axis!r} is another table", "a name with dots stands in quotation marks",
                 f"Write {name} = {{ axis = dim }}, with the whole name.",
             )  # fmt: skip
+        if axis.isdigit() and isinstance(at, str):
+            raise _swapped(where, axis, at)
         if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (dim, outer)):
             raise plan_error(where, f"{at!r} is not a dim", "write dim, or [dim, outer]")
         cuts[axis] = cut(dim, outer)
     return cuts
 
 
+def _swapped(where: str, dim: str, axis: str) -> PlanError:
+    return plan_error(
+        where, f"{{ {dim} = {quote(axis)} }} names the dim before the axis",
+        "cuts are written { axis = dim }", f"Write {{ {axis} = {dim} }}.",
+    )  # fmt: skip
+
+
 def _read_value(entry: Any, where: str) -> dict[str, PlannedLayout]:
+    for axis, at in entry.items() if isinstance(entry, Mapping) else ():
+        if axis.isdigit() and isinstance(at, str):
+            raise _swapped(where, axis, at)
     try:
         return read_value(entry)
     except ValueError as error:

@@ -28,12 +28,24 @@ def tensors_given(
     ``call`` is the method that was called, as messages name it. RunError for an argument that is
     missing, unknown, given twice, or not as it was compiled.
     """
+    _check_no_keys(arguments, args, call)
     try:
         return arguments.tensors(args, kwargs)
     except TypeError as error:
         raise _unbound(arguments, args, kwargs, call, error) from None
     except TreeError as error:
         raise _differs(error, call) from None
+
+
+def _check_no_keys(arguments: Arguments, args: Sequence[Any], call: str) -> None:
+    """RunError where the names of inputs stand in their place, as ``step(*batch)`` of a dict."""
+    known = {each.name for each in arguments.each}
+    if args and all(isinstance(each, str) and each in known for each in args):
+        raise RunError(
+            where=call, what=f"it is given the names {', '.join(map(repr, args))}, and no tensors",
+            why="the batch is a dict, and * before a dict gives its keys",
+            do=f"Write two stars: {call}(**batch).",
+        )  # fmt: skip
 
 
 def _unbound(
@@ -47,11 +59,11 @@ def _unbound(
     unknown = next((name for name in kwargs if name not in known), None)
     if unknown is not None:
         what = f"there is no argument {unknown!r}"
-        do = did_you_mean(unknown, known).rstrip(".") or do
+        do = did_you_mean(unknown, [*known, "scale"] if call == "step" else known) or do
     elif "too many" in what:
         what = f"{what}, {len(args)} are given"
         do = _surplus(known, call)
-    elif len(args) == 1 and isinstance(args[0], Mapping):
+    elif "missing" in what and len(args) == 1 and isinstance(args[0], Mapping):
         do += f": {call}(**batch)"
     elif len(args) == 1 and isinstance(args[0], list | tuple):
         do += f": {call}(*batch)"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from partc.errors import RunError
+from partc.errors import PartcError, RunError, TraceError
 from partc.program import Program
 from partc.program.arguments import tensors_given
 from partc.program.wanted import WORDS
@@ -45,8 +45,28 @@ class Calls:
         recipe = self.first.recipe
         if recipe is None:
             raise _no_forward(self.first, forwards)
-        given = recipe.given(args, named)
+        try:
+            given = recipe.given(args, named)
+        except TraceError as error:
+            raise self._for_step(args, named, error) from error
         return given.tensors, json.dumps(given.arguments.as_json())
+
+    def _for_step(
+        self, args: Sequence[Any], named: Mapping[str, Any], error: TraceError
+    ) -> PartcError:
+        """The error for arguments that the model does not take, and the loss perhaps does."""
+        try:
+            self.first.arguments.tensors(args, named)
+        except (TypeError, TreeError):
+            return error
+        taken = ", ".join(self.first.arguments.names)
+        return RunError(
+            where="stage(...) in eval mode",
+            what=f"it is given ({taken}), the arguments of the loss",
+            why=f"in eval mode a stage is called as {self.first.model}: {error.what}, {error.why}",
+            do=f"Call stage.eval_step({taken}) for the loss, or stage(...) as the model is called; "
+            "in train mode stage(...) gives the loss.",
+        )  # fmt: skip
 
 
 def _no_forward(first: Program, forwards: Sequence[Program]) -> RunError:

@@ -86,7 +86,8 @@ def equal_pieces(ranks: Sequence[int], axes: Sequence[str]) -> str:
         f"step: {_ranks(ranks)} were given the same samples, byte for byte, and the program takes "
         f'another piece of the batch from each rank along {along} (batch="local"): the loss '
         "counts these samples several times. Is the loader's sampler missing "
-        '(torch.utils.data.DistributedSampler), or is the whole batch meant (batch="global")?'
+        "(torch.utils.data.DistributedSampler; with Accelerate, accelerator.prepare(loader)), "
+        'or is the whole batch meant (batch="global")?'
     )
 
 

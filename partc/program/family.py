@@ -31,6 +31,7 @@ from partc.program.disagreement import refused_elsewhere
 from partc.program.family_errors import (
     CALL,
     REFUSED,
+    alone_by_choice,
     calls_differ,
     inside_autocast,
     no_gradients,
@@ -170,7 +171,9 @@ class Family:
             wanted = even
             inputs = fill(inputs, self._pieces.mine(wanted), self._values(wanted))
         member = self._member(wanted)
-        return member, partial(self._counted, member, member.checks.taken(inputs, device))
+        with alone_by_choice(self.choices.most_programs):
+            taken = member.checks.taken(inputs, device)
+        return member, partial(self._counted, member, taken)
 
     def meet(self, call: str, most: int = 0) -> None:
         """RunError on all ranks if some of them run something else than this call, which is one of

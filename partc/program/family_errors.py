@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from partc.errors import RunError
 from partc.program import Program
@@ -133,9 +134,26 @@ def too_many(wanted: Wanted, most: int) -> RunError:
         where=str(wanted),
         what=f"the stage has {most} programs already",
         why="each takes seconds to compile",
-        do="Let the data loader pad batches to few lengths, or allow more: "
-        "program.module(most_programs=...).",
+        do=f"Allow more, program.module(most_programs={most + 1}); or let the data loader pad "
+        "batches to few lengths. Another mode (eval), and another shape, are programs of their "
+        "own.",
     )
+
+
+@contextmanager
+def alone_by_choice(most: int) -> Iterator[None]:
+    """Say of another batch where a stage was allowed one program that this is why it is refused."""
+    try:
+        yield
+    except RunError as error:
+        if most > 1 or not error.what.startswith("expected ("):
+            raise
+        raise RunError(
+            where=error.where, what=error.what,
+            why=f"{error.why}; module(most_programs=1) allows this stage no other program",
+            do="Leave most_programs out, and another shape is compiled when it comes; or pass what "
+            "was compiled.",
+        ) from error  # fmt: skip
 
 
 def untrained(name: str) -> RunError:

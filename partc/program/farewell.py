@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 
@@ -11,11 +12,15 @@ import torch.distributed as dist
 from partc.program import meeting
 
 GLOO_S = 0.1
+ENDED = (
+    "its script has ended without program.module(), which is a call of all ranks (not behind "
+    "`if rank == 0`)"
+)
 _state = {"registered": False, "joined": False}
 
 
 def tell_at_exit() -> None:
-    """If this process of a launched job ends by an error before it joins, the others are told.
+    """If this process of a launched job ends before it joins, the others are told, and by what.
 
     An error that the script catches is no reason, so this is done when the interpreter ends.
     """
@@ -42,5 +47,9 @@ def _let_gloo_end() -> None:
 
 def _at_exit() -> None:
     error = getattr(sys, "last_value", None)  # what ended the script
-    if error is not None and not _state["joined"] and not dist.is_initialized():
+    if _state["joined"] or dist.is_initialized():
+        return
+    if error is not None:
         meeting.tell(f"{type(error).__name__}: {error}")
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which is there in any case
+        meeting.tell(ENDED)

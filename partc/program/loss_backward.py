@@ -28,6 +28,11 @@ def loss_with_backward(shown: Sequence[Shown], run: Run, *, is_half: bool = Fals
     return loss
 
 
+def is_of_step(node: Any) -> bool:
+    """Whether a node of autograd is the ``backward`` of a step's loss."""
+    return "_LossOfStep" in node.name()
+
+
 def scaled_step(
     shown: Sequence[Shown], run: Run, scale: float | Tensor, *, is_half: bool = False
 ) -> Tensor:

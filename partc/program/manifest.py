@@ -112,6 +112,9 @@ class Manifest:
         """
         path = folder / NAME
         refuse_link(path)
+        if folder.is_dir() and not path.exists():
+            do = _instead(folder) or COMPILE_AGAIN
+            refuse(folder, f"it has no {NAME}", "every saved program has one", do)
         try:
             fields = json.loads(file_text(path, MAX_BYTES))
         except (Unreadable, ValueError, RecursionError) as error:
@@ -233,7 +236,13 @@ def _instead(folder: Path) -> str:
                 "stage.load_full(torch.load(path, weights_only=True)), or the path of safetensors."
             )
         return f"Name the folder, not a file in it: {folder.parent}."
-    return if_checkpoints(folder)
+    if checkpoints := if_checkpoints(folder):
+        return checkpoints
+    if next(folder.glob("*.safetensors"), None) or next(folder.glob("stage*.py"), None):
+        return ""  # what is left of a program
+    below = sorted(each.parent for each in folder.glob(f"*/{NAME}"))
+    named = f": {' or '.join(map(str, below[:3]))}" if below else ""
+    return f"Name the folder that program.save(), or `partc compile --out`, wrote{named}."
 
 
 def _check_file(path: Path, digest: str | None) -> None:

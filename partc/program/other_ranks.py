@@ -14,7 +14,9 @@ import torch.distributed as dist
 from partc.errors import PartcError, RunError
 from partc.program.meeting import OF_OTHERS
 
-TOGETHER = "step, eval_step, clip_grad_norm_, full_state_dict, save_checkpoint and load_checkpoint"
+TOGETHER = (
+    "module, step, eval_step, clip_grad_norm_, full_state_dict, save_checkpoint and load_checkpoint"
+)
 GONE = "process group has not been initialized"  # torch's words
 WORDS = (*OF_OTHERS, "Timed out", "timed out")
 

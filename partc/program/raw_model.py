@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partc.errors import RunError
 from partc.program.elsewhere import check_norm
+from partc.program.emptied import refuse_calls
 from partc.program.homes import HomeTensor
 from partc.program.rank_tensors import RankTensors
 from partc.program.shown import Shown
@@ -200,6 +201,7 @@ def empty_model(model: nn.Module) -> None:
     What reads them fails, where it would find weights that are trained no more. ``zero_grad`` and
     ``requires_grad_`` of the model still reach its stages, and tied parameters stay tied.
     """
+    refuse_calls(model)
     bare: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -312,7 +314,8 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _CLEAN[optimizer] = len(params)
     elif owner := _without_gradients(params):
         do = "Build the optimizer over stage.parameters(), or stage.named_parameters(): the names "
-        raise _of_model(f"{type(optimizer).__name__}.step", owner, do + "are the model's.")
+        do += "are the model's. With Accelerate, pass it to accelerator.prepare with the model."
+        raise _of_model(f"{type(optimizer).__name__}.step", owner, do)
 
 
 def _of_model(where: str, param: str, do: str) -> RunError:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import torch
@@ -21,10 +24,13 @@ from partc.program.farewell import has_joined, tell_at_exit
 from partc.program.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.program.hooks import check_hooks
 from partc.program.meeting import NotMetError, is_alone, keeps_store, meet, number_of, open_store
+from partc.program.other_ranks import of_other_ranks
 from partc.program.runtime import Stage
+from partc.trace.own_transfers import ASKED
 from partc.wrong_calls import quoted
 
 LOG = logging.getLogger("partc")
+WAIT_S = 30.0  # behind which a rank says that it waits for others
 JOIN_S = 1800.0  # until all ranks are there: some have more to do before it than others
 _JOINS = count()
 
@@ -46,7 +52,14 @@ def start_stage(
             why="tensors that are made there cannot be trained",
             do="Make the stage outside of it; stage.eval() and eval_step compute no gradients.",
         )  # fmt: skip
-    here = device_of(device)
+    with said_if_waiting("program.module()"), of_other_ranks("program.module()"):
+        return _started(program, device_of(device), mesh, choices)
+
+
+def _started(
+    program: Program, here: torch.device, mesh: DeviceMesh | None, choices: Choices
+) -> Stage:
+    """The stage of this rank on a device, once all ranks are there."""
     join(here)
     _check_backend(here)
     _check_library(program, here)
@@ -67,11 +80,35 @@ def join(device: torch.device) -> None:
     has_joined()
 
 
+@contextmanager
+def said_if_waiting(call: str) -> Iterator[None]:
+    """Say on this rank that it waits for the others, if a call of all ranks takes long to begin."""
+    rank = os.environ.get("RANK", "0")
+
+    def tell() -> None:
+        LOG.warning(
+            "partc: rank %s has waited %g s in %s for the other ranks. It is a call of all ranks: "
+            "each makes it, not behind `if rank == 0`.", rank, WAIT_S, call,
+        )  # fmt: skip
+
+    timer = threading.Timer(WAIT_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _tell_what_is_not_set(program: Program) -> None:
-    """Tell the user, on the first rank, of attributes that a script may read behind a step."""
+    """Tell the user, on the first rank, of attributes that a script may read behind a step, and of
+    what the step asked the process that compiled.
+    """
     for note in Plan.parse(program.plan).notes if dist.get_rank() == 0 else ():
         if note.startswith("the step sets "):
             LOG.warning("partc: %s. To read it, return it beside the loss: (loss, extras)", note)
+        if note.startswith(ASKED):
+            LOG.warning("partc: %s", note)
 
 
 def _check_backend(device: torch.device) -> None:

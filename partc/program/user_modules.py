@@ -25,6 +25,7 @@ OF_PARTS = (  # what a module of a stage cannot do
     "forward", "register_forward_hook", "register_forward_pre_hook", "register_backward_hook",
     "register_full_backward_hook", "register_full_backward_pre_hook", "_apply",
 )  # fmt: skip
+MOST_PARTS = 8  # that a message names
 FIRST_STEPS, EVERY = 3, 50  # steps that look at all attributes
 
 
@@ -36,6 +37,18 @@ _HABITS = {  # what scripts ask of other wrappers: what to do with a stage
     "module": "Leave .module out: a stage is no wrapper, and has the model's attributes itself.",
     "no_sync": "Leave it out: gradients add up until zero_grad(); or compile with microbatches=.",
 }
+
+
+NEARLY = 0.75  # from how alike on a method of torch's is what a script may mean
+
+
+def _parts(model: str, names: list[str]) -> str:
+    """What to take in place of a part that a model has not."""
+    listed = ", ".join(names[:MOST_PARTS]) + ", ..." * (len(names) > MOST_PARTS)
+    by_number = bool(names) and all(each.isdigit() for each in names)
+    if by_number:
+        return f"The parts of the {model} go by number, stage[0]: it has {listed}."
+    return f"The {model} has {listed or 'no parts'}; dir(stage) lists what a stage has."
 
 
 class NoAttributeError(UsageError, AttributeError):
@@ -125,11 +138,14 @@ class UserModules(nn.Module):
             raise self._no_attribute(name, root) from error
 
     def _no_attribute(self, name: str, root: nn.Module | None) -> NoAttributeError:
+        parts = [] if root is None else [each for each, _ in root.named_children()]
         own = dir(type(self)) if root is None else [*dir(type(self)), *dir(root)]
-        near = did_you_mean(name, [each for each in own if not each.startswith("_")])
+        public = [each for each in own if not each.startswith("_")]
+        near = did_you_mean(name, parts) or did_you_mean(name, public, NEARLY)
         what, do = "no stage has it", near or "See dir(stage)."
         if root is not None:
             what = f"no stage and no {type(root).__name__} has it"
+            do = near or _parts(type(root).__name__, parts)
         else:
             do = (
                 f"{near} The model is not in this process: give it to partc.load(folder, model), "

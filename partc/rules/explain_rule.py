@@ -119,7 +119,7 @@ def _overloads(name: str) -> list[OpOverload]:
     if overload and overload not in known:
         known = []
     if not known:
-        near = " or ".join(get_close_matches(name, RULES))
+        near = " or ".join(_of_word(name) or get_close_matches(name, RULES))
         raise UsageError(
             where="partc explain --rules",
             what=f"no op is named {name!r}",
@@ -130,6 +130,15 @@ def _overloads(name: str) -> list[OpOverload]:
         )
     every = [getattr(packet, each) for each in known if overload in ("", each)]
     return [each for each in every if overload or _takes_tensors(each)]
+
+
+def _of_word(name: str) -> list[str]:
+    """The ops of ATen that a short name means: ``mm``, ``F.gelu``, ``torch.relu``."""
+    word = name.rpartition(".")[2]
+    each = [f"aten.{word}", f"aten._{word}"]
+    known = [op for op in each if op in RULES]
+    there = hasattr(torch.ops.aten, word) if word.isidentifier() else False
+    return known or (each[:1] if there else [])
 
 
 def _takes_tensors(overload: OpOverload) -> bool:

@@ -104,6 +104,7 @@ class Rule:
 
 
 RULES: Registry[Rule] = Registry("rule")
+_USED: dict[str, str] = {}
 
 
 def rule(ops: str, notation: Written, **fields: Any) -> None:
@@ -140,10 +141,18 @@ def find(target: Any) -> Rule | None:
     """
     own = own_name(target)
     if own is not None:
-        return RULES[own]
+        entry = RULES[own]
+        if not entry.module.startswith("partc."):
+            _USED[own] = entry.module
+        return entry
     if not isinstance(target, torch._ops.OpOverload):
         return None
     return elementwise() if torch.Tag.pointwise in target.tags else None
+
+
+def used_rules() -> dict[str, str]:
+    """The rules of other packages that were read in this process, with their modules."""
+    return {n: module for n, module in _USED.items() if n in RULES and RULES[n].module == module}
 
 
 def own_name(target: Any) -> str | None:

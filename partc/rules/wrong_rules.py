@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from partc.errors import RuleError, UsageError
-from partc.rules.notation import parse
+from partc.rules.notation import ELLIPSIS, Notation, parse
 from partc.wrong_calls import did_you_mean, quoted
 
 _TORCHS = ("aten", "prims")  # whose ops are all there before a rule can be written
@@ -69,9 +69,25 @@ def check_rule(ops: Any, notation: Any, given: Mapping[str, Any], known: Iterabl
                 do="Correct it, or leave it out.",
             )  # fmt: skip
     if isinstance(notation, str):
-        parse(notation)
+        _check_letters(parse(notation), where, notation, "sizes" in given)
     for op in ops.split():
         _check_exists(op)
+
+
+def _check_letters(notation: Notation, where: str, text: str, makes_dims: bool) -> None:
+    """RuleError for a letter of a result that no operand has, unless the op makes new dims."""
+    known = {letter for term in notation.operands for letter in term.letters}
+    known |= {term.index_of for term in notation.operands}
+    for letter in (each for term in notation.results for each in term.letters):
+        new = letter not in known and letter != ELLIPSIS and not letter.isdigit()
+        if new and known and not makes_dims:
+            raise RuleError(
+                where=where, what=f"a result has the letter {letter!r}, which no operand has",
+                why=f"a letter is the same dim in all terms of {text!r}, and nothing says how much "
+                "of this one a rank computes",
+                do="Write the letter of the operand's dim that it is, or _ for a dim that is never "
+                "split.",
+            )  # fmt: skip
 
 
 def _check_exists(op: str) -> None:

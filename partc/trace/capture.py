@@ -45,6 +45,7 @@ from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_values import UnknownValueError, computed, needs_values
 from partc.trace.overwritten import overwrites_named
 from partc.trace.own_grads import grads_unread
+from partc.trace.own_transfers import transfer_notes, without_transfers
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
 from partc.trace.places import Reach, restored
 from partc.trace.portable_kernels import noting_padding, padding_notes, portable_kernels
@@ -198,6 +199,7 @@ class TracedStep:
         history, sites = History(self.model, self.objective, self.reach), Sites()
         outcomes: list[Hashable] = []
         padded: dict[str, None] = {}
+        asked: dict[str, None] = {}
 
         def first(*given: list[Tensor]) -> Outcome:
             with noting_code(history.ran):
@@ -206,7 +208,7 @@ class TracedStep:
             return outcome
 
         padding = nullcontext() if self.train else noting_padding(self.model, padded)
-        with sites.inside(self.model), self._alone(), padding:
+        with sites.inside(self.model), self._alone(), padding, without_transfers(asked):
             result = through(first, *self.fakes())
             check_aliases(history.contents, self.names.trained, self.reach.places)
             check_updated(history.contents, self.reach.places)
@@ -217,6 +219,7 @@ class TracedStep:
         notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
         self.decided = history.contents.known.decided
         notes += *history.notes(), *idle_notes(self.idle), *padding_notes(padded)
+        notes += (*transfer_notes(asked),)
         return result, numbers, (*notes, *history.contents.known.notes())
 
     @contextmanager

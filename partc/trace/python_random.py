@@ -61,7 +61,14 @@ class Lines:
     def _look(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
         if not self.found and generators() != self._state:
             self.found = line_text(*self._at)
-        if event == "return" and frame.f_back is not None:
-            frame = frame.f_back
-        self._at = frame.f_code.co_filename, frame.f_lineno
+        at = _calling(frame) if event == "return" else frame
+        self._at = at.f_code.co_filename, at.f_lineno
         return self._look
+
+
+def _calling(frame: FrameType) -> FrameType:
+    """The user's frame that goes on once this one has returned, behind those of torch between."""
+    back = frame.f_back
+    while back is not None and not is_users(back.f_code.co_filename):
+        back = back.f_back
+    return back or frame

@@ -165,12 +165,16 @@ class History:
         why = ["this line reads what the step before has left"] if again.stale else []
         why += [f"a step sets {', '.join(self.changed[:4])}"] if self.changed else []
         why += [error] if error else []
+        unseen = "" if why else (
+            "Numbers that a generator of one's own draws, the time and the like are new in each "
+            "step: draw with torch, or outside of the step, and give the number as an input. "
+        )  # fmt: skip
         return TraceError(
             where=again.where or type(self.model).__name__,
             what="the second step computes something else than the first",
             why="; ".join(why) or "something outside of parameters and buffers has changed",
-            do="Make what is kept a buffer (register_buffer in __init__), which programs carry "
-            "from step to step, or give it as an input.",
+            do=f"{unseen}Make what is kept a buffer (register_buffer in __init__), which programs "
+            "carry from step to step, or give it as an input.",
         )
 
 

@@ -80,13 +80,16 @@ def frames_of(at: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 @cache
 def is_users(filename: str) -> bool:
-    """Whether a file is the user's: not torch's, not partc's, not generated in memory."""
+    """Whether a file is the user's: not torch's, partc's or Python's own, nor made in memory."""
     if filename.startswith("<"):
         return filename == "<stdin>"
-    return not filename.startswith((_TORCH, _OURS)) and filename not in _STANDARD
+    if filename.startswith(_PYTHON) and not _PACKAGES.intersection(Path(filename).parts):
+        return False
+    return not filename.startswith((_TORCH, _OURS))
 
 
-_STANDARD = {str(Path(os.__file__).parent / name) for name in ("contextlib.py", "functools.py")}
+_PYTHON = str(Path(os.__file__).parent) + os.sep
+_PACKAGES = {"site-packages", "dist-packages"}  # folders of others inside of Python's own
 
 
 @cache

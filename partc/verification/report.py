@@ -32,10 +32,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a verification: one row per compared tensor; the title says how they ran."""
+    """The result of a verification: one row per compared tensor; the title says how they ran.
+
+    ``suspects``: passes and rules of others, of which one may be at fault where tensors differ.
+    """
 
     title: str
     rows: tuple[Row, ...]
+    suspects: str = ""
 
     @property
     def worst(self) -> Row:
@@ -61,13 +65,16 @@ class Report:
             return self
         wrong = sorted((row for row in self.rows if not row.error <= tolerance), reverse=True)
         least = min((row.error for row in wrong), default=0.0)
+        last = f"look at what is yours. {self.suspects}" if self.suspects else (
+            "report it with the plan."
+        )  # fmt: skip
         hint = "" if isfinite(least) else " No number of them is finite: are weights and batch?"
         raise CheckError(
             where=self.title,
             what=f"{len(wrong)} tensors differ from the model's",
             why=f"the tolerance is {tolerance:.1e}",
             do="Verify with the model, the batch and the loss that were compiled; if these are "
-            f"the same, report it with the plan.{hint} These differ most:\n"
+            f"the same, {last}{hint} These differ most:\n"
             + "\n".join(f"  {row}" for row in wrong[:10]),
         )
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.passes.suspects import suspects
 from partc.plan import Plan
 from partc.program import Program
 from partc.program import check_model as check_same_model
@@ -131,7 +132,8 @@ def verify(
     how += "" if place.type == "cpu" else f" on {place}"
     title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
     rows = _merge(found)
-    return Report(title, (*rows, *_held_nowhere(reference, rows)))
+    theirs = suspects(Plan.parse(program.plan).other_passes)
+    return Report(title, (*rows, *_held_nowhere(reference, rows)), theirs)
 
 
 def _pieces(program: Program) -> Pieces:

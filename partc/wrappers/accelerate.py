@@ -29,6 +29,7 @@ from partc.wrappers.said import (
     check_said,
     in_our_words,
 )
+from partc.wrappers.stray import not_prepared, trained_beside
 from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
 
 OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "deepspeed_plugins")
@@ -145,6 +146,9 @@ class Accelerator(OnMesh):
             )  # fmt: skip
         if not loss.requires_grad:
             raise _no_gradient()
+        stray = trained_beside(loss, self._prepared)
+        if stray is not None:
+            raise not_prepared(stray)
         super().backward(loss, **named)
 
     def save_state(self, *args: Any, **named: Any) -> Any:

@@ -6,14 +6,18 @@ given and what else it returns, which ``replay`` hands to the trainer behind eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from partc.errors import TraceError
+from partc.errors import PartcError, TraceError
+from partc.trace.source_lines import source_of
 
 
 def loss_of(autocast: Callable[[], Any]) -> Callable[..., tuple[Any, Any]]:
@@ -21,7 +25,7 @@ def loss_of(autocast: Callable[[], Any]) -> Callable[..., tuple[Any, Any]]:
 
     def loss(module: Any, batch: Any, batch_idx: Tensor | None = None) -> tuple[Any, Any]:
         calls = _noted(module)
-        with autocast():
+        with autocast(), _naming_number(module, given=batch_idx is not None):
             out = module.training_step(batch, *([] if batch_idx is None else [batch_idx]))
         rest = None
         if isinstance(out, Mapping) and "loss" in out:
@@ -35,6 +39,26 @@ def loss_of(autocast: Callable[[], Any]) -> Callable[..., tuple[Any, Any]]:
         return out, {"calls": calls, "rest": rest}
 
     return loss
+
+
+@contextmanager
+def _naming_number(module: Any, *, given: bool) -> Iterator[None]:
+    """TraceError in words where Python decides by the number of the batch."""
+    name = [*inspect.signature(module.training_step).parameters][1] if given else ""
+    try:
+        yield
+    except Exception as error:
+        line = source_of(error)
+        if isinstance(error, PartcError) or not re.search(rf"\b{name}\b", line) or not name:
+            raise
+        raise TraceError(
+            where=f"{type(module).__name__}.training_step ({line})",
+            what=f"Python code asks for the value of {name}",
+            why="a program is the same in every step, and the number another one: here it is a "
+            "tensor without a value",
+            do=f"Compute with it, torch.where({name} % 2 == 0, a, b); or do this in "
+            f"on_train_batch_end(outputs, batch, {name}), where it is a number.",
+        ) from error
 
 
 def replay(module: Any, loss: Tensor, extras: Any) -> Any:

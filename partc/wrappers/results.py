@@ -27,6 +27,19 @@ def picked(results: Any, name: str) -> Any:
     )  # fmt: skip
 
 
+def no_loss_of_trainer(model: str, returned: str) -> RunError:
+    """The refusal of a model that a Trainer cannot train as it is."""
+    return RunError(
+        where=f"a training step of {model}",
+        what=f"it returns {returned}, and no loss",
+        why="a Trainer trains on the loss that the model returns, or that is computed of its "
+        "results by compute_loss",
+        do="Let forward take labels and return {'loss': ..., 'logits': ...}, and the dataset have "
+        "labels; or pass Trainer(compute_loss_func=fn(outputs, labels, num_items_in_batch)), or "
+        "write compute_loss in a subclass.",
+    )
+
+
 def no_loss(model: str, returned: str) -> RunError:
     return RunError(
         where=f"a training step of {model}",

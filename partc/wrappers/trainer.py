@@ -19,6 +19,7 @@ from partc.errors import UsageError
 from partc.plan.mesh import MeshLike
 from partc.trace.no_model import check_model
 from partc.wrappers.accelerate import Accelerator
+from partc.wrappers.results import no_loss_of_trainer
 from partc.wrappers.said import check_known, check_no_plugins, check_said
 from partc.wrappers.whole_files import WholeFiles
 from partc.wrong_calls import known_arguments
@@ -90,7 +91,17 @@ class Trainer(WholeFiles):
 
     def _compiled_loss(self, model: nn.Module, **inputs: Any) -> Any:
         num_items = inputs.pop("num_items_in_batch", None)
-        return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        try:
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        except ValueError as error:
+            if "did not return a loss" not in str(error):
+                raise
+            names = str(error).partition("following keys: ")[2].partition(". ")[0]
+            raise no_loss_of_trainer(type(model).__name__, names.replace(",", ", ")) from error
+        if isinstance(loss, Tensor) and loss.dim():
+            shape = f"a tensor of shape {[*loss.shape]}"
+            raise no_loss_of_trainer(type(model).__name__, shape)
+        return loss
 
     # training --------------------------------------------------------------------------------
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:

@@ -21,6 +21,7 @@ from partc.passes.shard.idle_axes import idle_axes
 from partc.passes.shard.value_names import value_names
 from partc.passes.shard.wrong_values import check_values
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
+from partc.plan.axis_words import axis_instead
 from partc.plan.batch import DATA_AXES, is_pinned, spread_batch
 from partc.plan.decided import check_decided
 from partc.plan.mesh import ISLAND, MICROBATCH_AXIS, Mesh, named_axes
@@ -214,7 +215,8 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
                 where=f"mesh {mesh}",
                 what=f"no preset knows the axis {axis!r}",
                 why=f"presets use {', '.join((*DATA_AXES, *TENSOR_AXES))}",
-                do=did_you_mean(axis, (*DATA_AXES, *TENSOR_AXES, ISLAND))
+                do=axis_instead(axis)
+                or did_you_mean(axis, (*DATA_AXES, *TENSOR_AXES, ISLAND))
                 or "Call it dp (each rank has "
                 "samples of its own) or tp (each has a part of the weights), or say in a plan what "
                 "it cuts.",

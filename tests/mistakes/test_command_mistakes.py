@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import partc
+from partc.cli import models
 from partc.cli.main import main
 from partc.errors import PartcError
 from partc.program import Program
@@ -33,6 +34,26 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nothing": (("compile", MODELS + "nothing", *COMPILE[2:]), ("it gives None",)),
     "no inputs": (("compile", MODELS + "alone", *COMPILE[2:]), ("(model, inputs, loss)",)),
     "another model": (("verify", "BUILD", "--model", MODELS + "other"), ("up.weight", "Compile")),
+    "a hub's name": (
+        ("compile", "meta-llama/Llama-2-7b", *COMPILE[2:]),
+        ("AutoConfig.from_pretrained('meta-llama/Llama-2-7b')", "hf:Llama-2-7b/config.json"),
+    ),
+    "a hub's address": (
+        ("compile", "https://huggingface.co/a/b", *COMPILE[2:]),
+        ("nothing is downloaded", "AutoConfig.from_pretrained('a/b')", "hf:b/config.json"),
+    ),
+    "a type alone": (("compile", "llama", *COMPILE[2:]), ("llama", "Write hf:llama.")),
+    "a file alone": (("compile", "./m.py", *COMPILE[2:]), ("m:CALLABLE",)),
+    "a rank without text": (("explain", "BUILD", "--rank", "1"), ("--rank 1", "add --source")),
+    "a rank of rules": (("explain", "--rules", "--rank", "0"), ("--rank 0", "of a program")),
+    "a text of an error": (("explain", "PTC010", "--source"), ("--source", "name the folder")),
+    "sizes of no model": (("explain", "BUILD", "--batch", "4"), ("--batch 4", "add --model")),
+    "dropout of no model": (("check", "BUILD", "--no-dropout"), ("--no-dropout", "add --model")),
+    "a short op": (("explain", "--rules", "mm"), ("'mm'", "Did you mean aten.mm?")),
+    "a function of torch": (("explain", "--rules", "F.gelu"), ("Did you mean aten.gelu?",)),
+    "no build": (("check", "."), (".: it has no program.json", "partc compile --out")),
+    "no build, simulated": (("simulate", "."), (".: it has no program.json",)),
+    "above builds": (("check", "ABOVE"), ("it has no program.json", "wrote: ", "build.")),
     "no folder": (("check", "nowhere"), ("nowhere", "partc compile --out")),
     "a file": (("check", __file__), ("Not a directory", "Name the folder")),
     "a file of models": (
@@ -75,10 +96,27 @@ def test_a_mistake_gets_a_sentence(
     mistake: str, build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, words = MISTAKES[mistake]
-    places = {"BUILD": str(build), "OUT": str(tmp_path / "out")}
+    places = {"ABOVE": str(build.parent), "BUILD": str(build), "OUT": str(tmp_path / "out")}
     text = said(tuple(places.get(each, each) for each in arguments), capsys)
     assert [word for word in words if word not in text] == [], text
     assert not (tmp_path / "out").exists()
+
+
+def test_another_model_is_refused_before_it_has_values(
+    build: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    filled: list[bool] = []
+    plain = models.find_model
+
+    def found(name: str, sizes: models.Sizes, values: bool = False) -> models.Target:
+        filled.append(values)
+        return plain(name, sizes, values=values)
+
+    monkeypatch.setattr(models, "find_model", found)
+    text = said(("verify", str(build), "--model", "hf:bert", "--layers", "1"), capsys)
+    assert "compiled for another model than" in text
+    assert filled == [False]
 
 
 # strangers -----------------------------------------------------------------------------------

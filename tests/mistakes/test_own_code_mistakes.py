@@ -20,7 +20,7 @@ from partc.rules.signature import Signature, f
 from partc.rules.table import RULES, rule
 from partc.schedules import make
 from partc.schedules.timing import Costs, timeline
-from tests.mistakes.things import check, compiled
+from tests.mistakes.things import check, compiled, loss_of
 
 aten = torch.ops.aten
 ANY: Any = None  # what a call with wrong arguments is made of, past the types
@@ -100,6 +100,78 @@ def halved(graph: Graph) -> None:
             replace_by(node, half)
 
 
+def of_torch(graph: Graph) -> None:
+    """Asks for a function of torch, which no graph calls."""
+    for node in graph.calls():
+        is_call(node, F.gelu)
+
+
+def without_overload(graph: Graph) -> None:
+    next(each for each in graph.calls() if is_call(each, aten.tanh))
+
+
+def put_in(graph: Graph) -> None:
+    for node in list(graph.calls()):
+        if is_call(node, aten.tanh.default):
+            replace_by(node, call_before(node, F.gelu, node.args[0]))
+
+
+def other_op(graph: Graph) -> None:
+    """Another op of the same shape stands where the tanh stood."""
+    for node in list(graph.calls()):
+        if is_call(node, aten.tanh.default):
+            other = call_before(node, aten.relu.default, node.args[0])
+            set_like(other, node)
+            replace_by(node, other)
+
+
+def unsummed(graph: Graph) -> None:
+    """Sums over ranks are left out."""
+    for node in list(graph.calls()):
+        if "all_reduce" in str(node.target):
+            replace_by(node, node.args[0])  # type: ignore[arg-type]
+
+
+def untold(graph: Graph) -> None:
+    """A pass of partc stumbles over what this one leaves."""
+    for node in graph.calls():
+        node.meta["custom"] = None
+    graph.classes = ANY
+
+
+def compared(**given: Any) -> None:
+    """A program that was compiled with something of the user's, beside the model."""
+    program = compiled(model=Squashed(), **given)
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    partc.verify(program, Squashed(), batch, loss_of).check()
+
+
+def wrong_rule() -> None:
+    """Rows of a softmax are said to be cut anywhere."""
+    ops = {"aten._softmax": "...->...", "aten._softmax_backward_data": "...,...->..."}
+    before = {op: RULES._entries.pop(op) for op in ops}
+    try:
+        for op, notation in ops.items():
+            rule(op, notation)
+        compared(
+            loss=lambda model, x, y: loss_of(_softened(model), x, y), mesh="tp=2", plan="megatron"
+        )
+    finally:
+        RULES._entries.update(before)
+
+
+def _softened(model: nn.Module) -> Any:
+    return lambda x: model.down(torch.softmax(model.up(x), -1))  # type: ignore[operator]
+
+
+def wrong_pass() -> None:
+    try:
+        partc.graph_pass(after="name_calls")(other_op)
+        compared()
+    finally:
+        own_passes._OWN.clear()
+
+
 def failing(graph: Graph) -> None:
     next(iter(graph.calls())).args[9]
 
@@ -173,6 +245,31 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a pass of another dtype": (lambda: passed(halved), ("halved", "bf16[8,4]", "f32[8,4]")),
     "a pass that fails": (
         lambda: passed(failing), ("IndexError", "next(iter(graph.calls())).args[9]"),
+    ),
+    "a pass that asks for a function": (
+        lambda: passed(of_torch), ("is_call: gelu", "torch.ops.aten.gelu.default"),
+    ),
+    "a pass that asks for an op": (
+        lambda: passed(without_overload), ("aten.tanh is", "torch.ops.aten.tanh.default"),
+    ),
+    "a pass that calls a function": (
+        lambda: passed(put_in), ("call_before: gelu", "torch.ops.aten.gelu.default"),
+    ),
+    "a pass that drops sums": (
+        lambda: passed(unsummed, "insert_collectives"),
+        ("pass unsummed (", "is yours", "disable=['unsummed']"),
+    ),
+    "a pass that partc falls over": (
+        lambda: passed(untold), ("pass untold (", "disable=['untold']"),
+    ),
+    "a pass that computes else": (
+        wrong_pass, ("pass other_op (", "disable=['other_op']", "These differ most"),
+    ),
+    "a rule that is wrong": (
+        wrong_rule, ("rule of aten._softmax (", "prove it", "These differ most"),
+    ),
+    "a letter of no operand": (
+        lambda: ruled("ab->az"), ("aten.tanh", "the letter 'z'", "no operand has"),
     ),
     "a pass that is none": (lambda: partc.graph_pass(after="name_calls")(ANY), ("None", "def")),
     "a row that fails": (read, ("Broken", "FileNotFoundError: 3.png", "raise FileNotFound")),

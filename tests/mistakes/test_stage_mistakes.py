@@ -68,7 +68,46 @@ def of_torch(path: Path) -> None:
     stage().load_full(path)
 
 
+def evaluated(*given: Any, **named: Any) -> Any:
+    """What another stage gives in eval mode."""
+    return one().module(**named).eval()(*given)
+
+
+class Rows(nn.Sequential):
+    """A model whose parts have no names."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Linear(8, 4))
+
+
+def of_rows() -> Any:
+    return compiled(model=Rows(), mesh="dp=1").module()
+
+
 MISTAKES: dict[str, Called] = {
+    "no part": (lambda at: stage().encoder, ("stage.encoder", "no Net has it", "has up, down")),
+    "a part of a list": (
+        lambda at: of_rows().encoder,
+        ("no Rows has it", "by number, stage[0]: it has 0, 1"),
+    ),
+    "a part misspelt": (lambda at: stage().dwn, ("Did you mean 'down'",)),
+    "the keys of a batch": (
+        lambda at: stage().step(*{"x": X, "target": Y}),
+        ("names 'x', 'target'", "step(**batch)"),
+    ),
+    "a step in eval mode": (
+        lambda at: evaluated(X, Y),
+        ("it is given (x, target)", "stage.eval_step(x, target)"),
+    ),
+    "one program": (
+        lambda at: one().module(most_programs=1).step(X[:4], Y[:4]),
+        ("float32[4, 4]", "module(most_programs=1)", "Leave most_programs out"),
+    ),
+    "one program in eval mode": (
+        lambda at: evaluated(X, most_programs=1),
+        ("eval", "module(most_programs=2)"),
+    ),
+    "a dataset without rows": (lambda at: stage().loader([]), ("0 rows", "no rows", "filters")),
     "sparse": (lambda at: stage().step(X.to_sparse(), Y), ("sparse_coo", "to_dense")),
     "numpy": (lambda at: stage().step(X.numpy(), Y), ("step, x", "ndarray")),
     "a tuple": (lambda at: stage().step((X, Y)), ("'target'", "(x, target)")),
@@ -237,6 +276,18 @@ class Stream(IterableDataset[Any]):
 def test_a_stream_is_not_shuffled_by_its_loader() -> None:
     check((lambda: stage().loader(Stream(), shuffle=True), ("a Stream", "shuffle in the dataset")))
     assert len(next(iter(stage().loader(Stream())))) == 2
+
+
+class Nothing(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from ()
+
+
+def test_a_stream_without_a_step_is_told() -> None:
+    for loader in (stage().loader(Nothing()), stage().loader(Nothing(), split="own")):
+        with pytest.warns(UserWarning, match="the Nothing gave no step .* a step takes 8 rows"):
+            assert list(loader) == []
+    assert len(list(stage().loader(Stream()))) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.mistakes.things import Mistake, batch_of, check
 
@@ -22,8 +27,11 @@ def accelerator(**named: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Neither a process group nor what accelerate keeps of it."""
+    """Neither a process group nor what accelerate keeps of it, nor lightning in the environment."""
+    before = dict(os.environ)
     yield
+    os.environ.clear()
+    os.environ.update(before)
     if dist.is_initialized():
         dist.destroy_process_group()
     if state := sys.modules.get("accelerate.state"):
@@ -57,6 +65,83 @@ def trained(model: nn.Module | None = None, *, labels: bool = True, **named: Any
     prepared = accelerator(mesh="dp=1", plan="ddp", **named).prepare(model or Labelled())
     x, y = batch_of()
     return prepared.train()(x, y) if labels else prepared.train()(x)
+
+
+def stepped(*, models: bool, optimizers: bool) -> None:
+    """A loop of accelerate in which something was not prepared."""
+    made, model = accelerator(mesh="dp=1", plan="ddp"), Labelled().train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = batch_of()
+    used: Any = made.prepare(model) if models else model
+    stepping = made.prepare(optimizer) if optimizers else optimizer
+    loss = used.train()(x, y)["loss"]
+    made.backward(loss)
+    stepping.step()
+
+
+def penalty() -> Any:
+    """A loss of the step, and one of the weights beside it."""
+    made = accelerator(mesh="dp=1", plan="ddp")
+    model = made.prepare(Labelled()).train()
+    made.backward(model(*batch_of()).loss + sum(p.square().sum() for p in model.parameters()))
+    return made
+
+
+def called_behind() -> None:
+    """The model of before ``prepare``, once it is trained."""
+    made, model = accelerator(mesh="dp=1", plan="ddp"), Labelled()
+    made.backward(made.prepare(model).train()(*batch_of()).loss)
+    model(x=batch_of()[0])
+
+
+class Unlabelled(Labelled):
+    """Returns no loss, whatever labels it is given."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return {"logits": self.head(x)}
+
+
+class Plain(Labelled):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return self.head(x)
+
+
+def fitted_by_trainer(model: nn.Module) -> Any:
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(
+        gettempdir(), use_cpu=True, max_steps=1, per_device_train_batch_size=8, report_to=[],
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"x": x, "labels": y} for x, y in zip(*batch_of(), strict=True)]
+    made = trainer(model=model, args=arguments, train_dataset=rows, mesh="dp=1", plan="ddp")
+    made.train()
+    return made
+
+
+def fitted(decide: Callable[[Any], Any]) -> None:
+    """A LightningModule whose loss follows from the number of the batch."""
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            x, y = batch
+            return nn.functional.mse_loss(self.head(x), y) * decide(batch_idx)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lightning, about what torch renames
+        rows = DataLoader(TensorDataset(*batch_of()), batch_size=8)
+        lightning.Trainer(
+            accelerator="cpu", devices=1, max_steps=1, strategy=strategy("dp=1", "ddp"),
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(Module(), rows)  # fmt: skip
 
 
 def trainer(**named: Any) -> Any:
@@ -136,6 +221,32 @@ MISTAKES: dict[str, Mistake] = {
     "a result without a name": (
         lambda: trained(Pair(), outputs=["logits"]), ("a tuple", "no names", "Let it return a dict")
     ),
+    "a model not prepared": (
+        lambda: stepped(models=False, optimizers=True),
+        ("accelerator.backward", "was not prepared", "accelerator.prepare(model, optimizer"),
+    ),
+    "an optimizer not prepared": (
+        lambda: stepped(models=True, optimizers=False), ("SGD.step", "accelerator.prepare with"),
+    ),
+    "the model of before": (
+        called_behind, ("Labelled(...)", "no values any more", "what accelerator.prepare returned"),
+    ),
+    "a Trainer's model": (
+        lambda: fitted_by_trainer(Labelled()).model(x=batch_of()[0]),
+        ("Labelled(...)", "trainer.model_wrapped", "trainer.save_model(folder)"),
+    ),
+    "a Trainer without a loss": (
+        lambda: fitted_by_trainer(Unlabelled()),
+        ("a training step of Unlabelled", "it returns logits, and no loss", "compute_loss_func"),
+    ),
+    "a Trainer with a tensor": (
+        lambda: fitted_by_trainer(Plain()),
+        ("a training step of Plain", "a tensor of shape", "compute_loss_func"),
+    ),
+    "the number of the batch": (
+        lambda: fitted(lambda batch_idx: 2.0 if batch_idx == 0 else 1.0),
+        ("training_step", "the value of batch_idx", "torch.where", "on_train_batch_end"),
+    ),
     "a number of ranks": (lambda: strategy(2), ("2 does not describe", "'dp=2'")),
 }  # fmt: skip
 
@@ -143,6 +254,10 @@ MISTAKES: dict[str, Mistake] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gets_a_sentence(mistake: str) -> None:
     check(MISTAKES[mistake])
+
+
+def test_a_loss_with_a_penalty_of_weights_is_no_mistake() -> None:
+    assert penalty()
 
 
 def test_processes_that_accelerate_does_not_count_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

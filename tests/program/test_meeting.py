@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from partc.program import meeting
+from partc.program import start as begin
 from partc.program.meeting import NotMetError, Watch, meet, open_store, tell
 from partc.verification.processes import Processes
 from tests.example_program import example_program
@@ -232,6 +233,35 @@ except PartcError:
     pass  # what a script catches is no reason
 partc.load(sys.argv[1]).module()
 """
+
+
+ONE_RANK_ALONE = """
+import sys, os, partc
+
+program = partc.load(sys.argv[1])
+if os.environ["RANK"] == "0":
+    program.module()
+"""
+
+
+def test_a_stage_of_one_rank_alone_does_not_wait(port: int, tmp_path: Path) -> None:
+    """The other script ends without an error, and has made no stage."""
+    example_program(2, 1).save(tmp_path / "build")
+    ranks = [start(["-c", ONE_RANK_ALONE, str(tmp_path / "build")], r, port) for r in (0, 1)]
+    told = [rank.communicate(timeout=patience(60))[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 0]
+    assert "rank 0: the ranks do not meet (rank 1 cannot begin: its script has ended" in told[0]
+    assert "not behind `if rank == 0`" in told[0]
+
+
+def test_a_rank_says_that_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(begin, "WAIT_S", 0.05)
+    with begin.said_if_waiting("program.module()"):
+        time.sleep(0.5)
+    assert "rank 0 has waited 0.05 s in program.module() for the other ranks" in caplog.text
+    assert "not behind `if rank == 0`" in caplog.text
 
 
 def test_a_script_that_ends_before_it_joins_tells_the_others(tmp_path: Path) -> None:

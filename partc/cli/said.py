@@ -1,0 +1,64 @@
+"""What the options of a command say together: sizes of a model, and options that nothing reads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from partc.errors import UsageError
+
+SIZES = ("batch", "seq", "layers", "dtype", "no_dropout")  # of the model that --model names
+_LEFT_OUT = (None, False, "float32")  # what options have that nobody has given
+
+
+def sizes_said(args: argparse.Namespace) -> Any:
+    """The sizes of a Hugging Face model; UsageError for what is none, and for another model."""
+    from partc.cli.models import Sizes
+    from partc.program.role import dtype_of
+
+    given = {"--batch": args.batch, "--seq": args.seq, "--layers": args.layers}
+    for option, number in given.items():
+        if number is not None and number < 1:
+            raise UsageError(
+                where=f"{option} {number}", what="that is no size of a model or a batch",
+                why="it counts from 1", do=f"Write {option} 1 or more.",
+            )  # fmt: skip
+    given["--dtype"] = None if args.dtype == "float32" else args.dtype
+    option = next((option for option, each in given.items() if each is not None), "")
+    if option and not args.model.startswith("hf:"):
+        raise UsageError(
+            where=option, what=f"{args.model} does not follow it",
+            why="it says what the configuration of an hf: model leaves open",
+            do="Leave it out, and let the function return inputs of that size.",
+        )  # fmt: skip
+    dtype = dtype_of(args.dtype)
+    return Sizes(args.batch, args.seq, args.layers, dtype, not args.no_dropout)
+
+
+def check_explained(args: argparse.Namespace) -> None:
+    """UsageError for options of ``partc explain`` that say nothing beside the others."""
+    if args.rules or (args.what or "").upper().startswith("PTC"):
+        rest = "name the folder of a program"
+        return _check_read(args, ("source", "rank", "model", *SIZES), "of a program", rest)
+    if args.source:
+        return _check_read(args, ("model", *SIZES), "of costs", "leave out --source")
+    _check_read(args, ("rank",), "of the text of a rank", "add --source")
+    check_compared(args)
+
+
+def check_compared(args: argparse.Namespace) -> None:
+    """UsageError for sizes of a model that no ``--model`` names."""
+    if not args.model:
+        _check_read(args, SIZES, "of the model that --model names", "add --model")
+
+
+def _check_read(args: argparse.Namespace, names: Iterable[str], of: str, rest: str) -> None:
+    for name in names:
+        given = getattr(args, name)
+        if not any(given is each or given == each is not False for each in _LEFT_OUT):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                where=option if given is True else f"{option} {given}",
+                what="nothing reads it here", why=f"it is {of}", do=f"Leave it out, or {rest}.",
+            )  # fmt: skip

@@ -1,0 +1,49 @@
+"""A model whose weights a stage has taken over: calling it is refused in words, not by torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from partc.errors import RunError
+
+_EMPTY: WeakSet[nn.Module] = WeakSet()
+_HOOKS: list[Any] = []
+
+
+def refuse_calls(model: nn.Module) -> None:
+    """From now on RunError where the model, or a part of it, is called without values.
+
+    By torch's hook for all modules, as one of the model would be copied and pickled with it.
+    """
+    _EMPTY.update(model.modules())
+    if not _HOOKS:
+        _HOOKS.append(register_module_forward_pre_hook(_check_values))
+
+
+def _check_values(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if module not in _EMPTY:
+        return
+    tensors, params = [x for x in args if isinstance(x, Tensor)], [*module.parameters()]
+    traced = tensors and all(map(_has_none, tensors))
+    if params and not traced and all(map(_is_bare, params)):
+        raise RunError(
+            where=f"{type(module).__name__}(...)", what="this model has no values any more",
+            why="its weights are the stage's since its first training step",
+            do="Call what accelerator.prepare returned, or trainer.model_wrapped of a Trainer; the "
+            "trained weights are whole in accelerator.get_state_dict(model), and in the folder of "
+            "trainer.save_model(folder).",
+        )  # fmt: skip
+
+
+def _is_bare(param: Tensor) -> bool:
+    """Whether it lies on ``meta``, and no trace or functional call has put another in its place."""
+    return param.is_meta and not isinstance(param, FakeTensor)
+
+
+def _has_none(x: Tensor) -> bool:
+    return x.is_meta or isinstance(x, FakeTensor)
