@@ -107,7 +107,8 @@ def open_store(seconds: float, keeps: bool, number: int = 0) -> PrefixStore:
             address, int(port), is_master=keeps, timeout=timedelta(seconds=seconds),
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
-        return PrefixStore(f"partc {number}", store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store stays
+        return PrefixStore(f"partc {attempt}.{number}", store)
 
     try:
         return answered(opened, seconds + ANSWER_S)

@@ -76,6 +76,20 @@ def test_ranks_that_are_alike_meet(world: Processes, port: int) -> None:
     assert world.run(refusal, port, alike, patience()) == [""] * 4
 
 
+def refused_then_met(port: int) -> tuple[bool, str]:
+    """Whether a rank is told of an attempt that was refused, and what it hears in the next."""
+    first = refusal(port, lambda rank: alike(rank) if rank else "no folder", 5)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    try:
+        return "no folder" in first, refusal(port, alike, 5)
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def test_a_restarted_job_does_not_hear_of_the_attempt_before(world: Processes, port: int) -> None:
+    assert world.run(refused_then_met, port, num=2) == [(True, "")] * 2
+
+
 @pytest.mark.parametrize(
     ("comes", "words"),
     [
