@@ -68,8 +68,11 @@ def notes_on(new: Mapping[str, Cuts]) -> list[str]:
 
 
 def _deals(plan: Plan, mesh: Mesh) -> bool:
-    """Whether a batch is dealt out to ranks or microbatches, or may be."""
-    return mesh.is_open or mesh.num_ranks > 1 or plan.microbatches > 1
+    """Whether a batch is dealt out to ranks or microbatches, or may be.
+
+    A search may do so on any machines, of which a pass sees the axes alone.
+    """
+    return mesh.is_open or mesh.num_ranks > 1 or plan.microbatches > 1 or plan.preset == "auto"
 
 
 @dataclass(frozen=True)
