@@ -17,12 +17,16 @@ from torch import Tensor, nn
 from partc.collecting import no_collecting
 from partc.compile_cache import CompileCache, Request, cache_of
 from partc.errors import RunError, TraceError, UsageError
+from partc.graph import Graph
 from partc.lowering import table
+from partc.passes.shard.find_batch import batch_of_forward
 from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.plan.sharding import Layout, R
 from partc.program import Program, check_model
 from partc.program.autocast import within
 from partc.program.batch_fit import Rows
+from partc.program.forward_batch import example_of, guessed
 from partc.program.holders import Holders
 from partc.program.wanted import Mode, Wanted
 from partc.schedules.csv_form import CSV, read_csv, write_csv
@@ -100,7 +104,10 @@ class Recipe:
         """
         plan = _plan_of(first, wanted)
         with self.as_wanted(wanted.mode, first):
-            step = Traced(self.model, self._given(wanted, first), self.loss, wanted.kind)
+            given = self._given(wanted, first)
+            cuts = first.forward_batch.entries(given.names, wanted)
+            plan = plan if cuts is None else plan.changed(inputs=cuts)
+            step = Traced(self.model, given, self.loss, wanted.kind)
             made = self.compile(step, first.mesh, plan)
         return replace(made, made_for=wanted, recipe=self, hooks=first.hooks)
 
@@ -124,6 +131,23 @@ class Recipe:
     def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> Given:
         """What the model's forward is given by a call."""
         return Given.of_call(self.model, args, named)
+
+    def batch_of(
+        self, wanted: Wanted, first: Program, steps: Mapping[str, Layout]
+    ) -> Sequence[Layout]:
+        """Along which dim each input of a forward has the batch, R for none."""
+        with self.as_wanted(wanted.mode, first):
+            names = self._given(wanted, first).names
+            guess = guessed(names, wanted, steps)
+            try:
+                graph = self._forward(example_of(names, wanted, guess), first)
+            except TraceError:  # the guess is wrong
+                graph = self._forward(wanted, first)
+        found = batch_of_forward(graph, guess)
+        return [found.get(name, R) for name in names]
+
+    def _forward(self, wanted: Wanted, first: Program) -> Graph:
+        return Traced(self.model, self._given(wanted, first), self.loss, "forward").graph()
 
     def _given(self, wanted: Wanted, first: Program) -> Given:
         """The arguments of the first program's loss, or of a forward, with tensors of a batch."""

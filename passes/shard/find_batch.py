@@ -111,6 +111,22 @@ def batch_of(graph: Graph, pins: Mapping[str, Layout] | None = None) -> Found | 
     return None if fewer is usual else Found(fewer.batch)
 
 
+def batch_of_forward(graph: Graph, guess: Mapping[str, Layout]) -> Batch:
+    """The batch of a forward beside a step, by the step's own: ``guess`` has some of its inputs.
+
+    Where nothing moves along the guess, or clearly less than along dim 0, it is the batch.
+    """
+    finder = _Finder(_forward_of(graph), {})
+    usual = finder.trial(dict.fromkeys(finder.free, cut(0)))
+    told = finder.trial(guess) if guess else None
+    if told is not None and (usual is None or told.cost <= usual.cost / CLEARLY):
+        return finder.with_others(told).batch
+    found = batch_of(graph) if usual is not None and usual.cost else None
+    if found is not None:
+        return found.batch
+    return usual.batch if usual else dict.fromkeys(finder.shapes, cut(0))
+
+
 @dataclass(frozen=True)
 class _Trial:
     """Cuts of some inputs, and what follows: how all are read, and what it costs in elements."""
