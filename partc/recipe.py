@@ -332,9 +332,12 @@ def _plan_of(first: Program, wanted: Wanted) -> Plan:
 
 def _kept(first: Program) -> Plan:
     """The first program's plan for another graph; what it does not read is whole on every rank."""
-    plan, aside = Plan.parse(first.plan), Holders.of(first).aside
-    params = {**plan.params, **{name: {} for name in aside}}
-    return plan.changed(params=params, notes=(), overlap_pieces=1, of_another=True)
+    plan, holders = Plan.parse(first.plan), Holders.of(first)
+    params = {**plan.params, **{name: {} for name in holders.aside}}
+    # With several stages on a rank the rank does not say which of them has a parameter.
+    one_each = len(plan.stages) + 1 == first.mesh.pipeline_ranks
+    homes = {n: at[0] for n, at in holders.places.items() if one_each and len(at) == 1}
+    return plan.changed(params=params, notes=(), overlap_pieces=1, of_another=True, homes=homes)
 
 
 def _part(order: str, kinds: str, num: int) -> str:
