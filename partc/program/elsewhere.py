@@ -2,14 +2,18 @@
 
 ``stage.blocks.7.norm.weight`` of another rank's stage is refused by name. A module that has all its
 parameters elsewhere gives empty stand-ins for them, so that an optimizer over
-``stage.maker.parameters()`` can be made on every rank; it drops them before it steps.
+``stage.maker.parameters()`` can be made on every rank; it drops them before it steps. So is one
+over no parameters, ``(p for p in stage.parameters() if p.requires_grad)``, on a rank that has none
+to train.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +24,15 @@ from partc.program.holders import Holders
 
 NAMES = "parameters", "named_parameters"  # the methods that give a module's parameters
 _HOOKS: list[Any] = []
+_ROOTS: WeakSet[nn.Module] = WeakSet()  # stages of pipelines
 
 
 class ElsewhereError(RunError, AttributeError):
     """An attribute of a module is on other pipeline ranks; ``hasattr`` says no."""
+
+
+class EmptyError(RunError, ValueError):
+    """An optimizer over no parameters, which torch refuses by ValueError."""
 
 
 class Table(dict[str, Any]):
@@ -87,6 +96,9 @@ def say_elsewhere(root: nn.Module, holders: Holders, device: torch.device) -> No
             at = name.find(".", at + 1)
     for path, module in root.named_modules():
         _give_stand_ins(module, inside.get(path, {}), device)
+    if holders.params & {*holders.places}:
+        _ROOTS.add(root)
+        _watch_optimizers()
 
 
 def _give_stand_ins(
@@ -98,8 +110,41 @@ def _give_stand_ins(
     if dtypes and not any(True for _ in module.parameters()):
         each = {n: StandIn(torch.empty(0, dtype=d, device=device)) for n, d in dtypes.items()}
         vars(module).update({n: _Parameters(each, named=n != NAMES[0]) for n in NAMES})
-        if not _HOOKS:
-            _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _watch_optimizers() -> None:
+    """Let optimizers drop stand-ins before they step, and be made over nothing where that is right;
+    once in a process.
+    """
+    if _HOOKS:
+        return
+    _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+    plain = Optimizer.__init__
+
+    @functools.wraps(plain)
+    def made(self: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(params, Tensor):
+            params = list(params) or _for_none(type(self).__name__)
+        plain(self, params, *args, **kwargs)
+
+    Optimizer.__init__ = made  # type: ignore[method-assign]
+
+
+def _for_none(optimizer: str) -> list[nn.Parameter]:
+    """What an optimizer over no parameters is made over: a stand-in where this rank trains none.
+
+    A rank that does train some refuses it, as torch would, so that not all ranks train nothing.
+    """
+    roots = [*_ROOTS]
+    if roots and all(any(p.requires_grad for p in root.parameters()) for root in roots):
+        raise EmptyError(
+            where=f"{optimizer}(...)",
+            what="it got an empty parameter list on this pipeline rank, which trains others",
+            why="parameters of other pipeline ranks are not in stage.parameters()",
+            do="Take those of a part, Adam(stage.head.parameters()), which every rank gives, or "
+            "make the optimizer over groups, of which some may be empty.",
+        )
+    return [StandIn(torch.empty(0))] if roots else []
 
 
 def _note(module: nn.Module, name: str, kind: str, places: tuple[int, ...]) -> None:
