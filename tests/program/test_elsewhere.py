@@ -146,6 +146,62 @@ def test_a_rank_without_trained_parameters_has_an_optimizer(
     world.run(with_frozen_parts, tmp_path, num=2)
 
 
+class Averaged(nn.Module):
+    """A network, and another that follows it; all layers have the same shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = (
+            nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2)
+        )
+        self.target.requires_grad_(False)
+
+    def loss(self, x: Tensor) -> Tensor:
+        found: Tensor = (self.online(x) - self.target(x)).square().mean()
+        return found
+
+
+def averaged_loss(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = model.loss(x)
+    return found
+
+
+@torch.no_grad()
+def follow(model: Any) -> None:
+    for p, q in zip(model.online.parameters(), model.target.parameters(), strict=True):
+        q.lerp_(p, 0.25)
+
+
+def averaged(stages: list[str]) -> None:
+    torch.manual_seed(3)
+    model = Averaged().double()
+    reference, x = copy.deepcopy(model), torch.ones(4, 4, dtype=torch.float64)
+    stage = partc.compile(
+        model, "pp=2", (x,), loss=averaged_loss, plan="ddp", stages=stages
+    ).module()
+    close(stage.step(x), averaged_loss(reference, x), "loss")
+    names = [name for name, _ in reference.online.named_parameters()]
+    assert [name for name, _ in stage.online.named_parameters()] == names
+    whole = copy.deepcopy(reference)
+    whole.load_state_dict(stage.full_state_dict())
+    with pytest.raises(RunError, match=r"lerp_ of \w+.\d.weight and another tensor: they are not"):
+        follow(stage)
+    with pytest.raises(RunError, match=r"not have its value|not on the same|parameters alone"):
+        float(sum(p.norm() for p in stage.target.parameters()))
+    follow(whole)
+    stage.load_full(whole.state_dict())
+    follow(reference)
+    for name, tensor in stage.full_state_dict().items():
+        close(tensor, reference.get_parameter(name), name)
+
+
+@pytest.mark.parametrize("stages", [["target"], ["online.1"], ["target.1"]])
+def test_parts_of_two_ranks_are_not_averaged_by_mistake(
+    world: Processes, stages: list[str]
+) -> None:
+    world.run(averaged, stages, num=2)
+
+
 def without_the_model(path: Path) -> None:
     stage = partc.load(path).module()
     there = HALVES[1 - dist.get_rank()]
