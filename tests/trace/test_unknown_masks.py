@@ -20,7 +20,7 @@ class Translator(nn.Module):
 
 
 def loss_of(model: nn.Module, source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    found: Tensor = model(source, target, mask).square().mean()
+    found: Tensor = (model(source, target, mask) - target).square().mean()
     return found
 
 
