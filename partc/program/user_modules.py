@@ -8,6 +8,7 @@ module, so hooks, new tensors and new modules would do nothing: they are refused
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
@@ -36,6 +37,9 @@ _HABITS = {  # what scripts ask of other wrappers: what to do with a stage
     "module": "Leave .module out: a stage is no wrapper, and has the model's attributes itself.",
     "no_sync": "Leave it out: gradients add up until zero_grad(); or compile with microbatches=.",
 }
+
+
+_WRITERS = "save_pretrained", "push_to_hub"  # methods that write the memory of all tensors
 
 
 class NoAttributeError(UsageError, AttributeError):
@@ -121,7 +125,8 @@ class UserModules(nn.Module):
                 raise
             root = self.__dict__.get("like_model")
             if hasattr(root, name):
-                return getattr(root, name)
+                found = getattr(root, name)
+                return _given_whole(name, found) if name in _WRITERS else found
             raise self._no_attribute(name, root) from error
 
     def _no_attribute(self, name: str, root: nn.Module | None) -> NoAttributeError:
@@ -193,6 +198,24 @@ class UserModules(nn.Module):
             do="Save stage.full_state_dict(), or call partc.save_checkpoint on all ranks; "
             "copy.deepcopy(stage) copies it.",
         )
+
+
+def _given_whole(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that writes a model's tensors, which has to be given whole ones."""
+
+    @functools.wraps(plain)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is not None and name == _WRITERS[0]:
+            return plain(*args, **kwargs)
+        raise RunError(
+            where=f"stage.{name}",
+            what="it would write this rank's pieces of the tensors",
+            why="the parameters of a stage are DTensors, and of its own stage alone in a pipeline",
+            do="Call whole = stage.full_state_dict() on all ranks, and then on one "
+            "stage.save_pretrained(folder, state_dict=whole); or load it into the model.",
+        )
+
+    return checked
 
 
 # registrations -------------------------------------------------------------------------------
