@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import partc
+from partc.errors import RunError
 from partc.verification.processes import Processes
-from tests.program.families import begun, close, gan, maker_loss
+from tests.program.families import Gan, begun, close, gan, maker_loss
 
 pytestmark = pytest.mark.gloo
 Loss = Callable[..., Tensor]
@@ -64,6 +65,40 @@ def trained(ranks: int, microbatches: int) -> None:
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 1)])
 def test_losses_of_some_stages(world: Processes, ranks: int, microbatches: int) -> None:
     world.run(trained, ranks, microbatches, num=ranks)
+
+
+class Sampled(Gan):
+    """Two halves, of which the forward of the whole is the first."""
+
+    def forward(self, noise: Tensor) -> Tensor:
+        y: Tensor = self.maker(noise)
+        return y
+
+
+def sampled(mesh: str, options: dict[str, Any]) -> None:
+    model, noise = Sampled().double(), drawn(maker_loss, 0)
+    program = partc.compile(model, mesh, (noise,), loss=maker_loss, **options)
+    reference = Sampled().double()
+    stage = begun(program, reference)
+    close(stage.step(noise), maker_loss(reference, noise), "loss")
+    stage.eval()
+    with torch.no_grad():
+        close(stage(noise), reference(noise), "samples")
+        with pytest.raises(RunError, match="let the model's forward return"):
+            stage.maker(noise)
+
+
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("dp=2", {"plan": "fsdp"}),
+    ("pp=2", {"plan": "ddp", "stages": ["critic"]}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "options"), LAYOUTS)
+def test_a_generator_is_the_forward_of_its_model(
+    world: Processes, mesh: str, options: dict[str, Any]
+) -> None:
+    world.run(sampled, mesh, options, num=2)
 
 
 class Headed(nn.Module):
