@@ -109,7 +109,8 @@ def keep_stages(graph: Graph, plan: Plan) -> dict[str, object]:
 @calls(assigning.assign_stages)
 def assign_stages(graph: Graph, plan: Plan) -> None:
     """Say of every call which stage computes it."""
-    assigning.assign_stages(graph, graph.kept.points if graph.kept else plan.stages)
+    points = graph.kept.points if graph.kept else plan.stages
+    assigning.assign_stages(graph, points, {} if graph.kept else plan.homes)
 
 
 @calls(layout_mesh)

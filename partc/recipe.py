@@ -17,12 +17,16 @@ from torch import Tensor, nn
 from partc.collecting import no_collecting
 from partc.compile_cache import CompileCache, Request, cache_of
 from partc.errors import RunError, TraceError, UsageError
+from partc.graph import Graph
 from partc.lowering import table
+from partc.passes.shard.find_batch import batch_of_forward
 from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.plan.sharding import Layout, R
 from partc.program import Program, check_model
 from partc.program.autocast import within
 from partc.program.batch_fit import Rows
+from partc.program.forward_batch import example_of, guessed
 from partc.program.holders import Holders
 from partc.program.wanted import Mode, Wanted
 from partc.schedules.csv_form import CSV, read_csv, write_csv
@@ -100,7 +104,10 @@ class Recipe:
         """
         plan = _plan_of(first, wanted)
         with self.as_wanted(wanted.mode, first):
-            step = Traced(self.model, self._given(wanted, first), self.loss, wanted.kind)
+            given = self._given(wanted, first)
+            cuts = first.forward_batch.entries(given.names, wanted)
+            plan = plan if cuts is None else plan.changed(inputs=cuts)
+            step = Traced(self.model, given, self.loss, wanted.kind)
             made = self.compile(step, first.mesh, plan)
         return replace(made, made_for=wanted, recipe=self, hooks=first.hooks)
 
@@ -124,6 +131,23 @@ class Recipe:
     def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> Given:
         """What the model's forward is given by a call."""
         return Given.of_call(self.model, args, named)
+
+    def batch_of(
+        self, wanted: Wanted, first: Program, steps: Mapping[str, Layout]
+    ) -> Sequence[Layout]:
+        """Along which dim each input of a forward has the batch, R for none."""
+        with self.as_wanted(wanted.mode, first):
+            names = self._given(wanted, first).names
+            guess = guessed(names, wanted, steps)
+            try:
+                graph = self._forward(example_of(names, wanted, guess), first)
+            except TraceError:  # the guess is wrong
+                graph = self._forward(wanted, first)
+        found = batch_of_forward(graph, guess)
+        return [found.get(name, R) for name in names]
+
+    def _forward(self, wanted: Wanted, first: Program) -> Graph:
+        return Traced(self.model, self._given(wanted, first), self.loss, "forward").graph()
 
     def _given(self, wanted: Wanted, first: Program) -> Given:
         """The arguments of the first program's loss, or of a forward, with tensors of a batch."""
@@ -308,9 +332,12 @@ def _plan_of(first: Program, wanted: Wanted) -> Plan:
 
 def _kept(first: Program) -> Plan:
     """The first program's plan for another graph; what it does not read is whole on every rank."""
-    plan, aside = Plan.parse(first.plan), Holders.of(first).aside
-    params = {**plan.params, **{name: {} for name in aside}}
-    return plan.changed(params=params, notes=(), overlap_pieces=1, of_another=True)
+    plan, holders = Plan.parse(first.plan), Holders.of(first)
+    params = {**plan.params, **{name: {} for name in holders.aside}}
+    # With several stages on a rank the rank does not say which of them has a parameter.
+    one_each = len(plan.stages) + 1 == first.mesh.pipeline_ranks
+    homes = {n: at[0] for n, at in holders.places.items() if one_each and len(at) == 1}
+    return plan.changed(params=params, notes=(), overlap_pieces=1, of_another=True, homes=homes)
 
 
 def _part(order: str, kinds: str, num: int) -> str:

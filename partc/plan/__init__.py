@@ -97,9 +97,10 @@ class Plan:
     ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
     has names of values that no written pattern may fit, since their layouts differ from those of
     the values that the pattern stands for. ``of_another``: the plan is that of another program of
-    the model, and entries for what this one does not have are left out. ``other_passes`` are passes
-    of users' packages that took part in the compile which wrote the plan, and ``left_out`` passes
-    of partc that did not; both are comments at the head of the text.
+    the model, and entries for what this one does not have are left out; ``homes`` has the
+    stage of that program on which each parameter lies. ``other_passes`` are passes of users'
+    packages that took part in the compile which wrote the plan, and ``left_out`` passes of partc
+    that did not; both are comments at the head of the text.
     """
 
     mesh: Mesh | None = None
@@ -140,6 +141,7 @@ class Plan:
     local_steps: LocalSteps | None = None
     apart: frozenset[str] = field(default=frozenset(), compare=False)
     of_another: bool = field(default=False, compare=False)
+    homes: Mapping[str, int] = field(default_factory=dict, compare=False)
     other_passes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 

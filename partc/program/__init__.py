@@ -30,6 +30,7 @@ from partc.program.expected import Expectation
 from partc.program.farewell import tell_at_exit
 from partc.program.fixed_text import FixedText
 from partc.program.folders import CONSTANTS
+from partc.program.forward_batch import ForwardBatch
 from partc.program.hooks import read_hooks, write_hooks
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
 from partc.program.not_a_stage import NotAStage
@@ -241,6 +242,8 @@ class Program(NotAStage):
 
         choices = choices_of(partial, pad, most_programs, self.inputs)
         return start_stage(self, device, mesh, choices)
+
+    forward_batch = cached_property(ForwardBatch)
 
     data_world = property(reads_rows.data_world)
     data_rank = reads_rows.data_rank

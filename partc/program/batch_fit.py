@@ -13,10 +13,18 @@ from torch.nn import functional as F
 from partc.errors import RunError
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.plan.sharding import Layout, R
 from partc.program.wanted import Wanted
 
 if TYPE_CHECKING:
     from partc.program import Program
+
+
+Forward = Callable[[Wanted], Sequence[Layout] | None]
+
+
+def _usual(wanted: Wanted) -> None:
+    """Along dim 0."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +32,16 @@ class Rows:
     """How the rows of a batch are shared, by the plan of a stage's first program.
 
     ``cuts``: of each input, by name and in order, into how many pieces data ranks cut each dim.
-    ``most``: pieces of an input that the first program does not have, on dim 0.
+    ``most``: pieces of an input that the first program does not have, on dim 0, or as ``forward``
+    says.
     """
 
     cuts: Mapping[str, Mapping[int, int]]
     most: int
+    forward: Forward = _usual
 
     @classmethod
-    def of(cls, plan: Plan, mesh: Mesh, names: Sequence[str]) -> Rows:
+    def of(cls, plan: Plan, mesh: Mesh, names: Sequence[str], forward: Forward = _usual) -> Rows:
         tables = {name: plan.stored(name, plan.inputs) for name in names}
         cuts = {
             name: {
@@ -40,10 +50,17 @@ class Rows:
             }
             for name, table in tables.items()
         }
-        return cls(cuts, max((num for dims in cuts.values() for num in dims.values()), default=1))
+        most = max((num for dims in cuts.values() for num in dims.values()), default=1)
+        return cls(cuts, most, forward)
 
     def sizes(self, wanted: Wanted) -> Iterator[tuple[int, int, int, int]]:
         """Of every dim that data ranks cut: number of the input, dim, rows, pieces."""
+        layouts = self.forward(wanted)
+        if layouts is not None:
+            for i, ((shape, _), each) in enumerate(zip(wanted.inputs, layouts, strict=True)):
+                if each != R:
+                    yield i, each.dim, shape[each.dim], self.most
+            return
         by_name = list(self.cuts.values())
         if wanted.kind == "forward" or len(by_name) != len(wanted.inputs):
             by_name = [{0: self.most}] * len(wanted.inputs)
@@ -77,10 +94,11 @@ class Pieces:
     """How a batch of one rank and that of all are related: the same, or the rank has a piece.
 
     ``of``: of each input, by name and in order, how many pieces ranks have along each dim; empty
-    where all have the whole batch.
+    where all have the whole batch. ``forward``: along which dims forwards have it, if not dim 0.
     """
 
     of_each: tuple[Mapping[int, int], ...] = ()
+    forward: Forward = _usual
 
     @classmethod
     def of(cls, program: Program) -> Pieces:
@@ -88,7 +106,7 @@ class Pieces:
             {dim: prod(program.mesh.size(a) for a, d, _ in cuts if d == dim) for _, dim, _ in cuts}
             for cuts in (program.dealt.get(name, ()) for name in program.inputs)
         ]
-        return cls(tuple(found) if any(found) else ())
+        return cls(tuple(found) if any(found) else (), program.forward_batch.layouts)
 
     def whole(self, wanted: Wanted) -> Wanted:
         """The batch of all ranks, where each has one like this."""
@@ -116,6 +134,10 @@ class Pieces:
             yield from self.of_each
             return
         most = max(num for dims in self.of_each for num in dims.values())
+        layouts = self.forward(wanted)
+        if layouts is not None:
+            yield from ({} if each == R else {each.dim: most} for each in layouts)
+            return
         first = max((shape[0] for shape, _ in wanted.inputs if shape), default=1)
         for shape, _ in wanted.inputs:
             yield {0: most} if shape and (shape[0] > 1 or first == 1) else {}

@@ -1,29 +1,42 @@
 """What the modules of one pipeline rank say of tensors that other pipeline ranks hold.
 
-``stage.blocks.7.norm.weight`` of another rank's stage is refused by name. A module that has all its
+``stage.blocks.7.norm.weight`` of another rank's stage is refused by name. A module that has
 parameters elsewhere gives empty stand-ins for them, so that an optimizer over
-``stage.maker.parameters()`` can be made on every rank; it drops them before it steps.
+``stage.maker.parameters()`` can be made on every rank; it drops them before it steps. So is one
+over no parameters, ``(p for p in stage.parameters() if p.requires_grad)``, on a rank that has none
+to train.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
 
 from partc.errors import RunError
 from partc.program.holders import Holders
 
 NAMES = "parameters", "named_parameters"  # the methods that give a module's parameters
+_READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
 _HOOKS: list[Any] = []
+_ROOTS: WeakSet[nn.Module] = WeakSet()  # stages of pipelines
 
 
 class ElsewhereError(RunError, AttributeError):
     """An attribute of a module is on other pipeline ranks; ``hasattr`` says no."""
+
+
+class EmptyError(RunError, ValueError):
+    """An optimizer over no parameters, which torch refuses by ValueError."""
 
 
 class Table(dict[str, Any]):
@@ -51,55 +64,152 @@ class Table(dict[str, Any]):
 
 
 class StandIn(nn.Parameter):
-    """A parameter that another pipeline rank has, ``f32[0]``: it has no gradient and no state."""
+    """A parameter that another pipeline rank has, ``f32[0]``: it has no gradient and no state.
+
+    What is computed from stand-ins alone is one too; its value, and that with a tensor of this
+    rank, are refused. ``called``: its name.
+    """
+
+    called = "a parameter"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # fmt: skip
+        name = getattr(func, "__name__", str(func))
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        mine = next((x for x in tensors if isinstance(x, StandIn)), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            others = any(_has_values(x) for x in tensors)
+            if mine is not None and (others or name in _READS):
+                raise _mixed(name, mine) if others else _unknown(name, mine)
+            return tree_map(partial(_as_stand_in, mine), func(*args, **(kwargs or {})))
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether it is no stand-in, and no plain number."""
+    return not isinstance(x, StandIn) and (isinstance(x, DTensor) or x.dim() > 0)
+
+
+def _as_stand_in(of: StandIn | None, result: Any) -> Any:
+    """What was computed from stand-ins, as one of the same name."""
+    if of is None or not isinstance(result, Tensor) or isinstance(result, StandIn):
+        return result
+    made = result.as_subclass(StandIn)
+    made.called = of.called
+    return made
 
 
 class _Parameters:
-    """``parameters`` or ``named_parameters`` of a module whose own are all elsewhere."""
+    """``parameters`` or ``named_parameters`` of a module that has some of its own elsewhere.
 
-    def __init__(self, each: Mapping[str, StandIn], *, named: bool) -> None:
-        self.each, self.named = each, named
+    ``each``: stand-ins by the name of all of its parameters, in the model's order, of which those
+    are taken that the module has not; None for one without. So two parts of a model can be walked
+    side by side.
+    """
+
+    def __init__(
+        self, module: nn.Module, each: Mapping[str, StandIn | None], *, named: bool
+    ) -> None:
+        self.module, self.each, self.named = module, each, named
 
     def __call__(
         self, prefix: Any = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[Any]:
         # `parameters` has `recurse` first
         start, deep = (prefix, recurse) if self.named else ("", prefix is not False and recurse)
-        for name, param in self.each.items():
-            if deep or "." not in name:
-                yield (f"{start}.{name}" if start else name, param) if self.named else param
+        for name, param in self._in_order(deep, remove_duplicate):
+            yield (f"{start}.{name}" if start else name, param) if self.named else param
+
+    def _in_order(self, deep: bool, once: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        own = dict(nn.Module.named_parameters(self.module, "", deep, remove_duplicate=False))
+        names = {**{n: None for n in self.each if deep or "." not in n}, **dict.fromkeys(own)}
+        seen: set[Any] = set()
+        for name in names:
+            param = own[name] if name in own else self.each[name]
+            key = param.called if isinstance(param, StandIn) else param
+            if param is not None and not (once and key in seen):
+                seen.add(key)
+                yield name, param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Parameters:
-        return _Parameters(copy.deepcopy(self.each, memo), named=self.named)
+        module, each = copy.deepcopy((self.module, self.each), memo)
+        return _Parameters(module, each, named=self.named)
 
 
 def say_elsewhere(root: nn.Module, holders: Holders, device: torch.device) -> None:
     """Note in the modules under ``root``, a stage, the tensors that only other ranks have."""
     firsts = {**{name: name for name in holders.shards}, **holders.aliases}
-    inside: dict[str, dict[str, torch.dtype]] = {}  # parameters by module, with the rest of a name
-    for name, first in firsts.items():
+    inside: dict[str, dict[str, str]] = {}  # first names of parameters by module, and rest of name
+    for name in sorted(firsts, key=holders.order.get):  # type: ignore[arg-type]
+        first = firsts[name]
         is_param = first in holders.params
         if first in holders.places:
             _note(root, name, "_parameters" if is_param else "_buffers", holders.places[first])
         at = name.find(".")
-        while is_param and at >= 0:
-            inside.setdefault(name[:at], {})[name[at + 1 :]] = holders.shards[first].dtype
+        while (is_param or first in holders.aside) and at >= 0:
+            inside.setdefault(name[:at], {})[name[at + 1 :]] = first
             at = name.find(".", at + 1)
     for path, module in root.named_modules():
-        _give_stand_ins(module, inside.get(path, {}), device)
+        names = inside.get(path, {})
+        each = {n: _stand_in(first, holders, device) for n, first in names.items()}
+        _give_stand_ins(module, each)
+    if holders.params & {*holders.places}:
+        _ROOTS.add(root)
+        _watch_optimizers()
 
 
-def _give_stand_ins(
-    module: nn.Module, dtypes: Mapping[str, torch.dtype], device: torch.device
-) -> None:
-    """Let a module that has none of its parameters here, of these dtypes, give empty ones."""
+def _stand_in(name: str, holders: Holders, device: torch.device) -> StandIn | None:
+    if name not in holders.params:
+        return None
+    made = StandIn(torch.empty(0, dtype=holders.shards[name].dtype, device=device))
+    made.called = name
+    return made
+
+
+def _give_stand_ins(module: nn.Module, each: Mapping[str, StandIn | None]) -> None:
+    """Let a module that has not all of these parameters here give stand-ins in their place."""
     for name in NAMES:
         vars(module).pop(name, None)
-    if dtypes and not any(True for _ in module.parameters()):
-        each = {n: StandIn(torch.empty(0, dtype=d, device=device)) for n, d in dtypes.items()}
-        vars(module).update({n: _Parameters(each, named=n != NAMES[0]) for n in NAMES})
-        if not _HOOKS:
-            _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+    here = dict(module.named_parameters(remove_duplicate=False))
+    if any(name not in here for name, made in each.items() if made is not None):
+        made = {name: _Parameters(module, each, named=name != NAMES[0]) for name in NAMES}
+        vars(module).update(made)
+
+
+def _watch_optimizers() -> None:
+    """Let optimizers drop stand-ins before they step, and be made over nothing where that is right;
+    once in a process.
+    """
+    if _HOOKS:
+        return
+    _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+    plain = Optimizer.__init__
+
+    @functools.wraps(plain)
+    def made(self: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(params, Tensor):
+            params = list(params) or _for_none(type(self).__name__)
+        plain(self, params, *args, **kwargs)
+
+    Optimizer.__init__ = made  # type: ignore[method-assign]
+
+
+def _for_none(optimizer: str) -> list[nn.Parameter]:
+    """What an optimizer over no parameters is made over: a stand-in where this rank trains none.
+
+    A rank that does train some refuses it, as torch would, so that not all ranks train nothing.
+    """
+    roots = [*_ROOTS]
+    if roots and all(any(p.requires_grad for p in root.parameters()) for root in roots):
+        raise EmptyError(
+            where=f"{optimizer}(...)",
+            what="it got an empty parameter list on this pipeline rank, which trains others",
+            why="parameters of other pipeline ranks are not in stage.parameters()",
+            do="Take those of a part, Adam(stage.head.parameters()), which every rank gives, or "
+            "make the optimizer over groups, of which some may be empty.",
+        )
+    return [StandIn(torch.empty(0))] if roots else []
 
 
 def _note(module: nn.Module, name: str, kind: str, places: tuple[int, ...]) -> None:
@@ -144,6 +254,25 @@ def drop_stand_ins(optimizer: Optimizer) -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     drop_stand_ins(optimizer)
+
+
+def _mixed(call: str, param: StandIn) -> RunError:
+    return RunError(
+        where=f"{call} of {param.called} and another tensor",
+        what="they are not on the same pipeline rank",
+        why="the parts that are computed with each other lie on several stages",
+        do="Compute it of whole tensors: whole = stage.full_state_dict() on all ranks, then "
+        "stage.load_full(whole); or let both parts lie in one stage (stages=).",
+    )
+
+
+def _unknown(call: str, param: StandIn) -> RunError:
+    return RunError(
+        where=f"{call} of {param.called}",
+        what="this pipeline rank does not have its value",
+        why="it belongs to another stage of the pipeline",
+        do="Call stage.full_state_dict() on all ranks, which has every tensor whole.",
+    )
 
 
 def _elsewhere(name: str, places: tuple[int, ...]) -> ElsewhereError:

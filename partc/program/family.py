@@ -81,7 +81,8 @@ class Family:
         self.members = {program.wanted: first}
         self._plan = Plan.parse(program.plan)
         self._calls = Calls(program, lambda: self.programs.values())
-        self._rows = Rows.of(self._plan, program.mesh, list(program.inputs))
+        forward = program.forward_batch.layouts
+        self._rows = Rows.of(self._plan, program.mesh, list(program.inputs), forward)
         self._pieces, self._uneven = Pieces.of(program), UnevenRows.of(program)
         varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
         self._same = SameChoice() if varies else None

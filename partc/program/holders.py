@@ -30,6 +30,7 @@ class Holders:
     aside: Mapping[str, Shard]  # tensors that no step reads, kept on every rank for checkpoints
     places: Mapping[str, tuple[int, ...]]  # all pipeline ranks that hold it, but of those aside
     params: frozenset[str]  # the parameters among them; the others are buffers
+    order: Mapping[str, int]  # the place of each name in the model
 
     @classmethod
     def of(cls, program: Program) -> Holders:
@@ -52,7 +53,9 @@ class Holders:
         }
         params = frozenset(shard.name for role in roles for shard in role.params)
         first |= dict.fromkeys(aside, 0)
-        return cls({**shards, **aside}, first, aliases, aside, places, params)
+        names = dict.fromkeys([*program.fingerprint.tensors, *shards, *aside, *aliases])
+        order = {name: number for number, name in enumerate(names)}
+        return cls({**shards, **aside}, first, aliases, aside, places, params, order)
 
     def is_first_stage(self, shard: Shard, coords: Mapping[str, int]) -> bool:
         """Whether ``coords`` are on the first pipeline rank that holds a tensor."""

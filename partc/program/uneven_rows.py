@@ -18,6 +18,7 @@ from torch import Tensor
 
 from partc.plan import Plan
 from partc.plan.batch import Dealt
+from partc.plan.sharding import R
 from partc.program import Program
 from partc.program.batch_fit import Pieces
 from partc.program.wanted import Wanted
@@ -57,6 +58,9 @@ class UnevenRows:
         """The batch of all rows, given what every rank has; None if ranks differ in more."""
         mine = [self.pieces.mine(wanted) for wanted in each]
         dims, first = self._dims(each), mine[0]
+        layouts = self.pieces.forward(each[0]) or ()
+        if any(layout != R and layout.outer != 1 for layout in layouts):
+            return None
         if any(self._without_rows(m, dims) != self._without_rows(first, dims) for m in mine):
             return None
         shapes = [list(shape) for shape, _ in first.inputs]

@@ -8,6 +8,7 @@ module, so hooks, new tensors and new modules would do nothing: they are refused
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
@@ -40,6 +41,7 @@ _HABITS = {  # what scripts ask of other wrappers: what to do with a stage
 
 
 NEARLY = 0.75  # from how alike on a method of torch's is what a script may mean
+_WRITERS = "save_pretrained", "push_to_hub"  # methods that write the memory of all tensors
 
 
 def _parts(model: str, names: list[str]) -> str:
@@ -134,7 +136,8 @@ class UserModules(nn.Module):
                 raise
             root = self.__dict__.get("like_model")
             if hasattr(root, name):
-                return getattr(root, name)
+                found = getattr(root, name)
+                return _given_whole(name, found) if name in _WRITERS else found
             raise self._no_attribute(name, root) from error
 
     def _no_attribute(self, name: str, root: nn.Module | None) -> NoAttributeError:
@@ -211,6 +214,24 @@ class UserModules(nn.Module):
         )
 
 
+def _given_whole(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that writes a model's tensors, which has to be given whole ones."""
+
+    @functools.wraps(plain)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is not None and name == _WRITERS[0]:
+            return plain(*args, **kwargs)
+        raise RunError(
+            where=f"stage.{name}",
+            what="it would write this rank's pieces of the tensors",
+            why="the parameters of a stage are DTensors, and of its own stage alone in a pipeline",
+            do="Call whole = stage.full_state_dict() on all ranks, and then on one "
+            "stage.save_pretrained(folder, state_dict=whole); or load it into the model.",
+        )
+
+    return checked
+
+
 # registrations -------------------------------------------------------------------------------
 _KEPT: WeakSet[nn.Module] = WeakSet()  # the modules of stages
 _HOOKS: list[Any] = []
@@ -256,7 +277,8 @@ _WHY = {
     "forward": (
         "it computes nothing by itself, also where a method of the model (generate) calls it",
         "Call stage(...) or stage.step(...), which are the whole program; what a method does "
-        "around the forward write over stage(...), behind stage.eval().",
+        "around the forward write over stage(...), behind stage.eval(). What a part alone computes "
+        "(a generator's samples) let the model's forward return: stage(...) runs only that.",
     ),
     "_apply": ("it cannot be moved or cast by itself", "Call .to() on the whole stage."),
     "pickle": ("it has this rank's pieces of the tensors alone", "Save stage.full_state_dict()."),

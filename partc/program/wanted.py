@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from partc.plan.sharding import dtype_name
+from partc.plan.sharding import Layout, dtype_name
 from partc.program.autocast import check_autocast
 from partc.trace.arguments import Given
 from partc.trace.record import Kind
@@ -89,6 +89,14 @@ class Recipe(Protocol):
 
     def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> Given:
         """What the model's forward is given by a call."""
+        ...
+
+    def batch_of(
+        self, wanted: Wanted, first: Program, steps: Mapping[str, Layout]
+    ) -> Sequence[Layout]:
+        """Along which dim each input of a forward has the batch, R for none, where the inputs of
+        the steps have it as ``steps`` says.
+        """
         ...
 
     def ignores(

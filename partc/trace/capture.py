@@ -54,6 +54,7 @@ from partc.trace.ran import not_noting_code, noting_code
 from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here
 from partc.trace.step_objects import StepObjects
+from partc.trace.unknown_masks import masks_read
 from partc.trace.untouched import untouched
 
 Objective = Callable[..., Any]
@@ -230,7 +231,8 @@ class TracedStep:
         with (
             _no_warning(), untouched(model), restored(reach), module_scopes(model),
             quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
-            cuda_autocast_on_cpu(), unchecked_distributions(), portable_kernels(), mode,
+            cuda_autocast_on_cpu(), unchecked_distributions(), masks_read(), portable_kernels(),
+            mode,
         ):  # fmt: skip
             yield
 

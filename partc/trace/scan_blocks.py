@@ -49,6 +49,7 @@ from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
 from partc.trace.portable_kernels import portable_kernels
 from partc.trace.quiet_run import converted_to_themselves, quiet_generator
+from partc.trace.unknown_masks import masks_read
 from partc.trace.unseen_backward import NoHooks, Unequal, check_backward
 from partc.trace.untouched import untouched
 
@@ -229,7 +230,7 @@ def _run(
     with ExitStack() as stack:
         for entered in (
             quiet_generator(), quiet_log(), converted_to_themselves(), cuda_autocast_on_cpu(),
-            portable_kernels(), unchecked_distributions(), untouched(model),
+            portable_kernels(), unchecked_distributions(), masks_read(), untouched(model),
             restored(Reach.of(model, objective)), skipping(model, folds),
         ):  # fmt: skip
             stack.enter_context(entered)

@@ -20,7 +20,7 @@ from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program.optimizers import check_of_stage
 from partc.program.start import group_backend
-from partc.wrappers.lightning_errors import manual, other_division
+from partc.wrappers.lightning_errors import default_dtype, manual, other_division
 from partc.wrappers.lightning_module import Compiled
 from partc.wrappers.lightning_served import ServedByStage
 from partc.wrappers.lightning_step import loss_of, replay
@@ -83,6 +83,9 @@ class Strategy(ServedByStage):
         """Compile the step for the first batch, and give the module the stage's parameters."""
         if not self.lightning_module.automatic_optimization:
             raise manual(self.lightning_module)
+        precision = str(self.precision_plugin.precision)
+        if precision.endswith("-true") and precision != "32-true":
+            raise default_dtype(precision)
         inputs = self._example(trainer)
         autocast = self.precision_plugin.forward_context
         compiled, loss = Compiled(self.lightning_module, autocast), loss_of(autocast)

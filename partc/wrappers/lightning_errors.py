@@ -16,6 +16,18 @@ def manual(module: Any) -> UsageError:
     )
 
 
+def default_dtype(precision: str) -> UsageError:
+    made = "module.double()" if precision.startswith("64") else "module.to(torch.bfloat16)"
+    return UsageError(
+        where=f"Trainer(precision={precision!r})",
+        what="a precision that changes torch's default dtype is not served",
+        why="a program runs where the default is float32, and tensors that a step makes without a "
+        "dtype would have another one",
+        do=f"Leave precision= out, train {made} on batches of that dtype, and name the dtypes of "
+        'tensors that training_step makes; or take precision="bf16-mixed".',
+    )
+
+
 def other_division(cut: int, read: int) -> UsageError:
     return UsageError(
         where="the plan's [inputs]",

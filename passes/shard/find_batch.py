@@ -68,8 +68,11 @@ def notes_on(new: Mapping[str, Cuts]) -> list[str]:
 
 
 def _deals(plan: Plan, mesh: Mesh) -> bool:
-    """Whether a batch is dealt out to ranks or microbatches, or may be."""
-    return mesh.is_open or mesh.num_ranks > 1 or plan.microbatches > 1
+    """Whether a batch is dealt out to ranks or microbatches, or may be.
+
+    A search may do so on any machines, of which a pass sees the axes alone.
+    """
+    return mesh.is_open or mesh.num_ranks > 1 or plan.microbatches > 1 or plan.preset == "auto"
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,22 @@ def batch_of(graph: Graph, pins: Mapping[str, Layout] | None = None) -> Found | 
         return Found(finder.with_others(best).batch, tuple(ties))
     fewer = finder.with_fewer(usual)
     return None if fewer is usual else Found(fewer.batch)
+
+
+def batch_of_forward(graph: Graph, guess: Mapping[str, Layout]) -> Batch:
+    """The batch of a forward beside a step, by the step's own: ``guess`` has some of its inputs.
+
+    Where nothing moves along the guess, or clearly less than along dim 0, it is the batch.
+    """
+    finder = _Finder(_forward_of(graph), {})
+    usual = finder.trial(dict.fromkeys(finder.free, cut(0)))
+    told = finder.trial(guess) if guess else None
+    if told is not None and (usual is None or told.cost <= usual.cost / CLEARLY):
+        return finder.with_others(told).batch
+    found = batch_of(graph) if usual is not None and usual.cost else None
+    if found is not None:
+        return found.batch
+    return usual.batch if usual else dict.fromkeys(finder.shapes, cut(0))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ them, and draws the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,13 +36,19 @@ aten = torch.ops.aten
 COPY = "#"  # between a tied parameter's name and the stage of a copy
 
 
-def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
+def assign_stages(
+    graph: Graph, points: Sequence[str], homes: Mapping[str, int] | None = None
+) -> Graph:
     """Set ``stage`` of every call; ``points`` are the module paths at which stages 1, 2, ... begin.
+
+    ``homes`` has the stages of parameters by another step of the model: where this one does not
+    run a module of ``points``, the stage begins with the first call that reads one of its own, or
+    with the last call of all, if that reads none.
 
     PlanError if a path names no module that runs, if the points are out of order, or if a backward
     call would need values of stages that cannot send them.
     """
-    starts = [_first_call(graph, point) for point in points]
+    starts = [_start(graph, n, point, homes or {}) for n, point in enumerate(points, start=1)]
     free = input_only(graph, draws=True)
     for node in (n for n in graph.fx.nodes if n.op == "placeholder"):
         update(node, stage=ANYWHERE)
@@ -61,7 +67,7 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
             forward = named.get(value(node).forward)
             wish = stage_of(forward) if forward is not None else lines.get(line, ANYWHERE)
             update(node, stage=_backward_stage(node, wish, len(points)))
-    _check_order(points, starts)
+    _check_order(points, starts, homes)
     _give_results(graph, len(points))
     return untie(graph)
 
@@ -85,20 +91,34 @@ def _give_results(graph: Graph, last: int) -> None:
     graph.set_outputs(replace(graph.outputs, results=results))
 
 
-def _first_call(graph: Graph, point: str) -> fx.Node:
-    """The first forward call of a module that computes with parameters or activations."""
+def _start(graph: Graph, number: int, point: str, homes: Mapping[str, int]) -> fx.Node | None:
+    """The call with which a stage begins; None for one without any."""
     free = input_only(graph, draws=True)
-    for node in graph.calls():
+    calls = [
+        node for node in graph.calls()
+        if value(node).phase == "F" and node not in free and not is_weight(node)
+    ]  # fmt: skip
+    for node in calls:
         path = value(node).module
-        inside = path == point or path.startswith(f"{point}.")
-        if inside and value(node).phase == "F" and node not in free and not is_weight(node):
+        if path == point or path.startswith(f"{point}."):
             return node
+    if homes:
+        at = [max((_home(o, homes) for o in n.all_input_nodes), default=-1) for n in calls]
+        own = next((n for n, home in zip(calls, at, strict=True) if home >= number), None)
+        return own or (calls[-1] if at[-1] < 0 else None)
     raise PlanError(
         where=f"stages, {point!r}",
         what="no such module runs",
         why="a stage begins at the first call of a module's forward",
         do=f"Name one of {', '.join(_blocks(graph)) or 'the modules that the model runs'}.",
     )
+
+
+def _home(node: fx.Node, homes: Mapping[str, int]) -> int:
+    """The last stage of the parameters of which an operand is computed alone; -1 without any."""
+    params = [o for o in (node, *ancestors(node)) if value(o).kind == "param"]
+    alone = node.op == "placeholder" or is_weight(node)
+    return max((homes.get(value(o).name, -1) for o in params), default=-1) if alone else -1
 
 
 def _blocks(graph: Graph) -> list[str]:
@@ -108,11 +128,15 @@ def _blocks(graph: Graph) -> list[str]:
     return (numbered or [p for p in paths if p])[:8]
 
 
-def _check_order(points: Sequence[str], starts: Sequence[fx.Node]) -> None:
+def _check_order(
+    points: Sequence[str], starts: Sequence[fx.Node | None], homes: Mapping[str, int] | None
+) -> None:
     for (a, first), (b, second) in zip(
         zip(points, starts, strict=True), zip(points[1:], starts[1:], strict=True), strict=False
     ):
-        if not first < second:
+        if second is None or (homes and first is second):
+            continue
+        if first is None or not first < second:
             raise PlanError(
                 where=f"stages, {b!r}",
                 what=f"it does not run after {a!r}",

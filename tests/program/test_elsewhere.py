@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,107 @@ def with_the_model() -> None:
 
 def test_each_half_of_a_pipeline_has_an_optimizer(world: Processes) -> None:
     world.run(trained_by_halves, num=2)
+
+
+def with_frozen_parts(folder: Path) -> None:
+    """A rank that has nothing to train makes the same optimizer as the others."""
+    model, reference = (gan().requires_grad_(False) for _ in range(2))
+    model.critic[2].requires_grad_()
+    reference.critic[2].requires_grad_()
+    noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    stage = partc.compile(
+        model, "pp=2", (noise,), loss=maker_loss, plan="ddp", stages=["critic"]
+    ).module()
+    ours, theirs = (
+        torch.optim.AdamW((p for p in each.parameters() if p.requires_grad), lr=1e-2)
+        for each in (stage, reference)
+    )
+    stage.step_on_pieces(ours)
+    schedule = torch.optim.lr_scheduler.StepLR(ours, 2)
+    for number in range(3):
+        reference.zero_grad()
+        ours.zero_grad()
+        expected = maker_loss(reference, noise)
+        close(stage.step(noise), expected, "loss")
+        expected.backward()
+        ours.step()
+        theirs.step()
+        schedule.step()
+        theirs.param_groups[0]["lr"] = schedule.get_last_lr()[0]
+        partc.save_checkpoint(folder, stage, ours, step=number)
+    for name, tensor in stage.full_state_dict().items():
+        close(tensor, reference.get_parameter(name), name)
+    partc.load_checkpoint(folder, stage, ours)
+    whole = stage.full_optim_state_dict(ours)
+    assert len(whole["state"]) == 2
+    stage.requires_grad_(True)
+    del ours
+    gc.collect()  # stages of other tests
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="empty parameter list on this pipeline rank"):
+            torch.optim.AdamW(p for n, p in stage.named_parameters() if n.startswith("maker"))
+
+
+def test_a_rank_without_trained_parameters_has_an_optimizer(
+    world: Processes, tmp_path: Path
+) -> None:
+    world.run(with_frozen_parts, tmp_path, num=2)
+
+
+class Averaged(nn.Module):
+    """A network, and another that follows it; all layers have the same shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = (
+            nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2)
+        )
+        self.target.requires_grad_(False)
+
+    def loss(self, x: Tensor) -> Tensor:
+        found: Tensor = (self.online(x) - self.target(x)).square().mean()
+        return found
+
+
+def averaged_loss(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = model.loss(x)
+    return found
+
+
+@torch.no_grad()
+def follow(model: Any) -> None:
+    for p, q in zip(model.online.parameters(), model.target.parameters(), strict=True):
+        q.lerp_(p, 0.25)
+
+
+def averaged(stages: list[str]) -> None:
+    torch.manual_seed(3)
+    model = Averaged().double()
+    reference, x = copy.deepcopy(model), torch.ones(4, 4, dtype=torch.float64)
+    stage = partc.compile(
+        model, "pp=2", (x,), loss=averaged_loss, plan="ddp", stages=stages
+    ).module()
+    close(stage.step(x), averaged_loss(reference, x), "loss")
+    names = [name for name, _ in reference.online.named_parameters()]
+    assert [name for name, _ in stage.online.named_parameters()] == names
+    whole = copy.deepcopy(reference)
+    whole.load_state_dict(stage.full_state_dict())
+    with pytest.raises(RunError, match=r"lerp_ of \w+.\d.weight and another tensor: they are not"):
+        follow(stage)
+    with pytest.raises(RunError, match=r"not have its value|not on the same|parameters alone"):
+        float(sum(p.norm() for p in stage.target.parameters()))
+    follow(whole)
+    stage.load_full(whole.state_dict())
+    follow(reference)
+    for name, tensor in stage.full_state_dict().items():
+        close(tensor, reference.get_parameter(name), name)
+
+
+@pytest.mark.parametrize("stages", [["target"], ["online.1"], ["target.1"]])
+def test_parts_of_two_ranks_are_not_averaged_by_mistake(
+    world: Processes, stages: list[str]
+) -> None:
+    world.run(averaged, stages, num=2)
 
 
 def without_the_model(path: Path) -> None:

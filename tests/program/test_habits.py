@@ -262,6 +262,28 @@ def test_pieces_of_one_rank_are_not_anothers(world: Processes, tmp_path: Path) -
 
 
 # torch.compile -------------------------------------------------------------------------------
+class Saved(Residuals):
+    """Writes its own tensors, as models of transformers do."""
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        torch.save(self.state_dict() if state_dict is None else state_dict, folder / "saved.pt")
+
+
+def saved_by_its_own_method(folder: Path) -> None:
+    model = Saved()
+    stage = partc.compile(model, "dp=2", batch_of(), loss=loss_of, plan="fsdp").module()
+    with pytest.raises(RunError, match=r"stage.save_pretrained: it would write this rank's pieces"):
+        stage.save_pretrained(folder)
+    whole = stage.full_state_dict()
+    if dist.get_rank() == 0:
+        stage.save_pretrained(folder, state_dict=whole)
+        model.load_state_dict(torch.load(folder / "saved.pt"))
+
+
+def test_a_models_own_method_writes_whole_tensors(world: Processes, tmp_path: Path) -> None:
+    world.run(saved_by_its_own_method, tmp_path, num=2)
+
+
 def compiled_by_torch(path: Path) -> None:
     stage, model = stage_of(path), model_of()
     fast = torch.compile(stage)

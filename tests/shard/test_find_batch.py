@@ -116,6 +116,15 @@ def test_pins_of_an_open_mesh() -> None:
     assert all(layout == cut(1) for layout in cuts.values())
 
 
+def test_a_search_over_machines_finds_the_batch() -> None:
+    model, batch, loss = words(8)
+    mesh = partc.Mesh.load("dgx-h100", devices=4)
+    program = partc.compile(model, mesh, batch, loss=loss, plan="auto")
+    partc.verify(program, model, batch, loss=loss).check()
+    notes = Plan.parse(program.plan).notes
+    assert any("data: the batch is { batch = 1 }" in note for note in notes)
+
+
 def test_an_odd_batch_says_what_helps() -> None:
     model, batch, loss = tokens(7)
     with pytest.raises(ShardingError, match=r"batch of 7 cannot be cut by dp=2(.|\n)*drop_last"):

@@ -239,4 +239,25 @@ def refused() -> dict[str, str]:
                 trainer.fit(kind(), Data(True))
             except Exception as error:
                 found[kind.__name__] = f"{type(error).__name__}: {error}"
-    return found
+    return found | {each: _of_precision(each) for each in ("64-true", "bf16-true", "32-true")}
+
+
+def _of_precision(precision: Any) -> str:
+    """What fitting a module in double precision says; "" where it is done."""
+    with _quietly():
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=Strategy("dp=1", plan="ddp"), max_steps=1,
+            precision=precision, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        )  # fmt: skip
+        try:
+            trainer.fit(Classifier().double(), _doubles())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _doubles() -> DataLoader[Any]:
+    rows = Rows(ROWS)
+    rows.x = rows.x.double()
+    return DataLoader(rows, batch_size=PER_STEP)

@@ -77,3 +77,6 @@ def test_what_a_program_would_not_do_is_refused(world: Processes) -> None:
     assert said["KeepsLoss"].startswith("RunError: KeepsLoss.last: a step sets it")
     assert said["Manual"].startswith("UsageError: Manual, automatic_optimization = False:")
     assert said["ChangesMode"].startswith("RunError: training_step, body: its train() or eval()")
+    for precision in ("64-true", "bf16-true"):
+        assert said[precision].startswith(f"UsageError: Trainer(precision={precision!r}):")
+    assert said["32-true"] == ""  # of a module and batches in float64
