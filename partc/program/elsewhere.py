@@ -13,11 +13,14 @@ import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
@@ -28,7 +31,10 @@ from partc.program.holders import Holders
 NAMES = "parameters", "named_parameters"  # the methods that give a module's parameters
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
 _HOOKS: list[Any] = []
-_ROOTS: WeakSet[nn.Module] = WeakSet()  # stages of pipelines
+_ROOTS: WeakSet[Any] = WeakSet()  # stages of pipelines
+_DROPPED: WeakKeyDictionary[Any, StandIn] = (
+    WeakKeyDictionary()
+)  # one of each optimizer that had any
 
 
 class ElsewhereError(RunError, AttributeError):
@@ -67,10 +73,11 @@ class StandIn(nn.Parameter):
     """A parameter that another pipeline rank has, ``f32[0]``: it has no gradient and no state.
 
     What is computed from stand-ins alone is one too; its value, and that with a tensor of this
-    rank, are refused. ``called``: its name.
+    rank, are refused. ``called``: its name; ``groups``: the stage's process groups, by axis.
     """
 
     called = "a parameter"
+    groups: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def __torch_function__(
@@ -137,7 +144,7 @@ class _Parameters:
         return _Parameters(module, each, named=self.named)
 
 
-def say_elsewhere(root: nn.Module, holders: Holders, device: torch.device) -> None:
+def say_elsewhere(root: Any, holders: Holders) -> None:
     """Note in the modules under ``root``, a stage, the tensors that only other ranks have."""
     firsts = {**{name: name for name in holders.shards}, **holders.aliases}
     inside: dict[str, dict[str, str]] = {}  # first names of parameters by module, and rest of name
@@ -152,18 +159,18 @@ def say_elsewhere(root: nn.Module, holders: Holders, device: torch.device) -> No
             at = name.find(".", at + 1)
     for path, module in root.named_modules():
         names = inside.get(path, {})
-        each = {n: _stand_in(first, holders, device) for n, first in names.items()}
+        each = {n: _stand_in(first, holders, root) for n, first in names.items()}
         _give_stand_ins(module, each)
     if holders.params & {*holders.places}:
         _ROOTS.add(root)
         _watch_optimizers()
 
 
-def _stand_in(name: str, holders: Holders, device: torch.device) -> StandIn | None:
+def _stand_in(name: str, holders: Holders, root: Any) -> StandIn | None:
     if name not in holders.params:
         return None
-    made = StandIn(torch.empty(0, dtype=holders.shards[name].dtype, device=device))
-    made.called = name
+    made = StandIn(torch.empty(0, dtype=holders.shards[name].dtype, device=root.device))
+    made.called, made.groups = name, root.groups
     return made
 
 
@@ -193,6 +200,34 @@ def _watch_optimizers() -> None:
         plain(self, params, *args, **kwargs)
 
     Optimizer.__init__ = made  # type: ignore[method-assign]
+    unscale = GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def unscaled(
+        self: GradScaler, optimizer: Optimizer, inverse: Tensor, found: Tensor, *args: Any
+    ) -> Any:
+        absent = _without_gradients(optimizer)
+        if absent is not None:
+            return _verdict(found, absent)
+        return unscale(self, optimizer, inverse, found, *args)
+
+    GradScaler._unscale_grads_ = unscaled  # type: ignore[method-assign, assignment]
+
+
+def _without_gradients(optimizer: Optimizer) -> StandIn | None:
+    """A stand-in of an optimizer that has nothing to step on this rank."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = next((p for p in params if isinstance(p, StandIn)), _DROPPED.get(optimizer))
+    if any(not isinstance(p, StandIn) and p.grad is not None for p in params):
+        return None
+    return mine
+
+
+def _verdict(found: Tensor, of: StandIn) -> dict[torch.device, Tensor]:
+    """Whether a gradient of the other ranks is infinite: they ask this rank too."""
+    for group in of.groups.values():
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return {found.device: found}
 
 
 def _for_none(optimizer: str) -> list[nn.Parameter]:
@@ -209,7 +244,11 @@ def _for_none(optimizer: str) -> list[nn.Parameter]:
             do="Take those of a part, Adam(stage.head.parameters()), which every rank gives, or "
             "make the optimizer over groups, of which some may be empty.",
         )
-    return [StandIn(torch.empty(0))] if roots else []
+    if not roots:
+        return []
+    made = StandIn(torch.empty(0, device=roots[-1].device))
+    made.groups = roots[-1].groups
+    return [made]
 
 
 def _note(module: nn.Module, name: str, kind: str, places: tuple[int, ...]) -> None:
@@ -249,7 +288,13 @@ def check_norm(params: Iterable[Tensor]) -> None:
 def drop_stand_ins(optimizer: Optimizer) -> None:
     """Take what other ranks have out of an optimizer's groups, which may then be empty."""
     for group in optimizer.param_groups:
+        for param in filter(_is_stand_in, group["params"]):
+            _DROPPED[optimizer] = param
         group["params"][:] = [p for p in group["params"] if not isinstance(p, StandIn)]
+
+
+def _is_stand_in(param: object) -> bool:
+    return isinstance(param, StandIn)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

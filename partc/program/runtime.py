@@ -362,5 +362,5 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             shown = self._shown[first].param if first in self._shown else tensor
             register_at(self, name, shown, saved)
         if self._tensors.pipeline is not None:
-            say_elsewhere(self, self._tensors.holders, self.device)
+            say_elsewhere(self, self._tensors.holders)
         self.keep_modules()

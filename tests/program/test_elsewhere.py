@@ -146,6 +146,34 @@ def test_a_rank_without_trained_parameters_has_an_optimizer(
     world.run(with_frozen_parts, tmp_path, num=2)
 
 
+def scaled_on_one_rank() -> None:
+    """A GradScaler has one verdict where all that an optimizer trains is on another rank."""
+    (model, program), noise = compiled(), torch.ones(8, 4, dtype=torch.float64)
+    stage = begun(program, model)
+    for of_part in (True, False):
+        stage.requires_grad_(True)
+        if not of_part:
+            stage.maker.requires_grad_(False)
+        mine = stage.critic if of_part else stage
+        ours = torch.optim.SGD((p for p in mine.parameters() if p.requires_grad), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for bad in (False, True, False):
+            stage.zero_grad()
+            stage.step(noise, scale=scaler.scale(torch.ones(())).item())
+            if bad and dist.get_rank() == 1:
+                next(stage.critic.parameters()).grad.to_local().fill_(torch.inf)
+            before = stage.full_state_dict()
+            scaler.step(ours)
+            scaler.update()
+            after = stage.full_state_dict()
+            assert bad is all(torch.equal(before[name], after[name]) for name in before)
+        assert scaler.get_scale() == 4.0
+
+
+def test_a_scaler_has_one_verdict_where_others_train(world: Processes) -> None:
+    world.run(scaled_on_one_rank, num=2)
+
+
 class Averaged(nn.Module):
     """A network, and another that follows it; all layers have the same shapes."""
 
