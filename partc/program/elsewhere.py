@@ -166,6 +166,14 @@ def say_elsewhere(root: Any, holders: Holders) -> None:
         _watch_optimizers()
 
 
+def stand_ins(root: Any, holders: Holders) -> dict[str, StandIn]:
+    """A stand-in for each parameter that other pipeline ranks have, by all of its names."""
+    firsts = {**{name: name for name in holders.shards}, **holders.aliases}
+    gone = {name: first for name, first in firsts.items() if first in holders.places}
+    each = {name: _stand_in(first, holders, root) for name, first in gone.items()}
+    return {name: made for name, made in each.items() if made is not None}
+
+
 def _stand_in(name: str, holders: Holders, root: Any) -> StandIn | None:
     if name not in holders.params:
         return None

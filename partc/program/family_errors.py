@@ -151,8 +151,7 @@ def alone_by_choice(most: int) -> Iterator[None]:
         raise RunError(
             where=error.where, what=error.what,
             why=f"{error.why}; module(most_programs=1) allows this stage no other program",
-            do="Leave most_programs out, and another shape is compiled when it comes; or pass what "
-            "was compiled.",
+            do=f"{error.do} Without most_programs=1 another shape is compiled when it comes.",
         ) from error  # fmt: skip
 
 

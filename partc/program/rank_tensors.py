@@ -203,6 +203,10 @@ class RankTensors:
         shard = self.shards[self.first_name(name)]
         return self.portable(shard, self.mean_of_islands(self.held[shard.name].detach()))
 
+    def shares_memory(self, name: str) -> bool:
+        """Whether ``as_dtensor`` of a tensor is over this rank's own memory, and no copy."""
+        return self.mesh.islands == 1 and expressible(self.shards[self.first_name(name)])
+
     def layouts(self) -> Layouts:
         """How users see this rank's pieces: as DTensors, where there is a mesh."""
         return Layouts(self._as_param, self._as_gradient, self.piece)

@@ -18,8 +18,9 @@ from partc.program import Program, residuals
 from partc.program.agreement import Agreement
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.clip import check_norm, clip_gradients
+from partc.program.copies import Writes, copied
 from partc.program.cpp_compiler import check_compiler
-from partc.program.elsewhere import say_elsewhere
+from partc.program.elsewhere import say_elsewhere, stand_ins
 from partc.program.family import Family
 from partc.program.loaded import Loaded
 from partc.program.members import Member
@@ -69,6 +70,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
         self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
         self._program, self._device_mesh = replace(program, origin=Origin()), mesh
+        self.writes = Writes()  # into copies that state_dict() gave
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
@@ -233,6 +235,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             LoadError: a name is missing or unknown, or a tensor has another shape.
         """
         check_flag(strict, "load_full(strict=...)")
+        self.writes.forget()
         self._tensors.load(whole_tensors(source), strict, self.shards)
 
     @of_other_ranks("full_state_dict")
@@ -241,6 +244,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
 
         All names of a tied tensor refer to one tensor. Of islands it is the mean of their copies.
         """
+        self.writes.check()
         self.check_together("full_state_dict")
         tensors = self._tensors
         names = list(tensors.saved_names(self.shards))
@@ -273,6 +277,12 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """How each tensor of the model is sharded, by name, whichever rank holds it."""
         return self._tensors.all_shards
 
+    def stand_ins(self) -> dict[str, nn.Parameter]:
+        """What stands for each parameter that other pipeline ranks have, by name."""
+        if self._tensors.pipeline is None:
+            return {}
+        return dict(stand_ins(self, self._tensors.holders))
+
     def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
         """This rank's shards by name, each with its cuts from the whole tensor."""
         held = self._tensors.held
@@ -300,9 +310,12 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         share memory with the parameters, except those that ``program/dtensors.py`` gathers, and
         those of islands: these are the mean of all copies.
         """
+        self.writes.check()
         state = {} if destination is None else destination
         for name in self._tensors.saved_names(self._tensors.shards):
             state[prefix + name] = self._tensors.as_dtensor(name)
+            if not self._tensors.shares_memory(name):
+                state[prefix + name] = copied(state[prefix + name], name, self.writes)
         for name in filter(is_residual, self._tensors.shards):
             state[prefix + name] = self._tensors.as_dtensor(name)
         return state
@@ -312,6 +325,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     ) -> Unmatched:
         """Copy this rank's shards from whole tensors, or DTensors of any mesh and placements."""
         check_flag(strict, "load_state_dict(strict=...)")
+        self.writes.forget()
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import UsageError
 from partc.program import Program
+from partc.program.copies import Writes
 from partc.program.family import Family
 from partc.program.family_errors import untrained
 from partc.program.loss_backward import loss_with_backward, scaled_step
@@ -32,6 +33,7 @@ class SeveralPrograms(nn.Module):
     _tensors: RankTensors
     _device_mesh: DeviceMesh | None
     check_no_hooks: Callable[[], None]  # of a Stage
+    writes: Writes
     begin_mode: Callable[[bool], None]
 
     # modes and losses ------------------------------------------------------------------------
@@ -61,6 +63,7 @@ class SeveralPrograms(nn.Module):
             The loss of the global batch, ``f32[]``, the same on every rank, or ``(loss, extras)``
             as of ``step``; None for a partial batch that is left out.
         """
+        self.writes.check()
         return self._own.loss(inputs, named, self._device_type)
 
     def share(self, program: Program) -> SharedProgram:
@@ -126,6 +129,7 @@ class SeveralPrograms(nn.Module):
         scale: float | Tensor | None = None,
     ) -> Any:  # fmt: skip
         """A training step by one of the families; gradients are multiplied by ``scale``."""
+        self.writes.check()
         self.check_no_hooks()
         for each in self._shown.values():
             each.check_no_hooks()
@@ -144,6 +148,7 @@ class SeveralPrograms(nn.Module):
 
     def _called(self, family: Family, inputs: Sequence[Any], named: dict[str, Any]) -> Any:
         """A call of one of the families: results in eval mode, else the loss for ``backward``."""
+        self.writes.check()
         if family.infers:
             return family.forward(inputs, named, self._device_type)
         ready = family.step(inputs, named, self._device_type)

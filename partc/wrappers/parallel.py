@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -17,12 +18,14 @@ from partc.plan.mesh import ISLAND, Mesh, MeshLike
 from partc.plan.sharding import cut
 from partc.program import Program
 from partc.program.choices import check_fillers
+from partc.program.copies import copied
 from partc.program.handshake import check_world, world_size
 from partc.program.not_a_stage import no_stage_yet
 from partc.program.reading import division_of, rank_or_own
 from partc.program.runtime import Stage
 from partc.program.start import device_of, join
 from partc.trace.no_model import check_model
+from partc.wrappers.kept import Kept, check_not_stepping
 from partc.wrappers.moved import move, optimizers_over
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.said import check_loss, check_names, check_said
@@ -132,6 +135,10 @@ class Parallel(Prepared):
         args, known = self._filled(inputs, named)
         self._trained(args, known)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As of DistributedDataParallel: gradients of several steps are summed in any case."""
+        return nullcontext()
+
     # inside ----------------------------------------------------------------------------------
     def _stepped(self, loss: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """A step by a loss; a ``scale`` that is no input of it is not compiled."""
@@ -167,8 +174,11 @@ class Parallel(Prepared):
             self.program = program
 
     def _leave_model(self, stage: Stage) -> None:
-        """The script may let the model go, or look at it, as behind ``program.module()``."""
+        """Let the model go, which the script has no more use for."""
+        kept = Kept(self.model)
+        kept.follow({**stage.stand_ins(), **dict(stage.named_parameters())})
         object.__setattr__(self, "model", stage.like_model)
+        kept.leave()
 
     def _alone(self, found: Any) -> Any:
         """What a step returns: without ``loss`` the loss alone, where no other output is asked."""
@@ -200,9 +210,20 @@ class Parallel(Prepared):
             raise no_stage_yet("data_rank")
         return Division(mesh, {axis: cut(0) for axis in data_axes(mesh) if axis != ISLAND})
 
+    def state_dict(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's own state dict, whole; all ranks call this together.
+
+        Behind the first step its tensors are copies, of which writes are noticed.
+        """
+        found = super().state_dict(**named)
+        if self.stage is None:
+            return found
+        self.stage.writes.check()
+        return {name: copied(x, name, self.stage.writes) for name, x in found.items()}
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's state dict with whole tensors, as of a ``Stage``."""
-        return self.state_dict()
+        return super().state_dict()
 
     def full_optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as of one process, as of a ``Stage``."""
@@ -255,6 +276,10 @@ class Parallel(Prepared):
     def __getitem__(self, key: Any) -> Any:
         return self._held[key]  # type: ignore[index]
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        held: Any = self._held
+        held[key] = value
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -300,6 +325,7 @@ class AlsoLoss:
 def _follow(stage: Stage, names: Mapping[int, str]) -> None:
     """Let the optimizers over a model's parameters follow them into its stage."""
     for optimizer in optimizers_over(names):
+        check_not_stepping(optimizer)
         move(optimizer, stage, names)
 
 

@@ -228,6 +228,64 @@ def test_what_asks_for_the_stage_waits_for_it_by_name(world: Processes, tmp_path
         assert seen[1] == seen[2]
 
 
+def kept(what: str) -> None:
+    """A script takes something of the model before its first step, and keeps it."""
+    torch.manual_seed(1)
+    model: Any = partc.parallelize(Tagger(), "dp=2", loss=loss_of, plan="fsdp", batch="global")
+    batch = data()[:BATCH]
+    of_script: Any = None
+    if what == "a list":
+        of_script = [*model.parameters()]
+    elif what == "a dict":
+        of_script = dict(model.named_parameters())
+    elif what == "a tuple":
+        of_script = (*model.parameters(),)
+    elif what == "a module":
+        of_script = model.head
+    elif what == "a parameter":
+        of_script = model.head.weight
+    elif what == "an optimizer":
+        of_script = torch.optim.AdamW(model.parameters())
+    if what in ("nothing", "an optimizer", "a list", "a dict"):
+        model.step(*batch)
+        values = of_script.values() if what == "a dict" else of_script
+        if what in ("a list", "a dict"):
+            assert all(x is y for x, y in zip(values, model.parameters(), strict=True))
+        return
+    with pytest.raises(RunError, match=r"the script keeps this parameter, or its module"):
+        model.step(*batch)
+    assert of_script is not None
+
+
+@pytest.mark.gloo
+def test_what_would_be_used_in_vain_behind_the_first_step_is_named(world: Processes) -> None:
+    for what in (
+        "nothing", "an optimizer", "a list", "a dict", "a tuple", "a module", "a parameter"
+    ):  # fmt: skip
+        world.run(kept, what, num=2)
+
+
+def closure_and_model() -> None:
+    whole = Tagger()
+    model: Any = partc.parallelize(whole, "dp=2", loss=loss_of, plan="ddp", batch="global")
+    batch, optimizer = data()[:BATCH], torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        return model.step(*batch)[0]
+
+    with pytest.raises(RunError, match=r"LBFGS.step\(closure\).*first step"):
+        optimizer.step(closure)
+    again: Any = partc.parallelize(whole, "dp=2", loss=loss_of, plan="ddp", batch="global")
+    with pytest.warns(UserWarning, match="the script keeps the Tagger"):
+        again.step(*batch)
+
+
+@pytest.mark.gloo
+def test_a_closure_is_refused_and_a_model_that_is_kept_warned_of(world: Processes) -> None:
+    world.run(closure_and_model, num=2)
+
+
 def test_wrong_arguments_are_refused_when_they_are_given() -> None:
     model = Tagger()
     with pytest.raises(UsageError, match=r"no option 'microbatch'[\s\S]*microbatches"):
