@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -15,26 +14,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.call_tape import compute_alone, record
-from benchmarks.measure import written_bytes
-from benchmarks.sync import workload
-from benchmarks.sync.sides import Judge, Ours, Peer, Side, build, mean_of, optimizer_of, slowest
+from benchmarks.sync import sides, workload
+from benchmarks.sync.meter import Meter, added_bytes
 from benchmarks.sync.variants import EXACT, Variant
 from benchmarks.workload import Size
-from partc.cost.bytes import sent_share
-from partc.measure.timed_calls import HostClock, TransferTimes
 
-TIMEOUT_S = 3600.0
+TIMEOUT_S = 7200.0
 RISE = 10  # steps in which the learning rate rises
-NUM_ALONE = 9  # steps without transfers, and transfers without steps, that are timed
-SMALL = 64  # elements of the calls that show what gloo adds to a transfer
+NUM_ALONE = 5  # steps without transfers, and transfers without steps, that are timed for each seed
+Point = tuple[int, float, float]  # steps taken, seconds of them, the held-out loss behind them
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train: ``steps`` steps each, with the held-out loss behind every ``every``."""
+    """What to train: ``steps`` steps each, with a look at the held-out loss behind ``every``."""
 
     folder: str  # with partc's programs, by variant
     variants: tuple[Variant, ...]
@@ -54,164 +49,132 @@ class Job:
 
 @dataclass
 class Run:
-    """One variant with one seed. Bytes and seconds are those of a mean step.
-
-    ``curve``: steps taken, seconds of them on the slowest rank, the held-out loss behind them.
-    ``exposed_s``: while computing waited for transfers.
+    """One variant with one seed. Bytes and seconds are those of a mean step; ``exposed_s``: while
+    computing waited for transfers.
     """
 
     variant: str
     seed: int
-    curve: list[tuple[int, float, float]]
+    curve: list[Point]
     written_bytes: float
     counted_bytes: float
     exposed_s: float
     step_s: float
 
 
-@dataclass
-class Meter:
-    """What the steps of one run have taken on this rank so far."""
+class Trainer:
+    """This rank's sides of all variants; each is begun anew for each seed."""
 
-    seconds: float = 0.0
-    exposed_s: float = 0.0
-    written: int = 0
-    calls: Counter[str] = field(default_factory=Counter)
+    def __init__(self, job: Job) -> None:
+        self.job, self.num_rows = job, job.rows_of_rank * dist.get_world_size()
+        self.sides = {
+            v.name: sides.build(v, str(Path(job.folder, v.name)), job.size) for v in job.variants
+        }
+        self.judge, self.added = sides.Judge(job.size), added_bytes()
+        for side in self.sides.values():
+            self._warm(side)
+
+    def run(self, variant: Variant, seed: int) -> Run:
+        """Train; a look at the held-out loss stops the clock."""
+        side, meter = self.sides[variant.name], Meter()
+        optimizer = sides.optimizer_of(side.begin(seed), variant.lr)
+        curve = [(0, 0.0, self.judge.loss(side.weights()))]
+        for step in range(self.job.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = variant.lr * min(1.0, (step + 1) / RISE)
+            _step(side, optimizer, self._rows(seed, step), meter)
+            if (step + 1) % self.job.every == 0:
+                (seconds,) = sides.slowest([meter.seconds])
+                curve.append((step + 1, seconds, self.judge.loss(side.weights())))
+                gc.collect()
+                dist.barrier()
+        return Run(variant.name, seed, curve, *self._means(side, meter))
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of an exact step's computing without transfers, and of its transfers alone."""
+        side = self.sides[EXACT]
+        optimizer, batch = sides.optimizer_of(side.begin(0), 0.0), self._rows(0, 0)
+        tape = record(lambda: side.forward_backward(batch))
+
+        def step() -> None:
+            side.forward_backward(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        optimizer.zero_grad()
+        computing = _medians(lambda: compute_alone(tape, step)[0])
+        return {"compute_s": computing, "wire_s": _medians(tape.replay)}
+
+    def _means(self, side: sides.Side, meter: Meter) -> list[float]:
+        """The last figures of a Run. DDP's waits are not seen from Python: of it, what a step takes
+        longer than without transfers.
+        """
+        exposed_s = meter.exposed_s
+        if isinstance(side, sides.Peer):
+            exposed_s = meter.seconds - self._alone_s(side) * self.job.steps
+        values = [meter.written, meter.sent(self.added), exposed_s, meter.seconds]
+        return sides.mean_of([value / self.job.steps for value in values])
+
+    def _warm(self, side: sides.Side) -> None:
+        """Take two steps, so that connections and buffers are there."""
+        optimizer = sides.optimizer_of(side.begin(0), 0.0)
+        for _ in range(2):
+            _step(side, optimizer, self._rows(0, 0), Meter())
+
+    def _alone_s(self, peer: sides.Peer) -> float:
+        """Seconds of a step without transfers."""
+        optimizer = sides.optimizer_of(peer.begin(0), 0.0)
+
+        def seconds() -> float:
+            meter = Meter()
+            with peer.model.no_sync():
+                _step(peer, optimizer, self._rows(0, 0), meter)
+            return meter.seconds
+
+        return _medians(seconds)
+
+    def _rows(self, seed: int, step: int) -> sides.Batch:
+        return workload.rows(seed, step, self.num_rows, self.job.size)
 
 
 def train(job: Job) -> dict[str, Any]:
-    """All runs of a job on this rank, and what the exact step's parts take; equal on all ranks."""
+    """All runs of a job, and what the exact step's parts take before each seed."""
     torch.set_num_threads(1)
-    sides = {v.name: build(v, str(Path(job.folder, v.name)), job.size) for v in job.variants}
-    judge, added = Judge(job.size), added_bytes()
-    alone = {name: _warm(side, job) for name, side in sides.items()}
-    runs = []
+    trainer = Trainer(job)
+    runs, parts = [], []
     for turn, seed in enumerate(job.seeds):
+        parts += [trainer.parts()] if EXACT in trainer.sides else []
         first = turn * len(job.variants) // len(job.seeds)  # nobody always has the same neighbours
         for variant in job.variants[first:] + job.variants[:first]:
-            side = sides[variant.name]
-            runs.append(_run(job, variant, side, seed, judge, added, alone[variant.name]))
-            if dist.get_rank() == 0:
-                last = runs[-1]
-                print(f"seed {seed}: {variant.name}, loss {last.curve[-1][2]:.3f}, "
-                      f"{last.step_s * 1e3:.0f} ms a step", file=sys.stderr, flush=True)  # fmt: skip
-    exact = sides.get(EXACT)
-    parts = _parts(exact, job) if isinstance(exact, Ours) else {}
-    return {"runs": [asdict(run) for run in runs], "parts": parts, "added_bytes": added}
+            runs.append(trainer.run(variant, seed))
+            _say(runs[-1])
+    return {"runs": [asdict(run) for run in runs], "parts": parts}
 
 
-def _run(
-    job: Job, variant: Variant, side: Side, seed: int, judge: Judge, added: dict[str, float],
-    alone_s: float,
-) -> Run:  # fmt: skip
-    parameters = side.begin(seed)
-    optimizer, meter = optimizer_of(parameters, variant.lr), Meter()
-    curve = [(0, 0.0, judge.loss(side.weights()))]
-    for step in range(job.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = variant.lr * min(1.0, (step + 1) / RISE)
-        _step(side, optimizer, workload.rows(seed, step, _num_rows(job), job.size), meter)
-        if (step + 1) % job.every == 0:
-            (seconds,) = slowest([meter.seconds])
-            curve.append((step + 1, seconds, judge.loss(side.weights())))
-            gc.collect()
-            dist.barrier()
-    return _result(job, variant, seed, curve, meter, added, alone_s)
-
-
-def _step(side: Side, optimizer: torch.optim.Optimizer, batch: Any, meter: Meter) -> None:
+def _step(
+    side: sides.Side, optimizer: torch.optim.Optimizer, batch: sides.Batch, meter: Meter
+) -> None:
     """One step, by the clock."""
-    times = TransferTimes(HostClock(), {})
-    before, start = written_bytes() or 0, time.perf_counter()
-    with times.on():
+    with meter.step():
         optimizer.zero_grad()
         side.forward_backward(batch)
         optimizer.step()
         side.after_update()
-    meter.seconds += time.perf_counter() - start
-    meter.written += (written_bytes() or 0) - before
-    meter.exposed_s += sum(end - begin for t in times.transfers for begin, end in t.waits)
-    meter.calls.update(each.kind for each in times.transfers)
 
 
-def _result(
-    job: Job, variant: Variant, seed: int, curve: list[tuple[int, float, float]], meter: Meter,
-    added: dict[str, float], alone_s: float,
-) -> Run:  # fmt: skip
-    """The figures of a mean step; of DDP, whose waits Python does not see, what a step takes
-    longer than without transfers.
-    """
-    extra = sum(added[kind] * count for kind, count in meter.calls.items())
-    exposed = meter.seconds - alone_s * job.steps if variant.is_peer else meter.exposed_s
-    values = [meter.written, meter.written - extra, exposed, meter.seconds]
-    means = mean_of([value / job.steps for value in values])
-    return Run(variant.name, seed, curve, *means)
-
-
-def _warm(side: Side, job: Job) -> float:
-    """Take two steps, so that connections and buffers are there; seconds of a peer's step without
-    transfers.
-    """
-    parameters = side.begin(0)
-    optimizer, batch = optimizer_of(parameters, 0.0), workload.rows(0, 0, _num_rows(job), job.size)
-    for _ in range(2):
-        _step(side, optimizer, batch, Meter())
-    if not isinstance(side, Peer):
-        return 0.0
+def _medians(seconds: Callable[[], float]) -> float:
+    """The median of some samples that all ranks take at once, each the slowest rank's."""
     samples = []
     for _ in range(NUM_ALONE):
-        meter = Meter()
-        with side.model.no_sync():
-            dist.barrier()
-            _step(side, optimizer, batch, meter)
-        samples.append(meter.seconds)
-    return median(slowest(samples))
-
-
-def _parts(side: Ours, job: Job) -> dict[str, float]:
-    """Seconds of an exact step's computing without transfers, and of its transfers alone."""
-    optimizer = optimizer_of(side.begin(0), 0.0)
-    batch = workload.rows(0, 0, _num_rows(job), job.size)
-    optimizer.zero_grad()
-    tape = record(lambda: side.forward_backward(batch))
-    computing, moving = [], []
-
-    def step() -> None:
-        optimizer.zero_grad()
-        side.forward_backward(batch)
-        optimizer.step()
-
-    for _ in range(NUM_ALONE):
         dist.barrier()
-        computing.append(compute_alone(tape, step)[0])
-        dist.barrier()
-        moving.append(tape.replay())
-    return {"compute_s": median(slowest(computing)), "wire_s": median(slowest(moving))}
+        samples.append(seconds())
+    return median(sides.slowest(samples))
 
 
-def added_bytes() -> dict[str, float]:
-    """What gloo writes for one call of each kind beside the numbers: the heads of its messages."""
-    num = dist.get_world_size()
-    x, whole = torch.zeros(SMALL * num), torch.zeros(SMALL * num * num)
-    calls = {
-        "all_reduce": lambda: dist.all_reduce(x),
-        "all_gather": lambda: dist.all_gather_single(whole, x),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(x), x),
-    }
-    found = {}
-    for kind, call in calls.items():
-        call()
-        dist.barrier()
-        before = written_bytes() or 0
-        call()
-        top, bottom = sent_share(kind, num)
-        found[kind] = (written_bytes() or 0) - before - x.nbytes * top / bottom
-        dist.barrier()
-    return dict(zip(found, mean_of(list(found.values())), strict=True))
-
-
-def _num_rows(job: Job) -> int:
-    return job.rows_of_rank * dist.get_world_size()
+def _say(run: Run) -> None:
+    if dist.get_rank() == 0:
+        what = f"seed {run.seed}, {run.variant}: loss {run.curve[-1][2]:.3f}"
+        print(f"{what}, {run.step_s * 1e3:.0f} ms a step", file=sys.stderr, flush=True)
 
 
 def main(job: str, result: str) -> None:

@@ -48,9 +48,12 @@ class Row:
         """The means, and their standard deviations under ``spread``."""
         names = ("bytes_counted", "seconds_to_loss", "final_loss", "exposed_s")
         figures = {name: getattr(self, name) for name in names}
+        if self.has_lost:
+            figures["seconds_to_loss"] = None
         means = {name: each and each[0] for name, each in figures.items()}
+        around = {name: each and each[1] for name, each in figures.items()}
         head = {"variant": self.variant, "bytes_predicted": self.bytes_predicted}
-        return {**head, **means, "spread": {name: each and each[1] for name, each in figures.items()}}
+        return {**head, **means, "spread": around}
 
 
 def target_loss(runs: Sequence[Run], step: int) -> float:
@@ -97,7 +100,7 @@ def table(found: Sequence[Row]) -> str:
     """All rows as a table of Markdown; variants that never came to the loss say so."""
     exact = next(each for each in found if each.variant == EXACT)
     head = (
-        "variant", "kB predicted", "kB counted", "off", "ms a step", "exposed ms", "steps to loss",
+        "variant", "kB predicted", "kB counted", "off", "step ms", "exposed ms", "steps to loss",
         "seconds to loss", "exact / it", "final loss", "beside exact's",
     )  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 2) + "---|"]
@@ -105,18 +108,20 @@ def table(found: Sequence[Row]) -> str:
 
 
 def _line(it: Row, exact: Row) -> str:
-    to_loss, ratio, steps = "never", "-", "-"
-    if it.seconds_to_loss and it.steps_to_loss and it.has_lost:
-        to_loss = f"{it.reached} of {it.seeds} seeds"
-    elif it.seconds_to_loss and it.steps_to_loss:
-        to_loss, steps = _text(it.seconds_to_loss, 1), _text(it.steps_to_loss, 0)
-        ratio = f"{exact.seconds_to_loss[0] / it.seconds_to_loss[0]:.2f}" if exact.seconds_to_loss else "-"
     cells = (
         it.variant, f"{it.bytes_predicted / 1e3:.1f}", f"{it.bytes_counted[0] / 1e3:.1f}",
-        f"{it.bytes_off:+.1%}", _text(it.step_s, 0, 1e3), _text(it.exposed_s, 0, 1e3), steps, to_loss,
-        ratio, _text(it.final_loss, 3), it.verdict(exact),
+        f"{it.bytes_off:+.1%}", _text(it.step_s, 0, 1e3), _text(it.exposed_s, 0, 1e3),
+        *_to_loss(it, exact), _text(it.final_loss, 3), it.verdict(exact),
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _to_loss(it: Row, exact: Row) -> tuple[str, str, str]:
+    """Steps, seconds, and how much faster than exact sums."""
+    if it.has_lost or not it.seconds_to_loss or not it.steps_to_loss:
+        return "-", f"{it.reached} of {it.seeds} seeds" if it.reached else "never", "-"
+    ratio = exact.seconds_to_loss[0] / it.seconds_to_loss[0] if exact.seconds_to_loss else 0.0
+    return _text(it.steps_to_loss, 0), _text(it.seconds_to_loss, 1), f"{ratio:.2f}"
 
 
 def _text(each: Spread, digits: int, scale: float = 1.0) -> str:

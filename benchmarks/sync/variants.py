@@ -34,7 +34,7 @@ class Variant:
         return self.name == DDP
 
 
-LR = 4e-3
+LR = 2e-3
 RATES: dict[str, float] = {}  # of variants for which another rate is better
 ENTRIES: dict[str, str] = {}  # of [compress], for schemes that need more than their name
 ISLANDS = {
