@@ -79,12 +79,16 @@ def write(
 
 
 def on_network(job: Job, link: Link) -> dict[str, Any]:
-    """Train on hosts that such links join."""
+    """Train on hosts that such links join. Interrupted, it gives the seeds that all have run."""
     told, result = Path(job.folder, "job.json"), Path(job.folder, "result.json")
     told.write_text(json.dumps(asdict(job)))
-    with Network(RANKS, link) as network:
-        command = [sys.executable, "-m", "benchmarks.sync.rank", str(told), str(result)]
-        network.run(command, TIMEOUT_S)
+    command = [sys.executable, "-m", "benchmarks.sync.rank", str(told), str(result)]
+    try:
+        with Network(RANKS, link) as network:
+            network.run(command, TIMEOUT_S)
+    except KeyboardInterrupt:
+        if not result.exists():
+            raise
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 

@@ -51,8 +51,11 @@ def sent_bytes(program: Program) -> float:
     return float(sum(each["sent_bytes"] for each in traffic))
 
 
-def _mean(job: Job, variant: Variant, later: float, whole: float) -> float:
-    """With the exact steps at first, and the mean of islands where their count begins."""
-    first = min(variant.exact_first, job.steps)
-    begins = whole if variant.axis == ISLAND and first else 0.0
-    return (first * whole + begins + (job.steps - first) * later) / job.steps
+def _mean(job: Job, variant: Variant, sent: float, whole: float) -> float:
+    """With the exact steps at first, and those meetings of islands that these steps have."""
+    first = min(variant.entry("start_step", 0), job.steps)
+    if variant.axis != ISLAND:
+        return (first * whole + (job.steps - first) * sent) / job.steps
+    period, parts = variant.entry("period", 1), variant.entry("fragments", 1)
+    meetings = (job.steps - first) // (period // parts) / parts + (first > 0)
+    return (first * whole + meetings * sent * period) / job.steps

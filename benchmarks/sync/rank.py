@@ -137,18 +137,25 @@ class Trainer:
         return workload.rows(seed, step, self.num_rows, self.job.size)
 
 
-def train(job: Job) -> dict[str, Any]:
-    """All runs of a job, and what the exact step's parts take before each seed."""
+def train(job: Job, result: str = "") -> dict[str, Any]:
+    """All runs of a job, and what the exact step's parts take before each seed.
+
+    Rank 0 writes them to the file ``result``, whenever all variants have run with one seed more.
+    """
     torch.set_num_threads(1)
     trainer = Trainer(job)
-    runs, parts = [], []
+    runs: list[Run] = []
+    parts: list[dict[str, float]] = []
     for turn, seed in enumerate(job.seeds):
         parts += [trainer.parts()] if EXACT in trainer.sides else []
         first = turn * len(job.variants) // len(job.seeds)  # nobody always has the same neighbours
         for variant in job.variants[first:] + job.variants[:first]:
             runs.append(trainer.run(variant, seed))
             _say(runs[-1])
-    return {"runs": [asdict(run) for run in runs], "parts": parts}
+        found = {"runs": [asdict(run) for run in runs], "parts": parts}
+        if result and dist.get_rank() == 0:
+            write_whole(Path(result), json.dumps(found))
+    return found
 
 
 def _step(
@@ -171,6 +178,13 @@ def _medians(seconds: Callable[[], float]) -> float:
     return median(sides.slowest(samples))
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is always whole, whoever reads it when."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
 def _say(run: Run) -> None:
     if dist.get_rank() == 0:
         what = f"seed {run.seed}, {run.variant}: loss {run.curve[-1][2]:.3f}"
@@ -178,11 +192,9 @@ def _say(run: Run) -> None:
 
 
 def main(job: str, result: str) -> None:
-    """Train as a rank of its own; rank 0 writes what was found."""
+    """Train as a rank of its own."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    found = train(Job.of_json(Path(job).read_text()))
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
+    train(Job.of_json(Path(job).read_text()), result)
     dist.barrier()
     dist.destroy_process_group()
 

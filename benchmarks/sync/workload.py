@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from benchmarks import workload
 from benchmarks.workload import Size
 
-SIZE = Size("bytes", hidden=192, layers=2, heads=6, ffn=512, vocab=256, seq=64, batch=1)
+SIZE = Size("bytes", hidden=160, layers=2, heads=5, ffn=432, vocab=256, seq=32, batch=1)
 LEAST_BYTES = 2_000_000  # of text to train on
-HELD_OUT_ROWS = 96
+HELD_OUT_ROWS = 192
 
 
 def build_model(seed: int, size: Size = SIZE) -> nn.Module:

@@ -13,12 +13,12 @@ from benchmarks.sync.picture import picture
 from benchmarks.sync.predicted import compile_to
 from benchmarks.sync.rank import Job, Run
 from benchmarks.sync.rows import row, rows, table, target_loss
-from benchmarks.sync.variants import DDP, EXACT, variants
+from benchmarks.sync.variants import DDP, EXACT, ISLAND, Variant, variants
 from benchmarks.workload import Size
 from partc.plan.wires import WIRES
 from tests.patience import patience
 
-KINDS = (EXACT, DDP, "int8", "local SGD", "post-local SGD")
+ISLANDS = {"often": "period = 2", "later": "period = 2\nstart_step = 2"}
 KEYS = {"variant", "bytes_predicted", "bytes_counted", "seconds_to_loss", "final_loss", "exposed_s"}
 TINY = Size("tiny", hidden=32, layers=2, heads=2, ffn=64, vocab=256, seq=16, batch=1)
 
@@ -31,14 +31,15 @@ def test_every_scheme_that_partc_knows_is_a_variant() -> None:
 @pytest.mark.gloo
 def test_a_short_training(tmp_path: Path) -> None:
     """On two ranks: bytes are those that were predicted, and exact sums train as DDP does."""
-    every = variants()
-    steps = every["post-local SGD"].exact_first + 8
-    job = Job(str(tmp_path), tuple(every[name] for name in KINDS), (1,), steps, 8, size=TINY)
+    known = variants()
+    every = [known[name] for name in (EXACT, DDP, "int8")]
+    every += [Variant(k, 1e-3, ISLAND, f"[local_steps]\n{v}") for k, v in ISLANDS.items()]
+    job = Job(str(tmp_path), tuple(every), (1,), steps=4, every=2, size=TINY)
     predicted = compile_to(job, 2, Link(100.0))
     found = apart(job, 2, timeout_s=patience(240.0))
     runs = [Run(**each) for each in found["runs"]]
-    made = rows(runs, predicted, target_loss(runs, steps))
-    assert [each.variant for each in made] == list(KINDS)
+    made = rows(runs, predicted, target_loss(runs, 4))
+    assert [each.variant for each in made] == [each.name for each in every]
     for each in made:
         assert each.as_json().keys() == KEYS | {"spread"}
         assert abs(each.bytes_off) < 0.02
