@@ -91,8 +91,8 @@ class Trainer:
         return Run(variant.name, seed, curve, *self._means(side, meter))
 
     def parts(self) -> dict[str, float]:
-        """Seconds of an exact step's computing without transfers, and of its transfers alone: of the
-        samples the least.
+        """Seconds of an exact step's computing without transfers, and of its transfers alone: the
+        least of the samples.
         """
         side = self.sides[EXACT]
         optimizer, batch = sides.optimizer_of(side.begin(0), 0.0), self._rows(0, 0)

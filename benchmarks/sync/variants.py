@@ -46,8 +46,8 @@ class Variant:
 
     def entry(self, name: str, otherwise: int) -> int:
         """A number of its table."""
-        (entries,) = tomllib.loads(self.table).values() or ({},)
-        return int(entries.get(name, otherwise))
+        tables = [*tomllib.loads(self.table).values()]
+        return int(tables[0].get(name, otherwise)) if tables else otherwise
 
 
 def variants(lr_scale: float = 1.0) -> dict[str, Variant]:
