@@ -27,7 +27,6 @@ from partc.errors import PartcError
 from partc.verification.processes import Processes
 
 RANKS = 4
-PART = 1 / 2  # of all steps: until then exact sums reach the fixed loss
 BYTES_OFF = 0.02  # of the predicted bytes, beyond which the command fails
 FASTEST = 1e5  # Mbit/s that programs are compiled for where no link limits
 
@@ -55,7 +54,7 @@ def report(options: argparse.Namespace) -> int:
         predicted = compile_to(job, RANKS, link)
         found = on_network(job, link) if options.mbit else apart(job, RANKS)
     runs = [Run(**each) for each in found["runs"]]
-    target = target_loss(runs, int(options.steps * PART))
+    target = target_loss(runs, int(options.steps * options.part))
     result = rows(runs, predicted, target)
     print(f"{machine()}; links of {options.mbit:g} Mbit/s with {options.latency:g} ms\n")
     print(f"{table(result)}\n\n{parts_text(found['parts'], target)}")
@@ -119,6 +118,9 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument(
+        "--part", type=float, default=0.5, help="of the steps, in which exact comes to the loss"
+    )
     parser.add_argument("--every", type=int, default=8, help="steps from one look to the next")
     parser.add_argument("--variants", nargs="+", choices=variants(), default=list(variants()))
     parser.add_argument("--lr-scale", type=float, default=1.0, help="of all learning rates")

@@ -14,6 +14,7 @@ RATES = {  # of variants for which another rate is better, with a seed that is n
     "sign": 1e-3,
     "random-k": 4e-3,
     "local SGD": 3e-3,
+    "post-local SGD, soon": 3e-3,
     "DiLoCo": 3e-3,
     "streaming DiLoCo": 3e-3,
 }
@@ -21,6 +22,7 @@ _NESTEROV = 'period = 16\nouter = "nesterov"\nouter_lr = 0.7\nouter_momentum = 0
 ISLANDS = {
     "local SGD": "period = 16",
     "post-local SGD": "period = 16\nstart_step = 8",
+    "post-local SGD, soon": "period = 16\nstart_step = 4",
     "DiLoCo": _NESTEROV,
     "streaming DiLoCo": f"{_NESTEROV}\nfragments = 2",
 }
