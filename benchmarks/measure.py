@@ -68,13 +68,13 @@ def sample(side: Side) -> Sample:
     """Time one step that all ranks begin together."""
     gc.collect()
     dist.barrier()
-    sent, cpu, start = _written_bytes(), time.process_time(), time.perf_counter()
+    sent, cpu, start = written_bytes(), time.process_time(), time.perf_counter()
     side.optimizer.zero_grad()
     side.forward_backward()
     middle = time.perf_counter()
     side.optimizer.step()
     end = time.perf_counter()
-    cpu, now_sent = time.process_time() - cpu, _written_bytes()
+    cpu, now_sent = time.process_time() - cpu, written_bytes()
     moved = None if sent is None or now_sent is None else now_sent - sent
     return Sample(middle - start, end - start, cpu, moved)
 
@@ -128,7 +128,7 @@ def _collectives(profiler: Any) -> dict[str, int]:
     return dict(sorted(Counter(n[len("gloo:") :] for n in names if n.startswith("gloo:")).items()))
 
 
-def _written_bytes() -> int | None:
+def written_bytes() -> int | None:
     """Bytes that this process has written so far, sockets included, as Linux counts them.
 
     Between the barriers around a step a rank writes to nothing but gloo's sockets.

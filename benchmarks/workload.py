@@ -48,16 +48,16 @@ SIZES = {
 }
 
 
-def build_model(size: Size) -> nn.Module:
-    """A Llama with the same weights in every process."""
+def build_model(size: Size, seed: int = 0, tied: bool = False) -> nn.Module:
+    """A Llama with the same weights in every process; ``tied``: its head is its embedding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config: Any = LlamaConfig(
         hidden_size=size.hidden, num_hidden_layers=size.layers, num_attention_heads=size.heads,
         num_key_value_heads=size.heads, intermediate_size=size.ffn, vocab_size=size.vocab,
-        max_position_embeddings=size.seq, use_cache=False, tie_word_embeddings=False,
+        max_position_embeddings=size.seq, use_cache=False, tie_word_embeddings=tied,
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model: nn.Module = LlamaForCausalLM(config)
     return model.train()
 

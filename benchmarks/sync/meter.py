@@ -1,0 +1,93 @@
+"""What a rank's steps take: seconds, waits for transfers, bytes; and what gloo adds to these."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.measure import written_bytes
+from partc.cost.bytes import sent_share
+from partc.measure.timed_calls import CALLS, Function, HostClock, TransferTimes
+
+TINY, SMALL = 1, 64  # elements of calls that show what gloo adds
+Kind = tuple[str, bool]  # of a transfer; whether it has fewer elements than there are ranks
+
+
+@dataclass
+class SizedTimes(TransferTimes):
+    """Counts transfers by kind besides, those of one number apart."""
+
+    kinds: Counter[Kind] = field(default_factory=Counter)
+
+    def _timed(self, name: str, original: Function) -> Function:
+        timed = super()._timed(name, original)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.kinds[CALLS[name], arguments[0].numel() < dist.get_world_size()] += 1
+            return timed(*arguments, **keywords)
+
+        return call
+
+
+@dataclass
+class Meter:
+    """What the steps of one run have taken on this rank so far."""
+
+    seconds: float = 0.0
+    exposed_s: float = 0.0
+    written: int = 0
+    kinds: Counter[Kind] = field(default_factory=Counter)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count what happens inside of the ``with`` as part of the steps."""
+        times = SizedTimes(HostClock(), {})
+        before, start = written_bytes() or 0, time.perf_counter()
+        with times.on():
+            yield
+        self.seconds += time.perf_counter() - start
+        self.written += (written_bytes() or 0) - before
+        self.exposed_s += sum(end - begin for t in times.transfers for begin, end in t.waits)
+        self.kinds.update(times.kinds)
+
+    def sent(self, added: dict[Kind, float]) -> float:
+        """The bytes of numbers among those written: without what gloo adds."""
+        return self.written - sum(added[kind] * count for kind, count in self.kinds.items())
+
+
+def added_bytes() -> dict[Kind, float]:
+    """What gloo writes for one call of each kind beside the numbers: the heads of its messages,
+    of which there are fewer where there is not a number for each rank.
+    """
+    num = dist.get_world_size()
+    x, whole = torch.zeros(SMALL * num), torch.zeros(SMALL * num * num)
+    few = torch.zeros(TINY)
+    return {
+        ("all_reduce", False): _added("all_reduce", x, lambda: dist.all_reduce(x)),
+        ("all_reduce", True): _added("all_reduce", few, lambda: dist.all_reduce(few)),
+        ("all_gather", False): _added("all_gather", x, lambda: dist.all_gather_single(whole, x)),
+        ("all_to_all", False): _added(
+            "all_to_all", x, lambda: dist.all_to_all_single(torch.empty_like(x), x)
+        ),
+    }
+
+
+def _added(kind: str, x: Tensor, call: Callable[[], object]) -> float:
+    call()
+    dist.barrier()
+    before = written_bytes() or 0
+    call()
+    written = (written_bytes() or 0) - before
+    dist.barrier()
+    top, bottom = sent_share(kind, dist.get_world_size())
+    found = torch.tensor(written - x.nbytes * top / bottom, dtype=torch.float64)
+    dist.all_reduce(found)
+    return found.item() / dist.get_world_size()

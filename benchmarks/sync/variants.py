@@ -1,0 +1,67 @@
+"""What ``benchmarks.sync`` compares: exact sums, DDP, every scheme of ``[compress]``, islands."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+
+from partc.plan.wires import WIRES
+
+EXACT, DDP = "exact", "DDP"
+DP, ISLAND = "dp", "island"
+LR = 2e-3
+RATES = {  # of variants for which another rate is better, with a seed that is not reported
+    "sign": 1e-3,
+    "random-k": 4e-3,
+    "local SGD": 3e-3,
+    "post-local SGD, soon": 3e-3,
+    "DiLoCo": 3e-3,
+    "streaming DiLoCo": 3e-3,
+}
+_NESTEROV = 'period = 16\nouter = "nesterov"\nouter_lr = 0.7\nouter_momentum = 0.5'
+ISLANDS = {
+    "local SGD": "period = 16",
+    "post-local SGD": "period = 16\nstart_step = 8",
+    "post-local SGD, soon": "period = 16\nstart_step = 4",
+    "DiLoCo": _NESTEROV,
+    "streaming DiLoCo": f"{_NESTEROV}\nfragments = 2",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train. ``table``: the lines of its table in the plan, [compress] or another."""
+
+    name: str
+    lr: float
+    axis: str = DP
+    table: str = ""
+
+    @property
+    def plan(self) -> str:
+        word = self.table.partition("]")[0].strip("[")
+        return f'preset = "ddp"\nallow = ["{word}"]\n{self.table}\n' if word else 'preset = "ddp"\n'
+
+    @property
+    def is_peer(self) -> bool:
+        return self.name == DDP
+
+    def entry(self, name: str, otherwise: int) -> int:
+        """A number of its table."""
+        tables = [*tomllib.loads(self.table).values()]
+        return int(tables[0].get(name, otherwise)) if tables else otherwise
+
+
+def variants(lr_scale: float = 1.0) -> dict[str, Variant]:
+    """All variants by name; schemes are those that partc knows, with what a plan has if it says no
+    more than the name.
+    """
+    tables = {EXACT: "", DDP: ""}
+    tables |= {wire: f'[compress]\nwire = "{wire}"' for wire in WIRES}
+    tables |= {name: f"[local_steps]\n{entries}" for name, entries in ISLANDS.items()}
+    return {
+        name: Variant(
+            name, RATES.get(name, LR) * lr_scale, ISLAND if name in ISLANDS else DP, table
+        )
+        for name, table in tables.items()
+    }
