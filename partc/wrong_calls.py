@@ -80,6 +80,8 @@ _SURPLUS = {  # what somebody means who passes more by place than there is
     "verify": "Inputs are one argument, a tuple: verify(program, model, (x, y), loss_of), and what "
     "follows goes by name",
     "graph_pass": '@graph_pass(after="insert_collectives") says behind which pass yours runs',
+    "parallelize": "The first step compiles for its batch, parallelize(model, mesh, "
+    "loss=loss_of), and what follows goes by name",
     "load": "partc.with_model(program, model, loss) gives a loaded program the loss of the model",
 }
 MOST_NAMED = 6

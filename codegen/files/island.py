@@ -145,6 +145,13 @@ def _fragments(params: Mapping[str, int], num: int) -> Iterator[tuple[str, ...]]
         at.setdefault(unit, min(num - 1, before * num // whole))
         parts[at[unit]][unit] = None
         before += size
+    filled = sum(map(bool, parts))
+    if filled < num:
+        raise PlanError(
+            where="[local_steps]", what=f"fragments = {num}, and the model has {filled} parts",
+            why="the blocks of a list are not divided, and each part has about equally many "
+            "elements", do=f"Write fragments = {filled} or fewer.",
+        )  # fmt: skip
     return (tuple(part) for part in parts)
 
 

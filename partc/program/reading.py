@@ -114,6 +114,8 @@ def loader(
     check_flag(seed_samples, "loader(seed_samples=...)")
     check_loader(dataset, rows_per_step, {**options, "collate_fn": collate_fn})
     _check_word(split)
+    if split == "own" and not _is_stream(dataset):
+        raise _split_of_rows(dataset)
     shuffle = not _is_stream(dataset) if shuffle is None else shuffle
     asked = {
         "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": seed,
@@ -172,6 +174,14 @@ def _check_word(split: str) -> None:
             why="it gives all rows, or those of one piece",
             do=f"Give one of {', '.join(get_args(Split))}.",
         )
+
+
+def _split_of_rows(dataset: Any) -> UsageError:
+    return UsageError(
+        where="loader(split='own')", what=f"the dataset is {quoted(dataset)}, with rows by number",
+        why="split is for iterable datasets; of others each rank reads its rows by their numbers",
+        do="Leave it out, and pass the whole dataset on every rank.",
+    )  # fmt: skip
 
 
 def _check_split(split: Split, share: Share, data_world: int) -> None:

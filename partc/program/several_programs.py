@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +23,9 @@ from partc.program.same_model import check_same_model
 from partc.program.shown import Shown, begin_all, end_all
 from partc.program.step_loss import of_step
 from partc.wrong_calls import quoted
+
+LOG = logging.getLogger("partc")
+TOLD: set[str] = set()  # of what this process was told already
 
 
 class SeveralPrograms(nn.Module):
@@ -130,6 +136,7 @@ class SeveralPrograms(nn.Module):
     ) -> Any:  # fmt: skip
         """A training step by one of the families; gradients are multiplied by ``scale``."""
         self.writes.check()
+        self._tell_of_habits()
         self.check_no_hooks()
         for each in self._shown.values():
             each.check_no_hooks()
@@ -145,6 +152,22 @@ class SeveralPrograms(nn.Module):
             return ready.whole(of_step(ready.run()))
         finally:
             end_all(self._shown.values())
+
+    def _tell_of_habits(self) -> None:
+        """Tell, once, of a step whose gradients nobody wants, and of one that has none."""
+        trains = any(each.param.requires_grad for each in self._shown.values())
+        if not trains and self._shown and self._tensors.pipeline is None and "frozen" not in TOLD:
+            TOLD.add("frozen")
+            warnings.warn(
+                "partc: no parameter has requires_grad, so that a step trains nothing",
+                stacklevel=4,
+            )
+        if not torch.is_grad_enabled() and "no_grad" not in TOLD:
+            TOLD.add("no_grad")
+            LOG.warning(
+                "partc: stage.step computes gradients under torch.no_grad() too. The loss alone, "
+                "in eval mode, is stage.eval_step(...)"
+            )
 
     def _called(self, family: Family, inputs: Sequence[Any], named: dict[str, Any]) -> Any:
         """A call of one of the families: results in eval mode, else the loss for ``backward``."""

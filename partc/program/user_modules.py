@@ -173,6 +173,12 @@ class UserModules(nn.Module):
         return root[key]
 
     # refused ---------------------------------------------------------------------------------
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise _registered(f"stage[{key!r}]", value)
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        raise _registered(f"del stage[{key!r}]", self[key])
+
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """As of any module; RunError where the modules are not those of the model."""
         if self.like_model is None:
@@ -247,14 +253,18 @@ def _watch_registrations() -> None:
 
 def _check_registration(module: nn.Module, name: str, value: Any) -> None:
     if module in _KEPT:
-        raise RunError(
-            where=f"{name} of a stage's module",
-            what=f"a {type(value).__name__} was registered or assigned",
-            why="the program computes with the tensors and modules that the model had when it was "
-            "compiled",
-            do="Write values by tensor.copy_(...) under torch.no_grad(); register it in the model "
-            "and compile again.",
-        )
+        raise _registered(f"{name} of a stage's module", value)
+
+
+def _registered(where: str, value: object) -> RunError:
+    return RunError(
+        where=where,
+        what=f"a {type(value).__name__} was registered, assigned or taken away",
+        why="the program computes with the tensors and modules that the model had when it was "
+        "compiled",
+        do="Write values by tensor.copy_(...) under torch.no_grad(); change the model and compile "
+        "again.",
+    )
 
 
 class _Refused:

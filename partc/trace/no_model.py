@@ -33,6 +33,8 @@ def check_model(model: Any, where: str = "compile") -> None:
         raise TraceError(
             where=where, what=what, why="it has to be an nn.Module", do=_instead(model)
         )
+    if isinstance(model, TopLevelTracedModule):  # one straight line of torch's own calls
+        return
     if "_modules" not in vars(model):
         raise TraceError(
             where=where, what=f"{what} without parameters and modules",
@@ -45,8 +47,6 @@ def check_model(model: Any, where: str = "compile") -> None:
             do="Pass the model as it was before parallelize; behind its first step model.program "
             "is what was compiled.",
         )  # fmt: skip
-    if isinstance(model, TopLevelTracedModule):  # one straight line of torch's own calls
-        return
     for path, module in model.named_modules():
         at = f"the model's {path}" if path else "the model"
         for why, do in _reasons(module, path):

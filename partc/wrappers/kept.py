@@ -63,7 +63,7 @@ class Kept:
         warnings.warn(
             f"partc: the script keeps the {self._name} that it gave to parallelize, whose weights "
             "are trained no more from the first step on. Keep what parallelize gave in its place: "
-            "model = partc.parallelize(model, ...)",
+            "model = partc.parallelize(model, ...); another loss of it is model.also(loss)",
             stacklevel=2,
         )
 

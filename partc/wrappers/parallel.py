@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from partc.data.share import Division
+from partc.errors import TraceError, UsageError
 from partc.plan.batch import data_axes
 from partc.plan.mesh import ISLAND, Mesh, MeshLike
 from partc.plan.sharding import cut
@@ -24,15 +25,25 @@ from partc.program.not_a_stage import no_stage_yet
 from partc.program.reading import division_of, rank_or_own
 from partc.program.runtime import Stage
 from partc.program.start import device_of, join
+from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
 from partc.wrappers.kept import Kept, check_not_stepping
 from partc.wrappers.moved import move, optimizers_over
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.said import check_loss, check_names, check_said
-from partc.wrong_calls import check_whole_number, known_arguments
+from partc.wrong_calls import check_whole_number, known_arguments, quoted
 
 _OWN = ("module", "model", "how", "device_type", "stage", "evaluated", "moved", "draws",
         "training", "program", "losses", "_seen", "_device")  # fmt: skip
+
+_NO_LOSS = (
+    "No loss= was given to parallelize, so the model is called with all inputs, and returns the "
+    "loss. Name one: loss=loss_of, of def loss_of(model, x, y): return criterion(model(x), y)."
+)
+_CALLED = (
+    "Call it with all inputs of the loss: in train mode model(x, y) and model.step(x, y) give the "
+    "loss; in eval mode model(x) gives what the model returns."
+)
 
 
 @known_arguments
@@ -76,6 +87,13 @@ def parallelize(
             optimizer.step()
     """
     check_model(model, "parallelize")
+    if not isinstance(batch, str):
+        raise UsageError(
+            where="parallelize(batch=...)", what=f"it is {quoted(batch)}",
+            why="it says what a step takes, 'local' or 'global'; the first step compiles for the "
+            "batch that it is given",
+            do="Leave it out; or compile at once: model.compile_for(*batch).",
+        )  # fmt: skip
     check_said("parallelize", mesh, plan, {"batch": batch, **options}, deals=False)
     check_loss("parallelize", loss)
     check_names("parallelize(outputs=...)", outputs)
@@ -168,6 +186,19 @@ class Parallel(Prepared):
         self.device_type = self._device or here
         join(device_of(self.device_type))
         return super()._compiled(args, named, loss)
+
+    def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:
+        try:
+            if self.how.loss is None:  # which is called with any arguments, and calls the model
+                Given.of_call(self.model, args, named)
+            return super()._given(args, named, loss)
+        except TraceError as error:
+            if loss is None:
+                raise
+            do = _NO_LOSS if self.how.loss is None else _CALLED
+            raise TraceError(
+                where=error.where, what=error.what, why=error.why, do=do
+            ) from None  # fmt: skip
 
     def _keep(self, program: Program, loss: Callable[..., Any] | None) -> None:
         if loss is not None:
@@ -290,11 +321,19 @@ class Parallel(Prepared):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the model are set in it, or in the stage, which says what it thinks."""
-        own = name in _OWN or "_modules" not in vars(self)
-        if not own and hasattr(self._held, name):
-            setattr(self._held, name, value)
-        else:
+        if name in _OWN or "_modules" not in vars(self):
             super().__setattr__(name, value)
+        else:
+            setattr(self._held, name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._held.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._held.register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._held.add_module(name, module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the stage, of which averages are made; all ranks call this together."""

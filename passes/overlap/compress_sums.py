@@ -69,6 +69,11 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
         return  # a forward has no gradients; it shares its stage with a program that has
     axes = [axis for axis, size in mesh.axes if size > 1]
     data = [axis for axis in axes if axis in DATA_AXES and axis in plan.batch_axes]
+    if not data and not axes:
+        raise _refused(
+            f"the mesh {mesh} has one rank", "nothing is sent that could be compressed",
+            "Leave it out, or compile for more ranks.",
+        )  # fmt: skip
     if len(data) != 1 or {*axes} - {ISLAND, PP, TP, *data}:
         raise _refused(
             f"the mesh is {mesh}", "sums are compressed over one data axis, beside which there may "
@@ -108,17 +113,29 @@ def compress_sums(
     chosen = [[node for node in nodes if _is_chosen(node, how)] for nodes in sums]
     one_of_many = bool(plan.stages) and len(graphs) == 1  # a trial of it alone
     if not any(chosen) and not one_of_many:
-        most_mb = max((_bytes(node) for nodes in sums for node in nodes), default=0) / BYTES_PER_MB
-        raise _refused(
-            "no sum of gradients is compressed", f"the largest has {most_mb:g} MB, and least_mb is "
-            f"{how.least_mb:g}; and {how.wire} has to send fewer bytes than the numbers themselves",
-            "Write a smaller least_mb, or leave [compress] out.",
-        )  # fmt: skip
+        raise _nothing_chosen(how, [_bytes(node) for nodes in sums for node in nodes])
     for each, nodes in zip(graphs, chosen, strict=True):
         for node in nodes:
             _compress(each, node, how)
         each.fx.lint()
     return None if stages else graph
+
+
+def _nothing_chosen(how: Compress, sizes: Sequence[int]) -> PlanError:
+    """The refusal of a scheme by which no sum, of these bytes, is sent."""
+    most_mb = max(sizes, default=0) / BYTES_PER_MB
+    if most_mb >= how.least_mb:
+        entry = "share" if how.wire in ("top-k", "random-k") else "rank"
+        return _refused(
+            "no sum of gradients is compressed", f"{how.wire} has to send fewer bytes than the "
+            "numbers themselves, and by what the table says it sends more",
+            f"Write a smaller {entry}, or leave [compress] out.",
+        )  # fmt: skip
+    return _refused(
+        "no sum of gradients is compressed",
+        f"the largest has {most_mb:g} MB, and least_mb is {how.least_mb:g}",
+        "Write a smaller least_mb, or leave [compress] out.",
+    )  # fmt: skip
 
 
 def _compress(graph: Graph, node: fx.Node, how: Compress) -> None:

@@ -62,6 +62,7 @@ def compiled(mesh: str, plan: str) -> Program:
         ("island=2", PLAN.replace("period = 4", ""), "does not say how often islands meet"),
         ("island=2", PLAN.replace("4", "0"), "period = 0 means nothing"),
         ("island=2", PLAN + "fragments = 3", "are not divided evenly"),
+        ("island=2", PLAN.replace("4", "16") + "fragments = 16", "the model has 5 parts"),
         ("island=2", PLAN + "outer_lr = 0.5", 'outer = "mean" reads no outer_lr'),
         ("island=2", PLAN + 'outer = "adam"', "it is one of 'mean', 'nesterov'"),
         ("island=2", PLAN + 'outer = "nesterov"\nouter_momentum = 1', "from 0 to below 1"),

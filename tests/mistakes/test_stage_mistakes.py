@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import partc
+from partc.program import several_programs
 from tests.mistakes.things import Net, batch_of, check, compiled, one_rank
 from tests.mistakes.things import program as two_ranks
 
@@ -101,7 +102,7 @@ MISTAKES: dict[str, Called] = {
     ),
     "one program": (
         lambda at: one().module(most_programs=1).step(X[:4], Y[:4]),
-        ("float32[4, 4]", "module(most_programs=1)", "Leave most_programs out"),
+        ("float32[4, 4]", "module(most_programs=1)", "Without most_programs=1"),
     ),
     "one program in eval mode": (
         lambda at: evaluated(X, most_programs=1),
@@ -243,6 +244,14 @@ MISTAKES: dict[str, Called] = {
     "no rows": (lambda at: stage().loader(ROWS, rows_per_step=0), ("rows_per_step", "1 or more")),
     "workers": (lambda at: stage().loader(ROWS, num_workers="2"), ("num_workers", "'2'")),
     "an option": (lambda at: stage().loader(ROWS, workers=2), ("'workers'", "DataLoader")),
+    "a split of rows": (
+        lambda at: stage().loader(ROWS, split="own"),
+        ("split='own'", "TensorDataset", "iterable datasets", "Leave it out"),
+    ),
+    "a part by number": (
+        lambda at: stage().__setitem__(0, nn.Linear(4, 4)),
+        ("stage[0]", "a Linear was registered, assigned", "compile again"),
+    ),
     "a split": (lambda at: stage().loader(ROWS, split="col"), ("'col'", "rows, own")),
     "an epoch": (lambda at: stage().loader(ROWS).set_epoch("1"), ("set_epoch", "'1'")),
     "collated": (lambda at: stage().loader(ROWS, collate_fn="pad"), ("collate_fn", "'pad'")),
@@ -293,6 +302,21 @@ def test_a_stream_without_a_step_is_told() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_stage_moves_only_where_it_can() -> None:
     check((lambda: one().module().to("cuda"), ("stage.to", 'module(device="cuda")')))
+
+
+def test_a_step_that_trains_nothing_or_whose_gradients_nobody_wants_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(several_programs, "TOLD", set())
+    mine = one().module()
+    mine.load_full(Net())
+    with torch.no_grad():
+        mine.step(X, Y)
+        mine.step(X, Y)
+    assert caplog.text.count("stage.eval_step") == 1
+    mine.requires_grad_(False)
+    with pytest.warns(UserWarning, match="no parameter has requires_grad"):
+        mine.step(X, Y)
 
 
 def test_a_program_has_no_attributes_of_a_stage() -> None:

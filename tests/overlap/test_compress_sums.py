@@ -163,7 +163,12 @@ def test_buffers_are_known_by_their_names() -> None:
 REFUSED = {
     "nothing allows it": (f'preset = "ddp"\n{TABLE}', "dp=4", "nothing allows it"),
     "two data axes": (PLAN, "dp_replicate=2,dp_shard=2", "over one data axis"),
-    "one rank": (PLAN, "dp=1", "over one data axis"),
+    "one rank": (PLAN, "dp=1", "has one rank"),
+    "a share that saves nothing": (
+        PLAN.replace('"int8"\nblock = 32', '"top-k"\nshare = 0.9'),
+        "dp=4",
+        "a smaller share",
+    ),
     "two data axes beside pp": (PLAN, "pp=2,dp_replicate=2,dp_shard=2", "over one data axis"),
     "fsdp": (PLAN.replace("ddp", "fsdp"), "dp=4", "sharded over dp"),
     "zero1": (PLAN.replace("ddp", "zero1"), "dp=4", "sharded over dp"),

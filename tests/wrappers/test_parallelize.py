@@ -296,6 +296,14 @@ def test_wrong_arguments_are_refused_when_they_are_given() -> None:
         partc.parallelize(model, "dp=1", loss=loss_of, plan="dpp")
     with pytest.raises(PartcError, match="globall"):
         partc.parallelize(model, "dp=1", loss=loss_of, batch="globall")
+    with pytest.raises(UsageError, match=r"batch=.*\(1, 2\)[\s\S]*compile_for"):
+        partc.parallelize(model, "dp=1", loss=loss_of, batch=(1, 2))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="The first step compiles for its batch"):
+        partc.parallelize(model, "dp=1", (1, 2), loss=loss_of)  # type: ignore[misc, arg-type]
+    with pytest.raises(PartcError, match="in eval mode model"):
+        partc.parallelize(model, "dp=1", loss=loss_of)(data()[:4][0])
+    with pytest.raises(PartcError, match="No loss= was given"):
+        partc.parallelize(model, "dp=1").step(*data()[:4])
     with pytest.raises(PartcError, match="before parallelize"):
         partc.parallelize(partc.parallelize(model, "dp=1", loss=loss_of), "dp=1")
     with pytest.raises(RunError, match="2 ranks"):
