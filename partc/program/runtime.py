@@ -168,6 +168,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """
         seed = check_whole_number(seed, "seed", -(2**63))
         step = check_whole_number(step, "seed(step=...)")
+        if step != self._own.state.seed[1]:
+            self._own.state.met = -1  # what other steps did is no meeting behind these
         self._own.state.seed = seed, step
         if hasattr(self._rank_step, "seed"):
             self._rank_step.seed(seed, step)

@@ -156,3 +156,20 @@ def other_weights() -> str:
 
 def test_islands_begin_with_equal_weights(world: Processes) -> None:
     assert all("another" in said for said in world.run(other_weights))
+
+
+def begun_again() -> dict[str, Tensor]:
+    """Islands that have met behind step 4, and begin anew with steps before the first meeting."""
+    stage, optimizer = begin("island=2,dp=2", "ddp", "period = 2\nstart_step = 4", Deep)
+    train(stage, optimizer, range(5))
+    stage.seed(1)
+    train(stage, optimizer, range(4))
+    stage.meet_islands()
+    return held(stage)
+
+
+def test_islands_that_begin_anew_meet_anew(world: Processes) -> None:
+    first, *others = world.run(begun_again, num=4)
+    for other in others:
+        for name, tensor in first.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-12, atol=1e-12)
