@@ -279,6 +279,11 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         """How each tensor of the model is sharded, by name, whichever rank holds it."""
         return self._tensors.all_shards
 
+    def trains(self, name: str) -> bool:
+        """Whether a program of this stage computes the gradient of a parameter."""
+        first = self._tensors.first_name(name)
+        return first in self._shown and self._shown[first].trained
+
     def stand_ins(self) -> dict[str, nn.Parameter]:
         """What stands for each parameter that other pipeline ranks have, by name."""
         if self._tensors.pipeline is None:

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from partc.program.not_a_stage import no_stage_yet
 from partc.program.reading import division_of, rank_or_own
 from partc.program.runtime import Stage
 from partc.program.start import device_of, join
+from partc.recipe import Recipe
 from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
 from partc.wrappers.kept import Kept, check_not_stepping
@@ -173,9 +175,25 @@ class Parallel(Prepared):
                 self.losses[loss] = self._begun(args, named, compiled)
             else:
                 given = self._given(args, named, compiled)
-                assert self.program is not None
-                self.losses[loss] = self.stage.share(self.program.also(given, loss=compiled))
+                self.losses[loss] = self.stage.share(self._as_now().also(given, loss=compiled))
         return self.losses[loss]
+
+    def _as_now(self) -> Program:
+        """The program, to compile another loss by which trains what the script trains now: a part
+        may have been frozen during the first step, as a GAN's critic is.
+        """
+        program, stage = self.program, self.stage
+        assert program is not None
+        assert stage is not None
+        recipe, shown = program.recipe, dict(stage.named_parameters())
+        if not isinstance(recipe, Recipe) or stage.stand_ins():
+            return program
+        names = [name for name, _ in recipe.model.named_parameters()]
+        now = tuple(
+            (name in shown and shown[name].requires_grad) or (before and not stage.trains(name))
+            for name, before in zip(names, recipe.trained, strict=True)
+        )
+        return replace(program, recipe=replace(recipe, trained=now))
 
     def _trained(self, args: Any, named: Any) -> Any:
         return self._of_loss(self.how.loss, args, named)

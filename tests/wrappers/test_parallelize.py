@@ -159,23 +159,33 @@ def maker_loss(model: Pair, noise: Tensor) -> Any:
     return F.softplus(-model.critic(model.maker(noise))).mean()
 
 
-def play(mesh: str, plan: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Two losses, each with an optimizer of its part; the second loss steps first."""
+def play(mesh: str, plan: str, critic_first: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Two losses, each with an optimizer of its part; the critic is frozen for the maker's."""
     torch.manual_seed(0)
     model = parallel_of(mesh, plan, Pair().double(), maker_loss)
     critic = model.also(critic_loss)
     of_maker = torch.optim.Adam(model.module.maker.parameters(), 1e-2)
     of_critic = torch.optim.LBFGS(model.module.critic.parameters(), 1e-2, max_iter=1)
-    drawn, losses = torch.Generator().manual_seed(2), []
+    drawn, losses = torch.Generator().manual_seed(2), list[float]()
+
+    def of_the_critic() -> None:
+        of_critic.zero_grad()
+        loss = critic.step(rows(model, real), rows(model, noise))
+        losses.append(float(loss.detach()))
+        of_critic.step(lambda: loss.detach())
+
+    def of_the_maker() -> None:
+        of_maker.zero_grad()
+        model.module.critic.requires_grad_(False)
+        losses.append(float(model.step(rows(model, noise)).detach()))
+        model.module.critic.requires_grad_(True)
+        of_maker.step()
+
+    turns = (of_the_critic, of_the_maker)
     for _ in range(3):
         real, noise = (torch.randn(8, n, generator=drawn, dtype=torch.float64) for n in (4, 3))
-        of_critic.zero_grad()
-        loss = critic.step(*(rows(model, each) for each in (real, noise)))
-        losses.append(float(loss.detach()))
-        of_critic.step(lambda loss=loss: loss.detach())
-        of_maker.zero_grad()
-        losses.append(float(model.step(rows(model, noise)).detach()))
-        of_maker.step()
+        for turn in turns if critic_first else turns[::-1]:
+            turn()
     return losses, model.full_state_dict()
 
 
@@ -185,10 +195,13 @@ def rows(model: Any, whole: Tensor) -> Any:
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("critic_first", [True, False])
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS[:2])
-def test_the_losses_of_a_game_share_one_model(world: Processes, mesh: str, plan: str) -> None:
-    alone, weights = play("", "")
-    for losses, mine in world.run(play, mesh, plan, num=2):
+def test_the_losses_of_a_game_share_one_model(
+    world: Processes, mesh: str, plan: str, critic_first: bool
+) -> None:
+    alone, weights = play("", "", critic_first)
+    for losses, mine in world.run(play, mesh, plan, critic_first, num=2):
         assert losses == pytest.approx(alone, rel=1e-9)
         torch.testing.assert_close(mine, weights, rtol=1e-9, atol=1e-12)
 
