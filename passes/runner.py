@@ -253,7 +253,11 @@ def _kind(each: Pass, given: object) -> str:
     for kind, name in ((Graph, "graph"), (Plan, "plan"), (list, "stages")):
         if isinstance(given, kind):
             return name
-    raise _failed(each, f"it gives a {type(given).__name__}")
+    raise _failed(
+        each,
+        f"it gives a {type(given).__name__}, and may give a Graph, a Plan, the list of stages, a "
+        "dict of these by name, or nothing where it has changed the graph itself",
+    )
 
 
 def _missing(function: Callable[..., Any], asked: Mapping[str, Any]) -> str:

@@ -52,6 +52,10 @@ class _Parser(argparse.ArgumentParser):
         known = re.findall(r"'([^']+)'", choices) or re.findall(r"--[\w-]+", self.format_usage())
         word = re.findall(r"'([^']*)'", given)
         meant = did_you_mean(word[-1], known) if word else ""
+        if word == ["run"]:
+            meant = "A program runs by torchrun: torchrun --nproc-per-node 2 FOLDER/run.py."
+        if word and (size := re.fullmatch(r"([0-9]+) ?([KMGT])i?B?", word[-1])):
+            meant = f"Write {int(size[1]) * 1000 ** ('KMGT'.index(size[2]) + 1)}."
         said = f"{self.prog}: {message}. {meant}".strip()
         self.exit(2, f"PTC080 {visible(said)} See `{self.prog} --help`.\n")
 

@@ -13,6 +13,7 @@ from partc.errors import PlanError
 from partc.file_text import Unreadable, toml_table
 from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.decided import read_decided
+from partc.plan.entries import number_in
 from partc.plan.field_kinds import FIELDS, check_fields, check_places, plan_error
 from partc.plan.mesh import Mesh
 from partc.plan.plan_values import PlannedLayout, read_value
@@ -44,7 +45,7 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     if unknown:
         raise plan_error(
             where, f"there is no field {unknown[0]!r}", f"fields are {', '.join(sorted(FIELDS))}",
-            did_you_mean(unknown[0], FIELDS),
+            _no_table(table[unknown[0]], unknown[0]) or did_you_mean(unknown[0], FIELDS),
         )  # fmt: skip
     check_fields(table, where)
     check_places(table, where)
@@ -94,9 +95,20 @@ def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
         if axis.isdigit() and isinstance(at, str):
             raise _swapped(where, axis, at)
         if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (dim, outer)):
-            raise plan_error(where, f"{at!r} is not a dim", "write dim, or [dim, outer]")
+            number = number_in(at) if isinstance(at, str) else None
+            do = (
+                "" if number is None else f"Write {{ {axis} = {number} }}, without quotation marks."
+            )
+            raise plan_error(where, f"{at!r} is not a dim", "write dim, or [dim, outer]", do)
         cuts[axis] = cut(dim, outer)
     return cuts
+
+
+def _no_table(given: Any, name: str) -> str:
+    """What to do about a table that a plan has not, whose keys are those of a plan."""
+    if isinstance(given, Mapping) and given and {*given} <= {*FIELDS}:
+        return f"Take the line [{name}] away: its keys stand at the top of a plan."
+    return ""
 
 
 def _swapped(where: str, dim: str, axis: str) -> PlanError:

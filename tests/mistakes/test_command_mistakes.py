@@ -24,6 +24,8 @@ COMPILE = ("compile", MODELS + "right", "--mesh", "dp=2", "--out", "OUT")
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a command": (("complie", "m:f"), ("'complie'", "Did you mean 'compile'")),
     "an option": ((*COMPILE, "--plann", "ddp"), ("'--plann'", "Did you mean '--plan'")),
+    "run": (("run", "BUILD"), ("'run'", "torchrun --nproc-per-node 2 FOLDER/run.py")),
+    "bytes": ((*COMPILE, "--memory-bytes", "80GB"), ("'80GB'", "Write 80000000000")),
     "json": (("check", "BUILD", "--jsno"), ("'--jsno'", "Did you mean '--json'")),
     "no mesh": (COMPILE[:2], ("--mesh", "partc compile --help")),
     "a number": ((*COMPILE, "--microbatches", "two"), ("'two' is no whole number",)),

@@ -51,6 +51,8 @@ anything: Any = partc
 MISTAKES: dict[str, Mistake] = {
     # entries of a plan
     "dim and axis": plan('[params]\n"up.weight" = { 0 = "tp" }', "up.weight", "Write { tp = 0 }"),
+    "a dim as a text": plan('[params]\n"up.weight" = { tp = "0" }', "Write { tp = 0 }, without"),
+    "a table of all": plan('[plan]\npreset = "ddp"', "'plan'", "Take the line [plan] away"),
     "of an input": plan('[inputs]\n"x" = { 0 = "tp" }', "inputs.x", "Write { tp = 0 }"),
     "of a value": plan('[values]\n"up:relu" = { 0 = "tp" }', "up:relu", "Write { tp = 0 }"),
     "of gather": plan('[gather]\nuse = "dp"', "gather.use", 'Write gather.dp = "use"'),
