@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import ref
 
@@ -26,7 +27,7 @@ class Kept:
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
         self._params = {name: ref(param) for name, param in model.named_parameters()}
-        self._tables = {id(module._parameters) for module in model.modules()}
+        self._own = {id(each) for each in _own_containers(model)}
         self._name = type(model).__name__
 
     def follow(self, shown: Mapping[str, nn.Parameter]) -> None:
@@ -38,9 +39,9 @@ class Kept:
         new = {number: shown[name] for number, name in alive.items() if name in shown}
         every = tuple(each() for each in self._params.values())
         for holder in gc.get_referrers(*every):
-            if type(holder) is list:
+            if type(holder) is list and id(holder) not in self._own:
                 holder[:] = [new.get(id(x), x) for x in holder]
-            elif type(holder) is dict and id(holder) not in self._tables:
+            elif type(holder) is dict and id(holder) not in self._own:
                 holder.update({key: new[id(x)] for key, x in holder.items() if id(x) in new})
 
     def leave(self) -> None:
@@ -55,10 +56,10 @@ class Kept:
         model = self._model()
         if model is None:
             raise _kept(alive[0])
-        tables = _tables_with(model)
+        inside = _references_in(model)
         for name in alive:
             param = self._params[name]()
-            if sys.getrefcount(param) > _OWN_REFERENCES + tables.get(id(param), 0):
+            if sys.getrefcount(param) > _OWN_REFERENCES + inside[id(param)]:
                 raise _kept(name)
         warnings.warn(
             f"partc: the script keeps the {self._name} that it gave to parallelize, whose weights "
@@ -68,12 +69,17 @@ class Kept:
         )
 
 
-def _tables_with(model: nn.Module) -> Mapping[int, int]:
-    """How many tables of the model's modules have each parameter, by its id."""
-    found: dict[int, int] = {}
+def _own_containers(model: nn.Module) -> Iterator[Any]:
+    """The tables of a model's modules, and what else they have of lists (as LSTMs) and dicts."""
     for module in model.modules():
-        for param in module._parameters.values():
-            found[id(param)] = found.get(id(param), 0) + 1
+        yield from (each for each in vars(module).values() if type(each) in (list, dict, tuple))
+
+
+def _references_in(model: nn.Module) -> Counter[int]:
+    """How often a model's own containers have each object, by its id."""
+    found: Counter[int] = Counter()
+    for each in _own_containers(model):
+        found.update(map(id, each.values() if isinstance(each, dict) else each))
     return found
 
 

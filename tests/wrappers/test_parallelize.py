@@ -294,6 +294,23 @@ def closure_and_model() -> None:
         again.step(*batch)
 
 
+def kept_lstm() -> None:
+    """Its modules have lists of their parameters."""
+    whole = nn.LSTM(4, 8)
+    model: Any = partc.parallelize(
+        whole, "dp=2", loss=lambda m, x: m(x)[0].square().mean(), plan="fsdp", batch="global"
+    )
+    with pytest.warns(UserWarning, match="the script keeps the LSTM"):
+        model.step(torch.randn(3, 2, 4))
+    whole.load_state_dict(model.full_state_dict())
+    assert type(whole(torch.randn(3, 2, 4))[0]) is Tensor
+
+
+@pytest.mark.gloo
+def test_a_kept_model_of_lists_stays_one_of_plain_tensors(world: Processes) -> None:
+    world.run(kept_lstm, num=2)
+
+
 @pytest.mark.gloo
 def test_a_closure_is_refused_and_a_model_that_is_kept_warned_of(world: Processes) -> None:
     world.run(closure_and_model, num=2)

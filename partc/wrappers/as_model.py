@@ -1,0 +1,158 @@
+"""A prepared model with the parameters, modules and attributes of the model, or of its stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from partc.data.share import Division
+from partc.plan.batch import data_axes
+from partc.plan.mesh import ISLAND, Mesh
+from partc.plan.sharding import cut
+from partc.program import Program
+from partc.program.copies import copied
+from partc.program.not_a_stage import no_stage_yet
+from partc.program.reading import division_of, rank_or_own
+from partc.program.runtime import Stage
+from partc.wrappers.prepared import Prepared
+from partc.wrong_calls import check_whole_number
+
+_OWN = ("module", "model", "how", "device_type", "stage", "evaluated", "moved", "draws",
+        "training", "program", "losses", "_seen", "_device")  # fmt: skip
+
+
+class AsModel(Prepared):
+    """What a script asks of a model that is wrapped: of the model before its first step, and of its
+    stage behind it. ``program`` is what was compiled.
+    """
+
+    program: Program | None = None
+
+    @property
+    def module(self) -> Any:  # type: ignore[override]
+        """This model itself, as scripts for DDP have it: ``model.module.state_dict()``."""
+        return self
+
+    @property
+    def data_world(self) -> int:
+        """DistributedSampler's ``num_replicas``: into how many pieces ranks divide the batch."""
+        division = self._division()
+        return division.world * division.mesh.islands
+
+    @property
+    def data_rank(self) -> int:
+        """DistributedSampler's ``rank``: the number of this rank's piece."""
+        return self._division().rank(rank_or_own(None))
+
+    def _division(self) -> Division:
+        """As the program divides its batch; before there is one, over all axes of data."""
+        if self.program is not None:
+            return division_of(self.program)
+        mesh = Mesh.of(self.how.mesh)
+        if mesh.is_open:
+            raise no_stage_yet("data_rank")
+        return Division(mesh, {axis: cut(0) for axis in data_axes(mesh) if axis != ISLAND})
+
+    def state_dict(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's own state dict, whole; all ranks call this together.
+
+        Behind the first step its tensors are copies, of which writes are noticed.
+        """
+        found = super().state_dict(**named)
+        if self.stage is None:
+            return found
+        self.stage.writes.check()
+        return {name: copied(x, name, self.stage.writes) for name, x in found.items()}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict with whole tensors, as of a ``Stage``."""
+        return super().state_dict()
+
+    def full_optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state as of one process, as of a ``Stage``."""
+        if self.stage is None:
+            return optimizer.state_dict()
+        return dict(self.stage.full_optim_state_dict(optimizer))
+
+    def load_full_optim_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take a state as of one process, as of a ``Stage``."""
+        if self.stage is None:
+            optimizer.load_state_dict(state)
+        else:
+            self.stage.load_full_optim_state_dict(optimizer, state)
+
+    def step_on_pieces(self, optimizer: Optimizer) -> Optimizer:
+        """As of a ``Stage``; an optimizer that follows the model steps so by itself."""
+        return optimizer if self.stage is None else self.stage.step_on_pieces(optimizer)
+
+    def seed(self, seed: int, step: int = 0) -> None:
+        """Decide the steps' random numbers, as of a ``Stage``."""
+        self.draws = check_whole_number(seed, "seed", -(2**63)), step
+        if self.stage is not None:
+            self.stage.seed(seed, step)
+
+    def train(self, mode: bool = True) -> Self:
+        self._held.train(mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        self._held.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self._held._apply(fn, recurse)
+        return self
+
+    def named_parameters(self, *args: Any, **named: Any) -> Any:
+        return self._held.named_parameters(*args, **named)
+
+    def named_buffers(self, *args: Any, **named: Any) -> Any:
+        return self._held.named_buffers(*args, **named)
+
+    def named_modules(self, *args: Any, **named: Any) -> Any:
+        return self._held.named_modules(*args, **named)
+
+    def named_children(self) -> Any:
+        return self._held.named_children()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._held[key]  # type: ignore[index]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        held: Any = self._held
+        held[key] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if self.stage is None and not name.startswith("_") and hasattr(Stage, name):
+                raise no_stage_yet(name) from None
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the model are set in it, or in the stage, which says what it thinks."""
+        if name in _OWN or "_modules" not in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._held, name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._held.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._held.register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._held.add_module(name, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the stage, of which averages are made; all ranks call this together."""
+        if self.stage is None:
+            raise no_stage_yet("a deep copy")
+        return copy.deepcopy(self.stage, memo)
