@@ -45,7 +45,7 @@ NOT_RUN = {  # how many blocks of a page no test can run; the reason stands abov
     "docs/how-to/shapes-and-modes.md": 5,
     "docs/how-to/train-in-islands.md": 1,
     "docs/how-to/trainer-and-accelerate.md": 2,
-    "docs/performance.md": 8,
+    "docs/performance.md": 10,
     "docs/reference/commands.md": 3,
 }
 TIMEOUT_S = 120
