@@ -34,8 +34,8 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
         if node is None:
             continue
         yield node
-        new = {each for each, _ in node.next_functions} - seen
-        seen |= new
+        new = [each for each in dict(node.next_functions) if each not in seen]
+        seen.update(new)
         left += new
 
 
