@@ -78,11 +78,11 @@ class _Copied(Tensor):
 
 
 class WholeCopy(_Copied):
-    """A whole tensor, gathered of all ranks."""
+    """A copy that is a plain tensor, as a model of ``parallelize`` gives."""
 
 
 class CopiedStageTensor(_Copied, StageTensor):
-    """A whole tensor that is the same on all ranks."""
+    """A copy that is a DTensor, whole on every rank, as a stage gives."""
 
 
 def copied(tensor: Any, name: str, writes: Writes) -> Any:

@@ -32,9 +32,8 @@ NAMES = "parameters", "named_parameters"  # the methods that give a module's par
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
 _HOOKS: list[Any] = []
 _ROOTS: WeakSet[Any] = WeakSet()  # stages of pipelines
-_DROPPED: WeakKeyDictionary[Any, StandIn] = (
-    WeakKeyDictionary()
-)  # one of each optimizer that had any
+# of each optimizer that had stand-ins, one of them
+_DROPPED: WeakKeyDictionary[Any, StandIn] = WeakKeyDictionary()
 
 
 class ElsewhereError(RunError, AttributeError):

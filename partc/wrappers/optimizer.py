@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from partc.errors import RunError
 from partc.program.runtime import Stage
+from partc.wrappers.moved import move
 from partc.wrappers.prepared import Prepared
 
 DRAWS = "partc"  # in a state dict: the stage's seed, and how many steps it has taken
@@ -48,18 +48,10 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
         RunError for a parameter that is none of the model's.
         """
-        inner, state = self.optimizer, self.optimizer.state_dict()
-        shown = dict(stage.named_parameters())
-        for group in inner.param_groups:
-            known = [names.get(id(p)) for p in group["params"]]
-            if None in known:
-                raise _of_no_model(type(inner).__name__)
-            group["params"] = [shown[name] for name in known if name in shown]
-        inner.state.clear()
-        with contextlib.suppress(RunError):  # not elementwise: it steps on DTensors
-            stage.step_on_pieces(inner)
-        if state["state"]:
-            stage.load_full_optim_state_dict(inner, state)
+        inner = self.optimizer
+        if any(id(p) not in names for group in inner.param_groups for p in group["params"]):
+            raise _of_no_model(type(inner).__name__)
+        move(inner, stage, names)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters, whole; all ranks call this together."""
