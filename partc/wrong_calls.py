@@ -257,7 +257,7 @@ def as_path(given: Any, where: str) -> Path:
             where=where, what="a text of several lines stands where a path is needed",
             why="a path names the file that has the text", do="Write it to a file, and name that.",
         )  # fmt: skip
-    if given == "" or not isinstance(given, str | os.PathLike) or "\0" in os.fspath(given):
+    if not isinstance(given, str | os.PathLike) or given == "" or "\0" in os.fspath(given):
         raise UsageError(
             where=where, what=f"{quoted(given)} is no path", why="a path is a text or a Path",
             do='Name a file or folder, for example "build".',

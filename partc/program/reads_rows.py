@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from partc.wrong_calls import known_arguments
+from partc.wrong_calls import check_flag, check_whole_number, known_arguments
 
 if TYPE_CHECKING:
     from partc.data.order import Last
@@ -68,5 +68,8 @@ def sampler(
     from partc.data.sampler import RowSampler
     from partc.program.reading import num_rows, rank_or_own, rows_of
 
+    check_flag(shuffle, "sampler(shuffle=...)")
+    if rows_per_step is not None:
+        check_whole_number(rows_per_step, "sampler(rows_per_step=...)", 1)
     share = rows_of(self, rank_or_own(rank), batch, rows_per_step)
     return RowSampler(Order(num_rows(dataset), share.per_step, shuffle, last), share, seed)

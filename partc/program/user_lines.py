@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from partc.line_changes import line_changes
+
 if TYPE_CHECKING:
     from partc.program.role import Role
 
 Origin = tuple[str, str]  # a module's path, ``blocks.*.mlp`` in any block, and a source line
+MOST_COMPARED = 40_000  # pairs of changed lines, of which the most similar are looked for
 _LOADED: dict[str, str] = {}  # the text behind each name that tracebacks show
 
 
@@ -51,9 +54,9 @@ class UserLines:
             return self
         old, new = printed.splitlines(), edited.splitlines()
         found: dict[int, Origin] = {}
-        changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-        for _, start, end, first, last in changes:
-            gone = {i: old[i] for i in range(start, end)}
+        for _, start, end, first, last in line_changes(old, new):
+            few = (end - start) * (last - first) <= MOST_COMPARED
+            gone = {i: old[i] for i in range(start, end)} if few else {}
             for offset, to in enumerate(range(first, last)):
                 same = end - start == last - first
                 line = start + offset if same else _similar(new[to], gone)

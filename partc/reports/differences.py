@@ -18,6 +18,7 @@ from partc.cost.bytes import sent_share
 from partc.cost.step_events import LAST, START, StepEvents
 from partc.errors import LoadError
 from partc.file_text import Unreadable, toml_table
+from partc.line_changes import comparable, line_changes
 from partc.program import Program
 from partc.program.hooks import NAME as HOOKS
 
@@ -267,8 +268,7 @@ def _changed_lines(old: str, new: str) -> dict[str, tuple[int, int]]:
     parts = [_parts(text) for text in (old, new)]
     gone: Counter[str] = Counter()
     added: Counter[str] = Counter()
-    steps = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    for tag, start, end, first, last in steps:
+    for tag, start, end, first, last in line_changes(before, after):
         if tag != "equal":
             gone.update(parts[0].get(line + 1, "head") for line in range(start, end))
             added.update(parts[1].get(line + 1, "head") for line in range(first, last))
@@ -292,7 +292,11 @@ def _parts(text: str) -> dict[int, str]:
 
 def _unified(name: str, old: str, new: str, folders: tuple[str, str]) -> Iterator[str]:
     one, other = (f"{folder}/{name}" for folder in folders)
-    return difflib.unified_diff(old.splitlines(), new.splitlines(), one, other, lineterm="")
+    before, after = old.splitlines(), new.splitlines()
+    if comparable(before, after):
+        return difflib.unified_diff(before, after, one, other, lineterm="")
+    told = f"a line is repeated too often to compare {len(before)} lines with {len(after)}"
+    return iter((f"--- {one}", f"+++ {other}", told))
 
 
 # rows -------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,7 +96,8 @@ def in_our_words(where: str, do: str) -> Iterator[None]:
 
 def check_names(where: str, given: Any) -> None:
     """UsageError for a text in the place of a list of texts."""
-    if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+    listed = isinstance(given, Collection) and not isinstance(given, str | Mapping)
+    if not listed or not all(isinstance(each, str) for each in given):
         raise UsageError(
             where=where, what=f"it is {quoted(given)}", why="it is a list of names of results",
             do=f"Pass a list: [{quoted(given)}]." if isinstance(given, str) else "Pass texts.",

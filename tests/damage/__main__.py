@@ -26,11 +26,13 @@ from tests.damage.built import Built, built_aside
 from tests.damage.cases import run_case
 from tests.damage.hostile import HOSTILE
 from tests.damage.kills import KILLS
+from tests.damage.misuses import MISUSES
 from tests.damage.ranks import DEATHS, RANKS
 from tests.damage.verdicts import BAD, Found, table
 
 KINDS: dict[str, dict[str, Make]] = {
     "artefacts": ARTEFACTS, "hostile": HOSTILE, "kills": KILLS, "ranks": RANKS, "deaths": DEATHS,
+    "misuses": MISUSES,
 }  # fmt: skip
 
 
