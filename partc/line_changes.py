@@ -10,7 +10,7 @@ Change = tuple[str, int, int, int, int]  # as of difflib.SequenceMatcher.get_opc
 MOST_PAIRS = 3_000_000  # of equal lines; a program of 10,000 lines has a tenth of it
 
 
-def line_changes(old: Sequence[str], new: Sequence[str]) -> list[Change]:
+def line_changes(old: Sequence[str], new: Sequence[str]) -> Sequence[Change]:
     """How one text becomes the other; one replacement of all lines where texts from strangers
     repeat a line so often that a comparison would take minutes.
     """

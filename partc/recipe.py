@@ -28,7 +28,7 @@ from partc.program.autocast import within
 from partc.program.batch_fit import Rows
 from partc.program.forward_batch import example_of, guessed
 from partc.program.holders import Holders
-from partc.program.wanted import Mode, Wanted
+from partc.program.wanted import Mode, Wanted, warn_of_mode
 from partc.schedules.csv_form import CSV, read_csv, write_csv
 from partc.trace.arguments import Arguments, Given
 from partc.trace.fingerprint import Fingerprint
@@ -284,6 +284,7 @@ def with_model(
     check_given(model, "with_model")
     check_model(None, program.fingerprint, model)
     again = compile_again(Plan.parse(program.plan).left_out, cache_of(cache, model), strict=False)
+    warn_of_mode(program.wanted, model)
     recipe = Recipe.of(model, loss, again)
     return replace(program, recipe=recipe)
 

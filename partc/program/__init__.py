@@ -43,7 +43,7 @@ from partc.program.saved_cost import Cost, SavedCost
 from partc.program.sources import Sources
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.program.user_lines import UserLines
-from partc.program.wanted import Recipe, Wanted
+from partc.program.wanted import Recipe, Wanted, warn_of_mode
 from partc.program.written import written_files
 from partc.quoting import docstring
 from partc.trace.arguments import Arguments
@@ -328,6 +328,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     if model is not None:
         check_given(model, "load")
         check_model(folder, manifest.fingerprint, model)
+        warn_of_mode(manifest.wanted, model)
     return replace(_program(folder, manifest), origin=Origin(model))
 
 

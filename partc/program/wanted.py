@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partc.plan.sharding import Layout, dtype_name
 from partc.program.autocast import check_autocast
@@ -108,3 +109,16 @@ class Recipe(Protocol):
     def also(self, inputs: Any, loss: Callable[..., Any] | None, first: Program) -> Program:
         """A step of another loss, whose parameters are stored as those of ``first``."""
         ...
+
+
+def warn_of_mode(wanted: Wanted, model: nn.Module) -> None:
+    """Warn where a model is lent to a program of the other mode, whose dropout is another."""
+    mine = "train" if model.training else "eval"
+    if mine != wanted.mode:
+        warnings.warn(
+            f"partc: {type(model).__name__} is in {mine} mode, and the program is in {wanted.mode} "
+            "mode, in which it was compiled: dropout and batch norms are the program's. If that is "
+            f"meant, call model.{'train' if wanted.mode == 'train' else 'eval'}() before; else "
+            "compile again",
+            stacklevel=4,
+        )

@@ -172,7 +172,7 @@ class Given:
             arguments = _arguments(bound, names)
         except TreeError as error:
             raise _no_input(error) from None
-        given = cls(loss or _call, bound, arguments)
+        given = cls(_call if loss is None else loss, bound, arguments)
         _check_tensors(given.names, given.tensors, bound.arguments.values())
         return given
 
@@ -224,7 +224,7 @@ def spread(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _signature(model: nn.Module, loss: Callable[..., Any] | None) -> Signature:
     """The parameters of the forward, or of the loss behind the model."""
     try:
-        given = list(inspect.signature(loss or model.forward).parameters.values())
+        given = list(inspect.signature(model.forward if loss is None else loss).parameters.values())
     except (ValueError, TypeError):  # of a function in C
         given = []
     if loss is not None and given and given[0].kind.name in PLAIN:
@@ -273,7 +273,15 @@ def _default(parameter: inspect.Parameter) -> Tree | None:
 
 
 def check_loss(loss: Any) -> None:
-    """TraceError for torch's losses of predictions and targets, which take no model."""
+    """TraceError for torch's losses of predictions and targets, which take no model, and for
+    what torch.compile has wrapped, which no trace can look into.
+    """
+    if any(hasattr(loss, mark) for mark in ("_orig_mod", "_torchdynamo_orig_callable")):
+        raise TraceError(
+            where=f"loss={quoted(loss)}", what="it was compiled by torch.compile",
+            why="partc traces the loss together with the model", do="Pass the function itself; "
+            'compile="inductor" has the program compiled.',
+        )  # fmt: skip
     kind = loss if isinstance(loss, type) else type(loss)
     name = kind.__name__ if kind.__module__ == "torch.nn.modules.loss" else ""
     if getattr(loss, "__module__", "") == "torch.nn.functional":

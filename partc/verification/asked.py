@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def check_numbers(lr: Any, dtype: Any, timeout: Any) -> None:
     """UsageError for a learning rate or seconds that are no such number, and for what is no dtype
     to compute gradients in.
     """
-    wrong = None if isinstance(lr, int | float) else ("lr", lr, "a number, such as 1e-3")
+    rate = isinstance(lr, int | float) and 0 <= lr < math.inf
+    wrong = None if rate else ("lr", lr, "a number from 0 on, such as 1e-3")
     if not isinstance(timeout, int | float) or not timeout > 0:
         wrong = "timeout", timeout, "a number of seconds above 0"
     floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point

@@ -150,7 +150,7 @@ def lent(model: nn.Module, loss: Loss | None, dtype: torch.dtype | None) -> Iter
     """
     tensors = {id(each): each for each in named_tensors(model).values()}.values()
     before = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
-    around = restored(Reach.of(model, loss or model.forward))
+    around = restored(Reach.of(model, model.forward if loss is None else loss))
     with no_collecting(), untouched(model), around, caches_restored():
         try:
             for tensor, data, _ in before:

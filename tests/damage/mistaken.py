@@ -29,7 +29,8 @@ ANY: dict[str, Callable[[], Any]] = {
     "whole numbers": lambda: torch.arange(8), "numpy's": lambda: torch.ones(8, 8).numpy(),
     "a batch": batch_of, "a list of tensors": lambda: list(batch_of()), "a model": model_of,
     "its class": lambda: nn.Linear, "another model": lambda: nn.Linear(8, 8),
-    "weights": lambda: model_of().state_dict(), "a compiled model": lambda: torch.compile(model_of()),
+    "weights": lambda: model_of().state_dict(),
+    "a compiled model": lambda: torch.compile(model_of()),
     "parameters": lambda: model_of().parameters(), "a loss": lambda: loss_of,
     "a loss module": nn.MSELoss, "a lambda": lambda: (lambda *given: None),
     "an optimizer": lambda: torch.optim.SGD(model_of().parameters(), 0.1),
@@ -57,8 +58,8 @@ def near(rng: random.Random, value: Any) -> tuple[Any, str]:
     if isinstance(value, bool) or value is None:
         return rng.choice((not value, "yes", 1)), "a flag of another kind"
     if isinstance(value, str):
-        new = letters(rng, value)
-        return new, f"{new!r}"
+        word = letters(rng, value)
+        return word, repr(word)
     if isinstance(value, int | float):
         new = rng.choice((-value, value + 1, value * 1000, float(value), str(value), 0))
         return new, f"{new!r}"
@@ -77,12 +78,15 @@ def near_tensor(rng: random.Random, value: Tensor) -> tuple[Any, str]:
         "half of its rows": lambda: value[::2], "no rows": lambda: value[:0],
         "transposed": lambda: value.mT, "one dim more": lambda: value[None],
         "one dim less": lambda: value[0], "float64": value.double, "float16": value.half,
-        "whole numbers": value.long, "complex": lambda: value + 0j, "on meta": lambda: value.to("meta"),
+        "whole numbers": value.long, "complex": lambda: value + 0j,
+        "on meta": lambda: value.to("meta"),
         "with a gradient": lambda: value.clone().requires_grad_(), "bool": value.bool,
         "of a graph": lambda: value.clone().requires_grad_() * 2, "a list": value.tolist,
         "an array": lambda: value.detach().numpy(), "nan": lambda: value * float("nan"),
-        "sparse": value.to_sparse, "a column": lambda: value[:, :1], "strided": lambda: value.mT.clone().mT,
-        "expanded": lambda: value[:, :1].expand(-1, 8), "a parameter": lambda: nn.Parameter(value.clone()),
+        "sparse": value.to_sparse, "a column": lambda: value[:, :1],
+        "strided": lambda: value.mT.clone().mT,
+        "expanded": lambda: value[:, :1].expand(-1, 8),
+        "a parameter": lambda: nn.Parameter(value.clone()),
     }  # fmt: skip
     name = rng.choice(sorted(how))
     return how[name](), f"tensor {name}"
@@ -94,7 +98,8 @@ def near_model(rng: random.Random, value: nn.Module) -> tuple[Any, str]:
         "frozen": lambda: value.requires_grad_(False), "in eval mode": value.eval,
         "on meta": lambda: value.to("meta"), "in DataParallel": lambda: nn.DataParallel(value),
         "in Sequential": lambda: nn.Sequential(value), "its forward": lambda: value.forward,
-        "scripted": lambda: torch.jit.trace(value.eval(), batch_of()[:1]), "its class": lambda: type(value),
+        "scripted": lambda: torch.jit.trace(value.eval(), batch_of()[:1]),
+        "its class": lambda: type(value),
         "with a hook": lambda: hooked(value), "with another forward": lambda: moved(value),
         "without a part": lambda: lacking(value), "with a wider part": lambda: wider(value),
         "shared": lambda: shared(value), "half frozen": lambda: half_frozen(value),
@@ -135,11 +140,11 @@ def half_frozen(model: Any) -> Any:
 
 def near_rows(rng: random.Random, value: Any) -> tuple[Any, str]:
     at, kind = rng.randrange(len(value)), type(value)
-    how = rng.choice(("one less", "one more", "reversed", "a dict", "nested", "near", "near", "near"))
+    how = rng.choice(("one less", "one more", "reversed", "a dict", "nested", *["near"] * 3))
     if how == "near":
         new, told = near(rng, value[at])
         return kind([*value[:at], new, *value[at + 1 :]]), f"[{at}] {told}"
-    made = {
+    made: dict[str, Callable[[], Any]] = {
         "one less": lambda: kind(value[:-1]), "one more": lambda: kind([*value, value[0]]),
         "reversed": lambda: kind(value[::-1]), "nested": lambda: kind([kind(value)]),
         "a dict": lambda: {"x": value[0], "z": value[-1]},

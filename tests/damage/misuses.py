@@ -86,7 +86,8 @@ def compile_(rng: random.Random, built: Built, place: Path) -> Made:
     right = {"model": model_of(), "inputs": batch_of(), "mesh": mesh, "loss": loss_of, **plan}
     more = {"microbatches": 2, "memory_bytes": 10**9, "recompute": "block", "objective": "time",
             "random": "pieces", "batch": "global", "strict": False, "schedule": "1f1b",
-            "backend": "gloo", "dump": str(place / "dump"), "cache": str(place / "cache")}  # fmt: skip
+            "backend": "gloo",
+            "dump": str(place / "dump"), "cache": str(place / "cache")}  # fmt: skip
     right |= {name: more[name] for name in rng.sample(sorted(more), rng.choice((0, 1, 3)))}
     what, read = mistaken(rng, partc.compile, right, is_right)
     return Made(f"{mesh}: {what}", lambda: readers.apart(read))
@@ -103,8 +104,9 @@ def is_right(program: Program, given: Given) -> Verdict | None:
 
 @misuse("verify")
 def verify(rng: random.Random, built: Built, place: Path) -> Made:
-    right = {"program": partc.load(built.program("zero1")), "model": model_of(), "inputs": batch_of(),
-             "loss": loss_of, "lr": 1e-3, "dtype": torch.float64, "timeout": patience(40.0)}  # fmt: skip
+    right = {"program": partc.load(built.program("zero1")), "model": model_of(),
+             "inputs": batch_of(), "loss": loss_of, "lr": 1e-3, "dtype": torch.float64,
+             "timeout": patience(40.0)}  # fmt: skip
     what, read = mistaken(rng, partc.verify, right, _holds)
     return Made(what, lambda: readers.apart(read))
 
@@ -118,8 +120,8 @@ def load(rng: random.Random, built: Built, place: Path) -> Made:
     right = {"path": built.program(rng.choice(built.names)), "model": model_of()}
 
     def judge(program: Program, given: Given) -> Verdict | None:
-        whole = {"inputs": batch_of(), "loss": loss_of, "model": given.get("model") or model_of()}
-        return is_right(program, whole)
+        model = (given.get("model") or model_of()).train()  # another mode was warned of
+        return is_right(program, {"inputs": batch_of(), "loss": loss_of, "model": model})
 
     what, read = mistaken(rng, partc.load, right, judge)
     return Made(what, lambda: readers.apart(read))
@@ -202,7 +204,9 @@ def clip(rng: random.Random, built: Built, place: Path) -> Made:
     what = rng.choice(MISTAKES)(rng, given)
 
     def read() -> Verdict | None:
-        return called(call, {"stage": partc.load(built.program("one"), model_of()).module(), **given}, judge)
+        return called(
+            call, {"stage": partc.load(built.program("one"), model_of()).module(), **given}, judge
+        )
 
     return Made(what, on_one_rank(read))
 
@@ -213,7 +217,8 @@ def parallelize(rng: random.Random, built: Built, place: Path) -> Made:
              "batch": "local", "device": "cpu", "pad": None, "outputs": ()}  # fmt: skip
 
     def judge(wrapped: Any, given: Given) -> Verdict | None:
-        wanted = without_dropout(given["model"], given["loss"], *batch_of())
+        loss = given.get("loss") or loss_of
+        wanted = without_dropout(given["model"], loss, *batch_of())
         return near_to(wrapped.step(*batch_of()), wanted)
 
     what, read = mistaken(rng, partc.parallelize, right, judge)
@@ -313,7 +318,7 @@ def commands(rng: random.Random, built: Built, place: Path) -> Made:
     build, model = str(built.program("zero1")), readers.MODEL
     lines = (
         ["compile", model, "--mesh", "dp=2", "--plan", "ddp", "--out", str(place / "build")],
-        ["compile", model, "--mesh", "dp=2", "--microbatches", "2", "--memory", "1GB"],
+        ["compile", model, "--mesh", "dp=2", "--microbatches", "2", "--memory-bytes", "10000000"],
         ["explain", build], ["simulate", build, "--peak", "2"], ["check", build],
         ["diff", build, str(built.program("one"))], ["verify", build, "--model", model],
         ["passes"],

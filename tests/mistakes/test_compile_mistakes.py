@@ -77,6 +77,10 @@ MISTAKES: dict[str, Mistake] = {
     "a program": lazily("model", program, "a Program"),
     "torch.compile": lazily("model", lambda: torch.compile(Net()), "Optimized", "model._orig_mod"),
     "DataParallel": lazily("model", lambda: nn.DataParallel(Net()), "Pass model.module"),
+    "a compiled model as loss": lazily(
+        "loss", lambda: torch.compile(Net()), "torch.compile", "inductor"
+    ),
+    "a compiled loss": lazily("loss", lambda: torch.compile(loss_of), "torch.compile", "inductor"),
     "wrapped inside": lazily(
         "model", lambda: nn.Sequential(nn.DataParallel(Net())), "model's 0", "model.0.module"
     ),
@@ -169,6 +173,7 @@ MISTAKES: dict[str, Mistake] = {
     "verify a dtype's name": verified("'float64'", "torch.float64", dtype="float64"),
     "verify another model": verified("[8, 5]", "[8, 4]", model=Net(5), inputs=batch_of(8, 5)),
     "verify whole numbers": verified("input x", "int64", "dtype", inputs=(X.long(), Y.long())),
+    "verify downhill": verified("lr=", "-1", "from 0 on", lr=-1),
     "verify another loss": verified(
         "differ", "the loss that were compiled", loss=lambda m, x, y: (m(x) - y).abs().mean()
     ),

@@ -173,6 +173,9 @@ MISTAKES: dict[str, Mistake] = {
     "a name of results": (
         lambda: accelerator(mesh="dp=1", outputs="logits"), ("'logits'", "['logits']"),
     ),
+    "no names of results": (
+        lambda: accelerator(mesh="dp=1", outputs=object()), ("outputs", "a list"),
+    ),
     "FSDP too": (
         lambda: accelerator(mesh="dp=1", fsdp_plugin=True), ("fsdp_plugin", 'plan="fsdp"'),
     ),

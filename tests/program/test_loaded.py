@@ -299,3 +299,19 @@ def frozen_in_the_model() -> None:
 
 def test_freezing_in_the_model_reaches_the_stage(world: Processes) -> None:
     world.run(frozen_in_the_model)
+
+
+def lent(path: Path, model: nn.Module) -> None:
+    partc.with_model(load(path), model, loss_of)
+
+
+@pytest.mark.parametrize("lend", [load, lent])
+def test_a_model_of_the_other_mode_is_told(
+    tmp_path: Path, lend: Callable[[Path, nn.Module], object]
+) -> None:
+    """The program's dropout is what runs: a script that meant another one has to hear of it."""
+    model = model_of()
+    compiled(model).save(tmp_path / "build")
+    with pytest.warns(UserWarning, match="is in eval mode, and the program is in train mode"):
+        lend(tmp_path / "build", model.eval())
+    lend(tmp_path / "build", model.train())
