@@ -14,7 +14,7 @@ from partc.checks.local_graph import check
 from partc.cost.record_events import record_phases, record_step
 from partc.cost.step_events import StepEvents
 from partc.cost.storage import replay
-from partc.graph import Graph
+from partc.graph import NO_GRADIENT, Graph
 from partc.graph.folds import RepeatedBlocks, TracedStages, likes_of
 from partc.machines.objective import Objective
 from partc.passes.canonical import dedupe_layers as folding
@@ -161,7 +161,7 @@ def _untrained(graph: Graph) -> list[str]:
         return []
     first, *others = graph.untrained
     names = f"{first} and others have" if others else f"{first} has"
-    return [f"{names} no gradient: the loss does not depend on it, so no optimizer changes it"]
+    return [f"{names} no gradient: {NO_GRADIENT}, so no optimizer changes it"]
 
 
 @calls(TracedStages.spread)

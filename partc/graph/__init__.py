@@ -37,6 +37,7 @@ Kind = Literal["param", "buffer", "input", "received", "op"]
 Phase = Literal["F", "B", "S", "E", "W"]
 
 ANYWHERE = -1  # the pipeline stage of a value that every stage computes for itself (a mask)
+NO_GRADIENT = "the loss does not depend on it"  # of a note that names untrained parameters
 
 
 class Origin(Enum):

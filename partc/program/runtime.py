@@ -22,6 +22,7 @@ from partc.program.copies import Writes, copied
 from partc.program.cpp_compiler import check_compiler
 from partc.program.elsewhere import say_elsewhere, stand_ins
 from partc.program.family import Family
+from partc.program.lent_flags import take_flags
 from partc.program.loaded import Loaded
 from partc.program.members import Member
 from partc.program.optimizer_states import Form
@@ -83,6 +84,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
         residuals.begin(self._tensors.held)
         take_weights(self._tensors, model, program.fingerprint)
+        names = sorted(shard.name for shard in self._tensors.all_shards.values())
+        take_flags(model, self._shown, names, device, program.plan)
         raw = RawModel(model, self._shown, self._tensors)
         self.agreement = Agreement(
             self._tensors.holders,

@@ -127,8 +127,12 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a path for a plan": (lambda: partc.Plan.parse("plan.toml"), ("Plan.load('plan.toml')",)),
     "a rank as text": (lambda: compiled().source(any_type("0")), ("'0'", "Write 0")),
     "rows of a step as a number with a point": (
-        lambda: any_type(compiled()).sampler(16, 0, rows_per_step=8.0), ("sampler(rows_per_step", "8.0")),
-    "an order as a text": (lambda: any_type(compiled()).sampler(16, 0, shuffle="no"), ("shuffle", "'no'")),
+        lambda: any_type(compiled()).sampler(16, 0, rows_per_step=8.0),
+        ("sampler(rows_per_step", "8.0"),
+    ),
+    "an order as a text": (
+        lambda: any_type(compiled()).sampler(16, 0, shuffle="no"), ("shuffle", "'no'"),
+    ),
     "rows below none": (lambda: compiled().sampler(-5, 0), ("-5", "0 or more")),
     "a folder for lines": (lambda: JsonLines("."), ("metrics.jsonl",)),
     "no devices": (lambda: Meter([], devices=0), ("devices", "1 or more")),
