@@ -86,7 +86,7 @@ def test_another_batch_or_seed(world: Processes, layout: str, contract: str) -> 
             assert f"rank {last}: another {name}" in said, (fault, said)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "tp", "pp+dp"])
+@pytest.mark.parametrize("layout", ["ddp", "tp", "fsdp+tp", "pp+dp"])
 def test_another_weight(world: Processes, layout: str) -> None:
     of = program(layout, "local")
     sharded = any(x.name == "head.weight" and x.cuts for x in of.role(of.mesh.num_ranks - 1).params)
@@ -291,7 +291,7 @@ def pieces_of_two_models(layout: str, same: bool) -> str:
     return outcome(lambda: stage.step(*batch))
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp+dp"])
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp+tp", "pp", "pp+dp"])
 def test_pieces_of_different_models_are_not_joined(world: Processes, layout: str) -> None:
     num = program(layout, "local").mesh.num_ranks
     found = world.run(pieces_of_two_models, layout, False, num=num)
