@@ -76,9 +76,7 @@ class Agreement:
             program alone. It has to be the same on all ranks. A comparison reads all weights once.
     """
 
-    def __init__(
-        self, holders: Holders, sources: Callable[[], Sources], *, draws: bool
-    ) -> None:
+    def __init__(self, holders: Holders, sources: Callable[[], Sources], *, draws: bool) -> None:
         self._every, self.num_steps = EVERY, 0
         self._holders, self._draws, self.sources = holders, draws, sources
         self._seen: dict[int, Role] = {}  # of the programs that have run

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import partc
-from partc.api import Job
 from partc.verification.processes import Processes
+from tests.compiles import counted
 from tests.program.families import ROWS, close, compare_step, language, language_loss, tokens
 
 pytestmark = pytest.mark.gloo
 NUM_RANKS = 4
 LAYOUTS = [("dp=4", "fsdp"), ("pp=2,dp=2", "ddp")]
-
-
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """The steps that this process compiles, whoever asks for them."""
-    seen: list[str] = []
-    compiled = Job.with_plan
-
-    def with_plan(self: Job, *args: Any, **named: Any) -> Any:
-        seen.append(f"{self.step.kind} in {'train' if self.step.model.training else 'eval'} mode")
-        return compiled(self, *args, **named)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Job, "with_plan", with_plan)
-        yield seen
 
 
 def sums(found: list[list[str]]) -> list[str]:

@@ -51,9 +51,7 @@ def read() -> list[int]:
         gc.enable()
 
 
-def test_workers_leave_the_groups_of_a_stage_that_is_gone(
-    world: Processes, tmp_path: Path
-) -> None:
+def test_workers_leave_the_groups_of_a_stage_that_is_gone(world: Processes, tmp_path: Path) -> None:
     program_of("dp=2,tp=2", "fsdp+megatron").save(tmp_path / "program")
     world.run(make_garbage, tmp_path / "program")
     assert world.run(read) == [[0, 1, 2, 3]] * 4

@@ -6,7 +6,7 @@ Every rank counts in memory that its workers share, so that reads of workers cou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def test_eight_ranks_read_each_row_once(
         assert reads.sum(0).max() == 1
         assert reads.sum() == num_rows
         for rows, (_, steps) in zip(reads, found[::2], strict=True):  # it reads what it is given
-            assert sorted(sum(steps[epoch], [])) == rows.nonzero().flatten().tolist()
+            assert sorted(chain(*steps[epoch])) == rows.nonzero().flatten().tolist()
         assert [len(steps[epoch]) for _, steps in found] == [num_steps] * 8
     assert found[0][1][0] != found[0][1][1]  # in another order
 
@@ -107,7 +107,7 @@ def through_every_stop(first: Path, then: Path, workers: tuple[int, int]) -> lis
 
 def joined(pieces: list[list[list[int]]]) -> list[list[int]]:
     """The rows of each step, of the pieces of all data ranks."""
-    return [sorted(sum(step, [])) for step in zip(*pieces, strict=True)]
+    return [sorted(chain(*step)) for step in zip(*pieces, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -131,4 +131,4 @@ def test_eight_ranks_resume_at_any_step(
         behind = joined([each[rank][1] for rank in firsts])
         assert before + behind == expected, stop
         for _, steps, reads in each:  # no row was read that was not given, and none twice for it
-            assert reads == [sum(steps, []).count(row) for row in range(NUM_ROWS)], stop
+            assert reads == [[*chain(*steps)].count(row) for row in range(NUM_ROWS)], stop
