@@ -58,7 +58,8 @@ def parallelize(
         plan: as for ``partc.compile``.
         batch: what a step takes: ``"local"``, this rank's own rows, or ``"global"``, all ranks'.
         device: where ranks compute; None: where the model's parameters are.
-        pad: by the name of an input the number that fills it up to the longest of all ranks.
+        pad: by the name of an input (``"batch.ids"`` in a dict) the number that fills it up to the
+            longest of all ranks.
         outputs: without ``loss``, what a step returns of the model's results beside the loss.
         options: further arguments of ``partc.compile``, such as ``microbatches=4``.
 
