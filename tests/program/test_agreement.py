@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fsdp+tp": ("dp=2,tp=2", "fsdp+megatron", {}),
     "pp": ("pp=2", "ddp", {"microbatches": 2, "stages": ["down"]}),
     "pp+dp": ("pp=2,dp=2", "ddp", {"microbatches": 2, "stages": ["down"]}),
+    "pp+fsdp": ("pp=2,dp=2", "fsdp", {"microbatches": 2, "stages": ["down"]}),
 }
 
 
@@ -326,7 +327,7 @@ def pieces_of_two_models(layout: str, same: bool) -> str:
     return outcome(lambda: stage.step(*batch))
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp+tp", "pp", "pp+dp"])
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp+tp", "pp", "pp+dp", "pp+fsdp"])
 def test_pieces_of_different_models_are_not_joined(world: Processes, layout: str) -> None:
     num = program(layout, "local").mesh.num_ranks
     for said in world.run(pieces_of_two_models, layout, False, num=num):
