@@ -30,6 +30,18 @@ EVERY = 100  # steps from one comparison to the next
 
 
 @dataclass(frozen=True)
+class Sources:
+    """What a rank was given whole: a number of each tensor by name, and how often it has loaded.
+
+    A tensor that it takes no piece of counts too: other pipeline ranks have to be given the same,
+    or each stage would be of another model. It says nothing where these have loaded once more.
+    """
+
+    numbers: Mapping[str, int]
+    num_loads: int
+
+
+@dataclass(frozen=True)
 class Alike:
     """Things of one kind that the same ranks hold alike.
 
@@ -64,9 +76,7 @@ class Agreement:
             program alone. It has to be the same on all ranks. A comparison reads all weights once.
     """
 
-    def __init__(
-        self, holders: Holders, sources: Callable[[], Mapping[str, int]], *, draws: bool
-    ) -> None:
+    def __init__(self, holders: Holders, sources: Callable[[], Sources], *, draws: bool) -> None:
         self._every, self.num_steps = EVERY, 0
         self._holders, self._draws, self.sources = holders, draws, sources
         self._seen: dict[int, Role] = {}  # of the programs that have run
@@ -119,8 +129,8 @@ class Agreement:
             apart = frozenset(axis for axis, *_ in self._holders.shards[name].cuts)
             kind = "parameter" if name in self._holders.params else "buffer"
             kinds.setdefault((kind, apart, places), []).append(name)
-            if apart:
-                kinds.setdefault(("source", frozenset(), places), []).append(name)
+            if apart or len(every) > 1:
+                kinds.setdefault(("source", frozenset(), every), []).append(name)
         if self._draws:
             kinds["random", frozenset(), every] = ["seed", "number of steps"]
         return [
@@ -151,9 +161,10 @@ class _Comparison:
             raise refused_elsewhere(refused)
         columns = zip(self.alike, range(2, len(rows[0])), strict=True)
         unlike = [each for each, i in columns if [*self._odd(each, [row[i] for row in rows])]]
-        found = [one for each in unlike for one in self._found(each, first)]
+        every = [one for each in unlike for one in self._found(each, first)]
+        found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
         if found:
-            raise disagreement(found, self.role)
+            raise disagreement([*reversed(found.values())], self.role)
         if new and not self.role.is_inference:  # who evaluates may give all ranks the same
             self._look_for_equal_pieces([row[1] for row in rows])
 
@@ -167,7 +178,7 @@ class _Comparison:
 
     # numbers -------------------------------------------------------------------------------------
     @cached_property
-    def _sources(self) -> Mapping[str, int]:
+    def _sources(self) -> Sources:
         return self.of.sources()
 
     @cached_property
@@ -185,7 +196,8 @@ class _Comparison:
         if of.kind == "random":
             return [each & (1 << 63) - 1 for each in self.drawn]
         if of.kind == "source":
-            return [self._sources.get(name, 0) for name in of.names]
+            told = self._sources
+            return [*(told.numbers.get(name, 0) for name in of.names), told.num_loads]
         return [self._hashes.get((of.kind, name), 0) for name in of.names]
 
     def _batch(self) -> int:
@@ -223,7 +235,7 @@ class _Comparison:
         sketches = self._exchange(self._sketches(of)) if drifts else []
         for i, name in enumerate(of.names):
             numbers = [row[i] for row in rows]
-            if of.kind == "source" and 0 in numbers:
+            if of.kind == "source" and not self._is_told(name, numbers, [row[-1] for row in rows]):
                 continue
             for odd, usual in self._odd(of, numbers):
                 if sketches:
@@ -232,6 +244,10 @@ class _Comparison:
                 values = (rows[usual][i], rows[odd[0]][i]) if of.kind == "random" else None
                 if odd:
                     yield Found(of.kind, name, tuple(odd), usual, values)
+
+    def _is_told(self, name: str, numbers: Sequence[int], loads: Sequence[int]) -> bool:
+        """Whether all ranks know from what a tensor was loaded, in the same load if it is whole."""
+        return 0 not in numbers and (bool(self.of.shards[name].cuts) or len({*loads}) == 1)
 
     def _sketches(self, of: Alike) -> list[float]:
         """Two numbers of each tensor: its product with fixed numbers, and its norm."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.program import Program, residuals
+from partc.program.agreement import Sources
 from partc.program.chunks import chunks_of
 from partc.program.dtensors import DTensors, expressible
 from partc.program.dtensors import whole_of as uncut
@@ -58,6 +59,8 @@ class RankTensors:
             for name, shard in self.holders.aside.items()
         }
         self._sources: dict[str, tuple[int, int]] = {}  # what was loaded, and the version it made
+        self._elsewhere: dict[str, int] = {}  # what the last load gave for other ranks' tensors
+        self._num_loads = 0
         self._empty = torch.empty(0, device=device)  # which `.to()` moves
         own = {shard.name: shard for shard in role.shards}
         self.shards = {**own, **self.holders.aside}
@@ -150,16 +153,23 @@ class RankTensors:
         whole = {name: given[key] for name, key in matched.found.items()}
         self.fill(whole)
         residuals.begin(self.held, whole)
-        for name, value in whole.items():
-            if name in self.held and not isinstance(value, DTensor):
-                number = sampled(value.to(self.shards[name].dtype))
-                self._sources[name] = number, self.held[name]._version
+        self._note_sources({n: x for n, x in whole.items() if not isinstance(x, DTensor)})
         return Unmatched(matched.missing, matched.unexpected)
 
-    def sources(self) -> dict[str, int]:
-        """A number of the whole tensor that each tensor was loaded from and not changed since."""
+    def _note_sources(self, whole: Mapping[str, Tensor]) -> None:
+        """Remember what was given, also for tensors of other pipeline ranks, which have to be of
+        the same model.
+        """
+        numbers = {name: sampled(x, self.all_shards[name].dtype) for name, x in whole.items()}
+        here = [name for name in numbers if name in self.held]
+        self._sources |= {name: (numbers.pop(name), self.held[name]._version) for name in here}
+        self._elsewhere, self._num_loads = numbers, self._num_loads + 1
+
+    def sources(self) -> Sources:
+        """What each tensor was loaded from and not changed since."""
         known = self._sources.items()
-        return {n: number for n, (number, v) in known if self.held[n]._version == v}
+        here = {n: number for n, (number, v) in known if self.held[n]._version == v}
+        return Sources({**self._elsewhere, **here}, self._num_loads)
 
     @torch.no_grad()
     def fill(self, given: Mapping[str, Tensor]) -> None:

@@ -22,6 +22,7 @@ from partc.program.copies import Writes, copied
 from partc.program.cpp_compiler import check_compiler
 from partc.program.elsewhere import say_elsewhere, stand_ins
 from partc.program.family import Family
+from partc.program.forks import leave_garbage_to_ranks
 from partc.program.lent_flags import take_flags
 from partc.program.loaded import Loaded
 from partc.program.members import Member
@@ -64,6 +65,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         read: ReadNumbers | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        leave_garbage_to_ranks()
         self._role: Role = program.role(dist.get_rank())
         check_compiler(self._role)
         check_default_dtype()

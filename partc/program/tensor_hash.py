@@ -28,10 +28,10 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 @torch.no_grad()
-def sampled(tensor: Tensor) -> int:
-    """The number of some elements, evenly spaced: the same for copies on any device."""
+def sampled(tensor: Tensor, dtype: torch.dtype) -> int:
+    """The number of some elements, evenly spaced, in a dtype: the same for copies on any device."""
     flat = tensor.detach().reshape(-1)
-    return hashes_of([flat[:: max(1, flat.numel() // SAMPLES)].cpu()])[0]
+    return hashes_of([flat[:: max(1, flat.numel() // SAMPLES)].cpu().to(dtype)])[0]
 
 
 def joined(numbers: Sequence[int]) -> int:

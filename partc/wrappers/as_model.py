@@ -22,7 +22,7 @@ from partc.wrappers.prepared import Prepared
 from partc.wrong_calls import check_whole_number
 
 _OWN = ("module", "model", "how", "device_type", "stage", "evaluated", "moved", "draws",
-        "training", "program", "losses", "_seen", "_device")  # fmt: skip
+        "training", "program", "losses", "_seen", "_device", "_called")  # fmt: skip
 
 
 class AsModel(Prepared):

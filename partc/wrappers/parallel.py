@@ -58,7 +58,8 @@ def parallelize(
         plan: as for ``partc.compile``.
         batch: what a step takes: ``"local"``, this rank's own rows, or ``"global"``, all ranks'.
         device: where ranks compute; None: where the model's parameters are.
-        pad: by the name of an input the number that fills it up to the longest of all ranks.
+        pad: by the name of an input (``"batch.ids"`` in a dict) the number that fills it up to the
+            longest of all ranks.
         outputs: without ``loss``, what a step returns of the model's results beside the loss.
         options: further arguments of ``partc.compile``, such as ``microbatches=4``.
 
@@ -118,7 +119,7 @@ class Parallel(AsModel):
 
     def eval_step(self, *inputs: Any, **named: Any) -> Any:
         """The loss in eval mode, as ``Stage.eval_step``."""
-        args, known = self._filled(inputs, named)
+        args, known = self._filled(inputs, named, self.how.loss)
         return self._alone(self._of_loss(self.how.loss, args, known).eval_step(*args, **known))
 
     @_disable_dynamo
@@ -142,7 +143,7 @@ class Parallel(AsModel):
 
         For what needs the stage before a step: ``partc.load_checkpoint``, ``model.loader``.
         """
-        args, known = self._filled(inputs, named)
+        args, known = self._filled(inputs, named, self.how.loss)
         self._trained(args, known)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -154,7 +155,8 @@ class Parallel(AsModel):
         """A step by a loss; a ``scale`` that is no input of it is not compiled."""
         mine = _takes_scale(loss or self.model.forward)
         scale = {n: x for n, x in named.items() if n == "scale" and not mine}
-        args, known = self._filled(inputs, {n: x for n, x in named.items() if n not in scale})
+        given = {name: x for name, x in named.items() if name not in scale}
+        args, known = self._filled(inputs, given, loss)
         return self._alone(self._of_loss(loss, args, known).step(*args, **known, **scale))
 
     def _of_loss(self, loss: Any, args: Any, named: Any) -> Any:
@@ -236,11 +238,14 @@ class AlsoLoss:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """In train mode the loss, ready for ``backward``; in eval mode what the model returns."""
-        return self._model._of_loss(self._loss, inputs, named)(*inputs, **named)
+        taken = self._loss if self._model.training else None
+        args, known = self._model._filled(inputs, named, taken)
+        return self._model._of_loss(self._loss, args, known)(*args, **known)
 
     def eval_step(self, *inputs: Any, **named: Any) -> Any:
         """This loss in eval mode, without gradients."""
-        return self._model._of_loss(self._loss, inputs, named).eval_step(*inputs, **named)
+        args, known = self._model._filled(inputs, named, self._loss)
+        return self._model._of_loss(self._loss, args, known).eval_step(*args, **known)
 
 
 def _follow(stage: Stage, names: Mapping[int, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,17 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import partc
 from partc.errors import RunError
 from partc.plan.mesh import MeshLike
 from partc.program import Program
-from partc.program.holders import exchange_texts
 from partc.program.raw_model import empty_model
 from partc.program.runtime import Stage
 from partc.program.start import group_backend
 from partc.trace.arguments import Given
+from partc.wrappers.longest import called_as, filled, largest
 from partc.wrappers.results import no_loss, picked
 
 
@@ -83,7 +81,7 @@ class Prepared(nn.Module):
         self.module = model
         # not registered: the stage takes its place
         object.__setattr__(self, "model", model)
-        self.how, self.device_type = how, device
+        self.how, self.device_type, self._called = how, device, called_as(model)
         self.stage: Stage | None = None
         self.evaluated: Stage | None = None  # forwards of a model that has not been trained yet
         self._seen: list[int] = []  # versions of the model's tensors that it has
@@ -95,7 +93,7 @@ class Prepared(nn.Module):
         """In train mode the step's loss, ready for ``backward``; in eval mode what the model
         returns, without gradients, for this rank's rows.
         """
-        args, named = self._filled(args, named)
+        args, named = self._filled(args, named, self.how.loss if self.training else None)
         if not self.training:
             return self._evaluating(args, named)(*args, **named)
         found = self._trained(args, named)(*args, **named)
@@ -106,7 +104,7 @@ class Prepared(nn.Module):
 
     def eval_loss(self, *args: Any, **named: Any) -> Any:
         """The loss in eval mode of all ranks' rows, without gradients."""
-        args, named = self._filled(args, named)
+        args, named = self._filled(args, named, self.how.loss)
         found = self._trained(args, named).eval_step(*args, **named)
         return found[0] if self.how.loss is None else found
 
@@ -162,35 +160,16 @@ class Prepared(nn.Module):
     def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:
         """The arguments of a call as an example to compile for, the largest of all ranks'."""
         given = Given.of_call(self.model, args, named, loss)
-        shapes = self._largest([[*x.shape] for x in given.tensors])
+        shapes = largest([[*x.shape] for x in given.tensors], self.device_type)
         pairs = zip(shapes, given.tensors, strict=True)
         return given.with_tensors([torch.empty(s, dtype=x.dtype, device="meta") for s, x in pairs])
 
-    # batches ---------------------------------------------------------------------------------
-    def _largest(self, shapes: list[list[int]]) -> list[list[int]]:
-        """The most of every size over all ranks, which are given batches of different lengths."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return shapes
-        device = torch.device(self.device_type)
-        texts = exchange_texts(json.dumps(shapes), dist.group.WORLD, device)
-        each = [json.loads(text) for text in texts]
-        if len({json.dumps([len(shape) for shape in one]) for one in each}) > 1:
-            return shapes  # the programs differ, which partc says on every rank
-        return [
-            [max(sizes) for sizes in zip(*same, strict=True)] for same in zip(*each, strict=True)
-        ]
-
-    def _filled(self, args: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments, those that ``pad`` names filled up to the longest of all ranks."""
-        names = [name for name in sorted(named) if name in self.how.pad]
-        if not names:
-            return args, dict(named)
-        wanted = self._largest([[*named[name].shape[1:]] for name in names])
-        longer = {
-            name: _longer(named[name], sizes, self.how.pad[name])
-            for name, sizes in zip(names, wanted, strict=True)
-        }
-        return args, {**named, **longer}
+    def _filled(
+        self, args: Any, named: Mapping[str, Any], loss: Callable[..., Any] | None
+    ) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a loss, or of the model, those that ``pad`` names filled up."""
+        called = loss or self._called
+        return filled(self.model, called, args, named, self.how.pad, self.device_type)
 
     # as of the model -------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Prepared:
@@ -255,13 +234,6 @@ def _without_gradient(value: Any, name: str) -> Any:
         return value
     apply: Any = _Refused.apply
     return apply(value, name, torch.zeros((), requires_grad=True))
-
-
-def _longer(x: Tensor, sizes: Sequence[int], value: float) -> Tensor:
-    """A tensor whose dims behind the rows are filled up to ``sizes``."""
-    missing = [want - has for want, has in zip(sizes, x.shape[1:], strict=True)]
-    sides = [side for more in reversed(missing) for side in (0, more)]
-    return F.pad(x, sides, value=value) if any(missing) else x
 
 
 def _first_seed(stage: Stage) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +34,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fsdp+tp": ("dp=2,tp=2", "fsdp+megatron", {}),
     "pp": ("pp=2", "ddp", {"microbatches": 2, "stages": ["down"]}),
     "pp+dp": ("pp=2,dp=2", "ddp", {"microbatches": 2, "stages": ["down"]}),
+    "pp+fsdp": ("pp=2,dp=2", "fsdp", {"microbatches": 2, "stages": ["down"]}),
 }
 
 
@@ -69,8 +71,8 @@ def step_with(of: Program, fault: str) -> str:
             batch[0] = batch[0].roll(1, 1)
         if fault == "seed":
             stage.seed(7)
-        if fault == "weight":
-            _, piece = stage.pieces()["head.weight"]
+        if fault in stage.pieces():
+            _, piece = stage.pieces()[fault]
             piece.data.view(-1)[0] += 1e-3
     return outcome(lambda: stage.step(*batch))
 
@@ -86,12 +88,45 @@ def test_another_batch_or_seed(world: Processes, layout: str, contract: str) -> 
             assert f"rank {last}: another {name}" in said, (fault, said)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "tp", "pp+dp"])
+@pytest.mark.parametrize("layout", ["ddp", "tp", "fsdp+tp", "pp+dp"])
 def test_another_weight(world: Processes, layout: str) -> None:
+    """Of a weight that is whole on several ranks, and of one of which ranks of tp have copies."""
     of = program(layout, "local")
-    sharded = any(x.name == "head.weight" and x.cuts for x in of.role(of.mesh.num_ranks - 1).params)
-    for said in world.run(step_with, of, "weight", num=of.mesh.num_ranks):
-        assert ("another head.weight" in said) != sharded, said
+    num, last = of.mesh.num_ranks, of.mesh.num_ranks - 1
+    for name in ("head.weight", "down.bias"):
+        (shard,) = (x for x in of.role(last).params if x.name == name)
+        alone = {axis for axis, *_ in shard.cuts} == {*of.mesh.names}  # nobody else has this piece
+        for said in world.run(step_with, of, name, num=num):
+            assert (f"rank {last}: another {name}" in said) != alone, said
+
+
+class Tied(nn.Module):
+    """The first layer and the last one have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mid, self.head = nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 8)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.mid(self.embed(ids)).tanh())
+        return out
+
+
+def copies_of_a_tied_weight(fault: bool) -> str:
+    model, ids = Tied(), torch.arange(8).view(4, 2)
+    options: Any = {"plan": "ddp", "microbatches": 2, "stages": ["head"]}
+    of = partc.compile(model, "pp=2", (ids,), loss=lambda m, x: m(x).square().mean(), **options)
+    stage = of.module()
+    if dist.get_rank() == 1 and fault:
+        stage.pieces()["embed.weight"][1].data += 1e-3
+    return outcome(lambda: stage.step(ids))
+
+
+def test_another_weight_of_two_stages(world: Processes) -> None:
+    for said in world.run(copies_of_a_tied_weight, True, num=2):
+        assert "rank 1: another embed.weight than rank 0" in said
+    assert len({*map(float, world.run(copies_of_a_tied_weight, False, num=2))}) == 1
 
 
 @pytest.mark.parametrize("contract", ["global", "local"])
@@ -283,18 +318,34 @@ def test_a_comparison_is_cheap() -> None:
 
 
 def pieces_of_two_models(layout: str, same: bool) -> str:
-    """The loss where each rank loads a model that it has seeded itself."""
+    """The loss where the last rank loads a model that it has seeded otherwise."""
     stage, batch = started(program(layout, "local"))
     state = tokens()[0].state_dict()  # which seeds as well
-    torch.manual_seed(0 if same else dist.get_rank())
+    last = dist.get_rank() == dist.get_world_size() - 1
+    torch.manual_seed(int(last and not same))
     stage.load_full({n: torch.randn_like(x) for n, x in state.items()})
     return outcome(lambda: stage.step(*batch))
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp+dp"])
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp+tp", "pp", "pp+dp", "pp+fsdp"])
 def test_pieces_of_different_models_are_not_joined(world: Processes, layout: str) -> None:
     num = program(layout, "local").mesh.num_ranks
-    found = world.run(pieces_of_two_models, layout, False, num=num)
-    assert all("Load the same weights on all ranks" in text for text in found), found
+    for said in world.run(pieces_of_two_models, layout, False, num=num):
+        assert "Load the same weights on all ranks" in said, said
+        assert {*re.findall(r"(ranks? [0-9, ]+): another", said)} == {f"rank {num - 1}"}, said
     right = world.run(pieces_of_two_models, layout, True, num=num)
     assert float(right[0]) == float(right[-1])
+
+
+def head_of_one_rank(of: Program) -> str:
+    """The last rank alone loads other weights into its own stage, as for another task."""
+    stage, batch = started(of)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        stage.load_state_dict({"head.bias": torch.ones(32)}, strict=False)
+    return outcome(lambda: stage.step(*batch))
+
+
+def test_a_stage_may_load_weights_of_its_own(world: Processes) -> None:
+    """No other rank trains them, and what those were given before says nothing of them."""
+    both = world.run(head_of_one_rank, program("pp", "local"), num=2)
+    assert len({*map(float, both)}) == 1

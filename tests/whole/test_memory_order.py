@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -144,21 +145,59 @@ def test_strides_of_a_weight_that_ranks_hold_in_another_order_are_refused() -> N
         partc.compile(Windows(torch.randn(4, 2).T), "dp=2", (batch,), loss=loss_of, plan="ddp")
 
 
-class Bag(nn.Module):
-    def __init__(self) -> None:
+class Rows(nn.Module):
+    """Looks up rows of a table whose gradient is sparse."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(20, 4, mode="sum", sparse=True)
+        self.table = kind(20, 4, sparse=True)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows: Tensor = self.table(ids)
         return rows
 
 
-@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron")])
-def test_sparse_gradients_are_refused(mesh: str, plan: str) -> None:
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    ("mesh", "plan"), [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"), ("pp=2", "ddp")]
+)
+def test_sparse_gradients_are_refused(mesh: str, plan: str, kind: type[nn.Module]) -> None:
     ids = torch.randint(20, (8, 5))
     with pytest.raises(TraceError, match=r"table\.weight: its gradient is sparse"):
-        partc.compile(Bag(), mesh, (ids,), loss=loss_of, plan=plan)
+        partc.compile(Rows(kind), mesh, (ids,), loss=loss_of, plan=plan)
+
+
+def sparse_rows(frozen: bool) -> str:
+    """What a script for DDP is told at its first step, or that this was right."""
+    model = Rows(nn.Embedding).double()
+    model.table.requires_grad_(not frozen)
+    head = nn.Linear(4, 3).double()
+    whole = nn.Sequential(model, head)
+    parallel: Any = partc.parallelize(
+        copy.deepcopy(whole), "dp=2", loss=loss_of, plan="ddp", batch="global"
+    )
+    ids = torch.randint(20, (8, 5), generator=torch.Generator().manual_seed(0))
+    try:
+        loss = parallel.step(ids)
+    except TraceError as error:
+        return str(error)
+    expected = loss_of(whole, ids)
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
+    for mine, theirs in zip(parallel.parameters(), whole.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-12, atol=1e-15)
+    return ""
+
+
+@pytest.mark.gloo
+def test_a_sparse_table_is_refused_at_the_first_step_unless_it_is_frozen(world: Processes) -> None:
+    """A table that is not trained has no gradient, whatever it says of it."""
+    for said in world.run(sparse_rows, False, num=2):
+        assert "0.table.weight: its gradient is sparse" in said
+        assert "sparse=False" in said
+    assert world.run(sparse_rows, True, num=2) == ["", ""]
 
 
 ONCE_STRIDED = (

@@ -105,13 +105,15 @@ def train(
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("mesh", "plan", "num"), [("dp=2", "fsdp", 2), ("tp=2", "megatron", 2)])
+@pytest.mark.parametrize(
+    ("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron"), ("pp=2", "ddp")]
+)
 def test_a_script_trains_evaluates_and_resumes_as_in_one_process(
-    world: Processes, tmp_path: Path, mesh: str, plan: str, num: int
+    world: Processes, tmp_path: Path, mesh: str, plan: str
 ) -> None:
     (alone,) = world.run(train, "", "", tmp_path, num=1)
-    found = world.run(train, mesh, plan, tmp_path, num=num)
-    resumed = world.run(train, mesh, plan, tmp_path, 1, num=num)
+    found = world.run(train, mesh, plan, tmp_path, num=2)
+    resumed = world.run(train, mesh, plan, tmp_path, 1, num=2)
     for (seen, weights), (later, same) in zip(found, resumed, strict=True):
         assert seen == pytest.approx(alone[0], rel=1e-9)
         assert later == seen[-len(later) :]

@@ -112,18 +112,27 @@ def compare(found: Any, alone: Any) -> None:
     np.testing.assert_array_equal(predicted[1], told[1])
 
 
+def losses(found: Any) -> list[float]:
+    """Of every step; a Trainer that resumes has those of the steps before in its checkpoint."""
+    return [each["loss"] for each in found[0] if "loss" in each]
+
+
 @pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("pp=2", "ddp")])
 def test_a_trainer_trains_evaluates_saves_and_resumes_as_in_one_process(
-    world: Processes, tmp_path: Path
+    world: Processes, tmp_path: Path, mesh: str, plan: str
 ) -> None:
     (alone,) = world.run(train, "", "", tmp_path / "alone", num=1)
-    found = world.run(train, "dp=2", "fsdp", tmp_path / "ranks", num=2)
-    compare(found[0], alone)
+    found = world.run(train, mesh, plan, tmp_path / "ranks", num=2)
     begun = tmp_path / "ranks" / "checkpoint-1"  # in the middle of an epoch
-    resumed = world.run(train, "dp=2", "fsdp", tmp_path / "later", False, str(begun), num=2)
-    for name, tensor in resumed[0][1].items():
-        assert torch.equal(tensor, found[0][1][name]), name
-    assert resumed[0][3] == found[0][3]
+    resumed = world.run(train, mesh, plan, tmp_path / "later", False, str(begun), num=2)
+    for mine, later in zip(found, resumed, strict=True):
+        compare(mine, alone)
+        assert losses(later) == losses(mine)
+        np.testing.assert_array_equal(later[2][0], mine[2][0])
+        for name, tensor in later[1].items():
+            assert torch.equal(tensor, mine[1][name]), name
+        assert later[3] == mine[3]
 
 
 @pytest.mark.gloo

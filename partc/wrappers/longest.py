@@ -1,0 +1,77 @@
+"""Batches of other lengths on each rank, filled up to the longest of all ranks."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from partc.errors import TraceError
+from partc.program.holders import exchange_texts
+from partc.trace.arguments import Given
+
+
+def filled(
+    model: nn.Module, call: Callable[..., Any] | None, args: Any, named: Mapping[str, Any],
+    pad: Mapping[str, float], device_type: str,
+) -> tuple[Any, dict[str, Any]]:  # fmt: skip
+    """The arguments of a call behind the model, by place, by name or in a dict; those that ``pad``
+    names, as a program names its inputs, are filled up. All ranks call this together.
+    """
+    if not pad:
+        return args, dict(named)
+    try:
+        given = Given.of_call(model, args, named, call)
+    except TraceError:  # the call itself says what is wrong, and tells the other ranks
+        given = None
+    tensors = {} if given is None else dict(zip(given.names, given.tensors, strict=True))
+    mine = {name: [*x.shape[1:]] for name, x in tensors.items() if name in pad}
+    wanted = dict(zip(mine, largest([*mine.values()], device_type), strict=True))
+    if given is None or wanted == mine:
+        return args, dict(named)
+    for name, sizes in wanted.items():
+        tensors[name] = _longer(tensors[name], sizes, pad[name])
+    bound = given.filled([*tensors.values()])
+    return bound.args, bound.kwargs
+
+
+def largest(shapes: list[list[int]], device_type: str) -> list[list[int]]:
+    """The most of every size over all ranks, which are given batches of different lengths."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return shapes
+    device = torch.device(device_type)
+    texts = exchange_texts(json.dumps(shapes), dist.group.WORLD, device)
+    each = [json.loads(text) for text in texts]
+    if len({json.dumps([len(shape) for shape in one]) for one in each}) > 1:
+        return shapes  # the programs differ, which partc says on every rank
+    return [[max(sizes) for sizes in zip(*same, strict=True)] for same in zip(*each, strict=True)]
+
+
+def called_as(model: nn.Module) -> Callable[..., Any] | None:
+    """What has the arguments of a model's forward behind the model, which may be let go; None of a
+    forward in C.
+    """
+
+    def call(model: nn.Module, *args: Any, **named: Any) -> Any:
+        raise AssertionError("it stands for its arguments")
+
+    try:
+        given = inspect.signature(model.forward).parameters.values()
+    except (ValueError, TypeError):
+        return None
+    first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)
+    call.__signature__ = inspect.Signature([first, *given])  # type: ignore[attr-defined]
+    return call
+
+
+def _longer(x: Tensor, sizes: Sequence[int], value: float) -> Tensor:
+    """A tensor whose dims behind the rows are filled up to ``sizes``."""
+    missing = [want - has for want, has in zip(sizes, x.shape[1:], strict=True)]
+    sides = [side for more in reversed(missing) for side in (0, more)]
+    return F.pad(x, sides, value=value) if any(missing) else x
