@@ -218,8 +218,9 @@ def parallelize(rng: random.Random, built: Built, place: Path) -> Made:
 
     def judge(wrapped: Any, given: Given) -> Verdict | None:
         loss = given.get("loss") or loss_of
-        wanted = without_dropout(given["model"], loss, *batch_of())
-        return near_to(wrapped.step(*batch_of()), wanted)
+        model = deepcopy(given["model"])  # which the first step empties
+        found = wrapped.step(*batch_of())
+        return near_to(found, without_dropout(model, loss, *batch_of()))
 
     what, read = mistaken(rng, partc.parallelize, right, judge)
     return Made(what, on_one_rank(read))
