@@ -118,7 +118,7 @@ class Parallel(AsModel):
 
     def eval_step(self, *inputs: Any, **named: Any) -> Any:
         """The loss in eval mode, as ``Stage.eval_step``."""
-        args, known = self._filled(inputs, named)
+        args, known = self._filled(inputs, named, self.how.loss)
         return self._alone(self._of_loss(self.how.loss, args, known).eval_step(*args, **known))
 
     @_disable_dynamo
@@ -142,7 +142,7 @@ class Parallel(AsModel):
 
         For what needs the stage before a step: ``partc.load_checkpoint``, ``model.loader``.
         """
-        args, known = self._filled(inputs, named)
+        args, known = self._filled(inputs, named, self.how.loss)
         self._trained(args, known)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -154,7 +154,8 @@ class Parallel(AsModel):
         """A step by a loss; a ``scale`` that is no input of it is not compiled."""
         mine = _takes_scale(loss or self.model.forward)
         scale = {n: x for n, x in named.items() if n == "scale" and not mine}
-        args, known = self._filled(inputs, {n: x for n, x in named.items() if n not in scale})
+        given = {n: x for n, x in named.items() if n not in scale}
+        args, known = self._filled(inputs, given, loss)
         return self._alone(self._of_loss(loss, args, known).step(*args, **known, **scale))
 
     def _of_loss(self, loss: Any, args: Any, named: Any) -> Any:
@@ -229,6 +230,7 @@ class AlsoLoss:
 
     def __init__(self, model: Parallel, loss: Callable[..., Any]) -> None:
         self._model, self._loss = model, loss
+        model.how.know(loss, of_loss=True)
 
     def step(self, *inputs: Any, **named: Any) -> Any:
         """One training step by this loss, as ``Stage.step``; the first compiles."""

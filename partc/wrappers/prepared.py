@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import partc
 from partc.errors import RunError
@@ -21,6 +20,7 @@ from partc.program.raw_model import empty_model
 from partc.program.runtime import Stage
 from partc.program.start import group_backend
 from partc.trace.arguments import Given
+from partc.wrappers.filled import check_names_of_pad, inputs_of, longer, named_tensors
 from partc.wrappers.results import no_loss, picked
 
 
@@ -36,6 +36,7 @@ class How:
         outputs: what training steps return of the model's results beside the loss.
         pad: the numbers that fill up inputs to the longest of all ranks, by the input's name.
         options: further arguments of ``partc.compile``.
+        inputs: the names of all inputs of the models and losses that are known by now.
     """
 
     mesh: MeshLike
@@ -44,6 +45,11 @@ class How:
     outputs: Sequence[str] = ()
     pad: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    inputs: set[str] = field(default_factory=set)
+
+    def know(self, call: Callable[..., Any], *, of_loss: bool) -> None:
+        """Take the names of its inputs for names that ``pad`` may have."""
+        self.inputs |= {*inputs_of(call, of_loss=of_loss)}
 
     def of(self, model: nn.Module, *args: Any, **named: Any) -> Any:
         """What is compiled: ``(loss, {"logits": ...})``, or what the user's loss returns."""
@@ -84,6 +90,9 @@ class Prepared(nn.Module):
         # not registered: the stage takes its place
         object.__setattr__(self, "model", model)
         self.how, self.device_type = how, device
+        how.know(model.forward, of_loss=False)
+        if how.loss is not None:
+            how.know(how.loss, of_loss=True)
         self.stage: Stage | None = None
         self.evaluated: Stage | None = None  # forwards of a model that has not been trained yet
         self._seen: list[int] = []  # versions of the model's tensors that it has
@@ -95,7 +104,7 @@ class Prepared(nn.Module):
         """In train mode the step's loss, ready for ``backward``; in eval mode what the model
         returns, without gradients, for this rank's rows.
         """
-        args, named = self._filled(args, named)
+        args, named = self._filled(args, named, self.how.loss if self.training else None)
         if not self.training:
             return self._evaluating(args, named)(*args, **named)
         found = self._trained(args, named)(*args, **named)
@@ -106,7 +115,7 @@ class Prepared(nn.Module):
 
     def eval_loss(self, *args: Any, **named: Any) -> Any:
         """The loss in eval mode of all ranks' rows, without gradients."""
-        args, named = self._filled(args, named)
+        args, named = self._filled(args, named, self.how.loss)
         found = self._trained(args, named).eval_step(*args, **named)
         return found[0] if self.how.loss is None else found
 
@@ -180,17 +189,26 @@ class Prepared(nn.Module):
             [max(sizes) for sizes in zip(*same, strict=True)] for same in zip(*each, strict=True)
         ]
 
-    def _filled(self, args: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments, those that ``pad`` names filled up to the longest of all ranks."""
-        names = [name for name in sorted(named) if name in self.how.pad]
-        if not names:
+    def _filled(
+        self, args: Any, named: Mapping[str, Any], loss: Callable[..., Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a loss, or of the model, those that ``pad`` names filled up to the
+        longest of all ranks.
+        """
+        pad = self.how.pad
+        if not pad:
             return args, dict(named)
-        wanted = self._largest([[*named[name].shape[1:]] for name in names])
-        longer = {
-            name: _longer(named[name], sizes, self.how.pad[name])
-            for name, sizes in zip(names, wanted, strict=True)
+        check_names_of_pad(pad, {*self.how.inputs, *named})
+        call = loss or self.model.forward
+        places = inputs_of(call, of_loss=loss is not None, by_place=True)
+        found = named_tensors(pad, places, args, named)
+        sizes = self._largest([[*x.shape[1:]] for x in found.values()]) if found else []
+        filled = {
+            name: longer(x, each, pad[name])
+            for (name, x), each in zip(found.items(), sizes, strict=True)
         }
-        return args, {**named, **longer}
+        by_place = [filled.get(n, x) for n, x in zip(places, args, strict=False)]
+        return (*by_place, *args[len(by_place) :]), {n: filled.get(n, x) for n, x in named.items()}
 
     # as of the model -------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Prepared:
@@ -255,13 +273,6 @@ def _without_gradient(value: Any, name: str) -> Any:
         return value
     apply: Any = _Refused.apply
     return apply(value, name, torch.zeros((), requires_grad=True))
-
-
-def _longer(x: Tensor, sizes: Sequence[int], value: float) -> Tensor:
-    """A tensor whose dims behind the rows are filled up to ``sizes``."""
-    missing = [want - has for want, has in zip(sizes, x.shape[1:], strict=True)]
-    sides = [side for more in reversed(missing) for side in (0, more)]
-    return F.pad(x, sides, value=value) if any(missing) else x
 
 
 def _first_seed(stage: Stage) -> int:

@@ -72,7 +72,9 @@ class Trainer(WholeFiles):
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         number = getattr(tokenizer, "pad_token_id", None)
         known = {} if number is None else {"input_ids": number, **PADDED}
-        self.accelerator.how.pad = known if pad is None else pad
+        how = self.accelerator.how
+        how.pad = known if pad is None else pad
+        how.inputs |= {*known}  # which a model need not have
         self.args = copy.copy(self.args)
         self.args.average_tokens_across_devices = False  # a step's loss is that of all ranks
         if self.args.train_sampling_strategy == "batch_rebalance":

@@ -161,6 +161,12 @@ def preset_words(preset: str) -> list[str]:
                 why=f"presets are {', '.join(PRESETS)}",
                 do=_meant(preset, word),
             )
+    twice = next((word for word in words if words.count(word) > 1), None)
+    if twice is not None:
+        raise PlanError(
+            where=f"plan {preset!r}", what=f"it has {twice!r} twice",
+            why="a preset is said of all axes of its kind at once", do="Keep one.",
+        )  # fmt: skip
     for family in (_DATA_WORDS, _TENSOR_WORDS):
         if len({*words} & {*family}) > 1:
             raise PlanError(
