@@ -14,7 +14,9 @@ MOST_BYTES = 64_000_000
 LONGEST = 80  # characters of a line that a message quotes
 # A dotted key of many parts, which a TOML reader takes very long for.
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:["']?[\w-]++["']?\s*+\.\s*+){50}""", re.ASCII)
-_NAMES = re.compile(r"""\s*(?:\[+([^\]=]+)\]|((?:[\w.-]|"[^"]*"|'[^']*')+?)\s*=)""")  # at a line's head
+_NAMES = re.compile(
+    r"""\s*(?:\[+([^\]=]+)\]|((?:[\w.-]|"[^"]*"|'[^']*')+?)\s*=)"""
+)  # at a line's head
 _OTHERS = (  # signs of other formats in a line, and what TOML has in their place
     (r"\b(True|False)\b", "TOML writes true and false"),
     (r"\bNone\b|\bnull\b", "TOML has no None: leave the line out"),

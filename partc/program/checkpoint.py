@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from partc.data.loader import Loader
 from partc.data.sampler import RowSampler
-from partc.errors import LoadError, RunError, UsageError
+from partc.errors import LoadError, RunError
 from partc.plan.local_steps import is_outer
 from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
@@ -74,7 +74,7 @@ def save_checkpoint(
     stage: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    step: int | None = None,
+    step: int = 0,
     loader: Loader | RowSampler | None = None,
 ) -> Path:
     """Write the tensors of a stage, and its optimizer's states, as one checkpoint of all ranks.
@@ -89,7 +89,7 @@ def save_checkpoint(
         folder: the folder of all checkpoints of a training; this one is ``step-00000100/`` in it.
         stage: what ``Program.module()`` gave, or ``parallelize`` behind its first step.
         optimizer: the optimizer over ``stage.parameters()``; None writes the model alone.
-        step: the number of the step, which names the checkpoint; None: 0, for the only one.
+        step: the number of the step, which names the checkpoint; left out, it is the only one.
         loader: its position in the data is saved too.
 
     Returns:
@@ -108,7 +108,6 @@ def save_checkpoint(
     of.check_together("save_checkpoint")
     ranks = Together("save_checkpoint", of.device, RunError)
     target = ranks.do(lambda: _target(folder, of, optimizer, step))
-    step = step or 0
     ranks.check_alike(_facts(of, optimizer, loader) | {"step": step})
     partial = target.with_name(f".{target.name}.partial")
     held = {**_model(of), **_optimizer(of, optimizer)}
@@ -369,7 +368,7 @@ def _manifest(stage: Stage, contents: Mapping[str, Any], digests: list[str], ste
     return json.dumps({**fields, "sha256": digest_of(fields)}, indent=1) + "\n"
 
 
-def _target(folder: Path, stage: Stage, optimizer: Optimizer | None, step: int | None) -> Path:
+def _target(folder: Path, stage: Stage, optimizer: Optimizer | None, step: int) -> Path:
     """The folder of a step; the errors that this rank can see by itself."""
     number = number_of_step(folder, step)
     _trained(stage, optimizer)

@@ -354,7 +354,11 @@ class Family:
         if member.meets:
             self.meet_islands(member)
         try:
-            with torch.no_grad(), of_other_ranks("step"), naming_calls(member.role, member.run, inputs):
+            with (
+                torch.no_grad(),
+                of_other_ranks("step"),
+                naming_calls(member.role, member.run, inputs),
+            ):
                 result = (member.run.step if trains else member.run)(*inputs)
         finally:
             waiting().end()

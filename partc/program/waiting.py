@@ -1,7 +1,7 @@
 """What is said where a rank waits in a step in vain: which rank has not begun it, and where it is.
 
-A rank that was given one batch less leaves its loop, and waits in ``dist.barrier()`` for the others;
-these wait in a step for that rank, until torch gives up behind 30 minutes. A thread beside each
+A rank that was given one batch less leaves its loop, and waits in ``dist.barrier()`` for the
+others; these wait in a step for that rank, until torch gives up behind 30 minutes. A thread beside each
 rank's own looks now and then how long it has stood still. As long as it has not, nothing is sent.
 Behind ``WAIT_S`` ranks say in torch's store where they stand, and the first of those that wait in a
 step tells of those that do not. Where no rank can come on any more, all end, behind ``END_S``.
@@ -189,7 +189,8 @@ def _line(frame: FrameType | None) -> str:
 
 def _own_store() -> Any:
     """Torch's store by a connection of its own, as another may be busy waiting."""
-    store = dist.distributed_c10d._get_default_store().clone()
+    store: Any = dist.distributed_c10d._get_default_store()
+    store = store.clone()
     store.set_timeout(timedelta(seconds=_ANSWER_S))
     return PrefixStore("partc waits", store)
 

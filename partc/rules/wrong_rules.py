@@ -127,6 +127,14 @@ def _check_letters(notation: Notation, where: str, text: str, makes_dims: bool) 
 def _check_exists(op: str) -> None:
     """RuleError for an op of torch that torch has not got; others may come later."""
     namespace, _, rest = op.partition(".")
+    if not rest:
+        raise RuleError(
+            where=f"rule({op!r}, ...)", what="an op's name has two parts",
+            why="the library that has it, and its name there",
+            do=f"Write 'aten.{op}'." if hasattr(torch.ops.aten, op)
+            else did_you_mean(f"aten.{op}", [f"aten.{each}" for each in dir(torch.ops.aten)])
+            or "`partc explain --rules` lists ops and their rules.",
+        )  # fmt: skip
     if namespace not in _TORCHS:
         return
     packet, _, overload = rest.partition(".")

@@ -25,7 +25,7 @@ from partc.wrappers.as_model import AsModel
 from partc.wrappers.kept import Kept, check_not_stepping
 from partc.wrappers.moved import move, optimizers_over
 from partc.wrappers.prepared import How
-from partc.wrappers.said import check_loss, check_names, check_said
+from partc.wrappers.said import check_loss, check_outputs, check_said
 from partc.wrong_calls import known_arguments, quoted
 
 _NO_LOSS = (
@@ -88,7 +88,7 @@ def parallelize(
         )  # fmt: skip
     check_said("parallelize", mesh, plan, {"batch": batch, **options}, deals=False)
     check_loss("parallelize", loss)
-    check_names("parallelize(outputs=...)", outputs)
+    check_outputs("parallelize", outputs, loss)
     check_fillers("parallelize", pad)
     if not (at := Mesh.of(mesh)).is_open:
         check_world(at, world_size())

@@ -68,6 +68,8 @@ class Outputs(dict[str, Any]):
     """A training step's results: ``outputs.loss``, ready for ``backward``, and those asked for."""
 
     def __getattr__(self, name: str) -> Any:
+        if name not in self and hasattr(Tensor, name):
+            raise _no_tensor(name, list(self))
         return self[name]
 
     def __getitem__(self, key: Any) -> Any:
@@ -282,12 +284,20 @@ def _first_seed(stage: Stage) -> int:
     return int(seed)
 
 
+def _no_tensor(name: str, known: Sequence[str]) -> RunError:
+    return RunError(
+        where=f"outputs.{name}", what="a training step returns its results by name, and no tensor",
+        why=f"it returns {', '.join(known)}", do=f"Take one of them: outputs.{known[0]}.{name}.",
+    )  # fmt: skip
+
+
 def _not_returned(name: Any) -> RunError:
+    said = name if isinstance(name, str) else "logits"  # results are asked for by their names
     return RunError(
         where=f"outputs[{name!r}]",
         what="a training step does not return it with gradients, and only where outputs names it",
         why="the gradients are computed together with the loss, so that a loss which a script "
         "computes from it would train nothing",
-        do=f"To look at it, say outputs=[{name!r}]; to train on it, give loss=fn(model, *inputs) "
+        do=f"To look at it, say outputs=[{said!r}]; to train on it, give loss=fn(model, *inputs) "
         "and compute the loss there.",
     )

@@ -189,7 +189,7 @@ def _meant(preset: str, word: str) -> str:
         return f"Write {joined!r}."
     if "auto" in preset.split("+"):
         return "'auto' stands alone: it chooses among all presets."
-    if preset.endswith((".json", ".yaml", ".csv", "/")) or "\\" in preset or "/" in preset:
+    if any(sign in preset for sign in "./\\"):
         return "A plan in a file is named by a path that ends in .toml: 'build/plan.toml'."
     if word.lower() in _OTHER_NAMES:
         return f"Write {_OTHER_NAMES[word.lower()]!r}, as partc calls it."

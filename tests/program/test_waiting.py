@@ -47,7 +47,9 @@ def test_a_rank_with_fewer_batches_is_named_and_the_job_ends(tmp_path: Path) -> 
         capture_output=True, text=True, timeout=patience(), check=False,
     )  # fmt: skip
     assert done.returncode
-    place = "rank 1 has not begun it: its last was step 3, and it is at train.py:14 (dist.barrier())"
+    place = (
+        "rank 1 has not begun it: its last was step 3, and it is at train.py:14 (dist.barrier())"
+    )
     assert f"rank 0, step 4: it has waited 1 s; {place}" in done.stderr
     assert f"rank 0 ends: rank 0, step 4: it has waited 2 s; {place}" in done.stderr
     assert "drop_last=True" in done.stderr
@@ -74,8 +76,9 @@ def slow(seconds: float) -> list[str]:
 def test_a_rank_that_is_late_is_named_once_and_nothing_ends(world: Processes) -> None:
     first, second = world.run(slow, 0.5, num=2)
     assert len(first) == 1
-    assert "rank 0, step 2: it has waited 0.5 s; rank 1 has not begun it: its last was step 1" in (
-        first[0]
+    assert (
+        "rank 0, step 2: it has waited 0.5 s; rank 1 has not begun it: its last was step 1"
+        in (first[0])
     )
     assert second == []
 
