@@ -1,10 +1,13 @@
 """What is said where a rank waits in a step in vain: which rank has not begun it, and where it is.
 
 A rank that was given one batch less leaves its loop, and waits in ``dist.barrier()`` for the
-others; these wait in a step for that rank, until torch gives up behind 30 minutes. A thread beside each
-rank's own looks now and then how long it has stood still. As long as it has not, nothing is sent.
-Behind ``WAIT_S`` ranks say in torch's store where they stand, and the first of those that wait in a
-step tells of those that do not. Where no rank can come on any more, all end, behind ``END_S``.
+others; these wait in a step for that rank, until torch gives up behind 30 minutes. A thread beside
+each rank's own looks now and then how long it has stood still; as long as it comes on, nothing is
+sent. Behind ``WAIT_S`` ranks say in torch's store where they stand, and the first of those that
+wait in a step tells of those that do not. Where no rank can come on any more, all end, behind
+``END_S``: a thread that waits inside of a transfer cannot be given an error.
+
+Over NCCL a step returns before its transfers are done, so that the rank is not seen to wait in it.
 """
 
 from __future__ import annotations

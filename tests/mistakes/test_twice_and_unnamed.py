@@ -211,7 +211,7 @@ CALLS: dict[str, Mistake] = {
     # words
     "an op without its library": (lambda: rule("relu", "m->m"), ("two parts", "'aten.relu'")),
     "a pass misspelt": (
-        lambda: misplaced("insert_colectives"), ("'insert_colectives'", "mean 'insert_collectives'"),
+        lambda: misplaced("insert_colectives"), ("_colectives'", "mean 'insert_collectives'"),
     ),
     "a colon in a mesh": (lambda: partc.Mesh.of("dp:2"), ("'dp:2' is not an axis", "Write dp=2.")),
     "a dim from the end": (
