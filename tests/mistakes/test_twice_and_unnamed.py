@@ -213,7 +213,7 @@ CALLS: dict[str, Mistake] = {
     "a pass misspelt": (
         lambda: misplaced("insert_colectives"), ("_colectives'", "mean 'insert_collectives'"),
     ),
-    "a colon in a mesh": (lambda: partc.Mesh.of("dp:2"), ("'dp:2' is not an axis", "Write 'dp=2'.")),
+    "a colon in a mesh": (lambda: partc.Mesh.of("dp:2"), ("'dp:2' is not", "Write 'dp=2'.")),
     "blanks in a mesh": (lambda: partc.Mesh.of("dp = 2 ; tp = 4"), ("Write 'dp=2,tp=4'.",)),
     "a class for a dataset": (
         lambda: of_stage(lambda stage: stage.loader(Net)), ("the class Net", "Make one: Net(...)")
