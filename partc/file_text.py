@@ -14,6 +14,9 @@ MOST_BYTES = 64_000_000
 LONGEST = 80  # characters of a line that a message quotes
 # A dotted key of many parts, which a TOML reader takes very long for.
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:["']?[\w-]++["']?\s*+\.\s*+){50}""", re.ASCII)
+_NAMES = re.compile(
+    r"""\s*(?:\[+([^\]=]+)\]|((?:[\w.-]|"[^"]*"|'[^']*')+?)\s*=)"""
+)  # at a line's head
 _OTHERS = (  # signs of other formats in a line, and what TOML has in their place
     (r"\b(True|False)\b", "TOML writes true and false"),
     (r"\bNone\b|\bnull\b", "TOML has no None: leave the line out"),
@@ -73,15 +76,42 @@ def toml_table(text: str) -> dict[str, Any]:
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
     except ValueError as error:  # no TOML, or a number of thousands of digits
-        raise Unreadable(_with_line(text, str(error))) from None
+        raise Unreadable(_said_twice(text, str(error)) or _with_line(text, str(error))) from None
+
+
+def _said_twice(text: str, said: str) -> str:
+    """The key, or table, that stands in two lines where a TOML reader says that there are two."""
+    table, lines, last = "", dict[str, int](), _number_of(text, said)
+    for number, line in enumerate(text.split("\n")[:last], 1):
+        found = _NAMES.match(line)
+        if found is None:
+            continue
+        is_table = found[1] is not None
+        name = f"[{found[1].strip()}]" if is_table else f"{table}{found[2].strip()}"
+        if number == last and name in lines and said.startswith("Cannot"):
+            return f"{name[:LONGEST]} stands in line {lines[name]} and again in {number}: keep one"
+        if line.lstrip().startswith("[["):  # one of several of a name, with keys of its own
+            lines = {n: at for n, at in lines.items() if not n.startswith(name)}
+        table = f"{name} " if is_table else table
+        lines[name] = number
+    return ""
+
+
+def _number_of(text: str, said: str) -> int:
+    """The number of the line of which a TOML reader speaks, the last that is not empty for the
+    end of the document; 0 for none.
+    """
+    if at := re.search(r"at line (\d+)", said):
+        return int(at[1])
+    return text.rstrip().count("\n") + 1 if "end of document" in said else 0
 
 
 def _with_line(text: str, said: str) -> str:
     """What a TOML reader says of a text, with the line, and what to write in place of Python's,
     JSON's or YAML's words.
     """
-    at = re.search(r"at line (\d+)", said)
-    line = text.split("\n")[int(at[1]) - 1].strip() if at else ""
+    number = _number_of(text, said)
+    line = text.split("\n")[number - 1].strip() if number else ""
     if not line or len(line) > LONGEST:
         return said
     hint = next((f"; {hint}" for sign, hint in _OTHERS if re.search(sign, line)), "")

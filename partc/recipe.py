@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from partc.program.forward_batch import example_of, guessed
 from partc.program.holders import Holders
 from partc.program.wanted import Mode, Wanted, warn_of_mode
 from partc.schedules.csv_form import CSV, read_csv, write_csv
-from partc.trace.arguments import Arguments, Given
+from partc.trace.arguments import Arguments, Given, check_loss
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.no_model import check_model as check_given
 from partc.trace.record import kind_of
@@ -283,10 +284,34 @@ def with_model(
         )  # fmt: skip
     check_given(model, "with_model")
     check_model(None, program.fingerprint, model)
+    check_loss(loss)
+    _check_takes(program, model, loss)
     again = compile_again(Plan.parse(program.plan).left_out, cache_of(cache, model), strict=False)
     warn_of_mode(program.wanted, model)
     recipe = Recipe.of(model, loss, again)
     return replace(program, recipe=recipe)
+
+
+def _check_takes(
+    program: Program, model: nn.Module, loss: Callable[..., Any] | None
+) -> None:  # fmt: skip
+    """UsageError for a loss, or for none, that does not take what the program's takes."""
+    wanted = [each.name for each in program.arguments.each]
+    each = [*inspect.signature(model.forward if loss is None else loss).parameters.values()]
+    takes = each if loss is None else each[1:]
+    takes_any = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in takes)
+    if takes_any or {*wanted} <= {p.name for p in takes}:
+        return
+    listed = ", ".join(p.name for p in takes)
+    trains = program.wanted.kind == "step"
+    raise UsageError(
+        where="with_model", what="no loss= is given" if loss is None and trains
+        else f"the {'model' if loss is None else 'loss'} takes ({listed})",
+        why=f"the program was compiled for the inputs ({', '.join(wanted)})"
+        + (f", and {type(model).__name__}.forward takes ({listed})" if loss is None else ""),
+        do="Pass the loss that was compiled: partc.with_model(program, model, loss)." if trains
+        else "Pass the model that was compiled, and no loss.",
+    )  # fmt: skip
 
 
 def _nothing() -> None:

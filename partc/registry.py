@@ -20,8 +20,12 @@ class Registry(Generic[T]):
     def add(self, name: str, value: T) -> T:
         """Register the value under the name and return the value; UsageError for a taken name."""
         if name in self._entries:
-            taken = f"{self.kind} {name!r} is registered twice"
-            raise UsageError(where=self.kind, what=taken, why="", do="Rename or remove one.")
+            raise UsageError(
+                where=f"{self.kind} {name!r}", what="the name is taken",
+                why=f"each {self.kind} is known by a name of its own, and there are "
+                f"{', '.join(self)}",
+                do="Give yours another name.",
+            )  # fmt: skip
         return self._entries.setdefault(name, value)
 
     def register(self, name: str) -> Callable[[T], T]:

@@ -138,7 +138,7 @@ def _unbound(
         what, told = str(error), _MISSING.get(missing, f"{help_on(call)} says what each is")
         do = f"Pass what is missing: {told}." if "missing" in what else _surplus(call, name, of)
     else:
-        what, told = f"there is no argument {unknown!r}", _told(name, unknown)
+        what, told = f"there is no argument {unknown!r}", told_elsewhere(name, unknown)
         do = f"Leave it out: {told}." if told else did_you_mean(unknown, each)
         if RENAMED.get(unknown) in each:
             do = f"It is called {RENAMED[unknown]!r}."
@@ -148,7 +148,7 @@ def _unbound(
     )  # fmt: skip
 
 
-def _told(name: str, unknown: str) -> str:
+def told_elsewhere(name: str, unknown: str) -> str:
     """Where partc is told what an argument says that a call has not; "" if nowhere.
 
     Other words for it are those of training: ``Mesh.load(gpus=8)`` means something else.

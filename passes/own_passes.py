@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from partc.errors import PlanError, UsageError
 from partc.passes.runner import OTHERS, Pass, State, Table
 from partc.plan import Plan
-from partc.wrong_calls import known_arguments, quoted
+from partc.wrong_calls import did_you_mean, known_arguments, quoted
 
 GROUP = "partc.passes"
 PROOF = "check"  # from this pass on a graph stays as it was proved
@@ -99,7 +99,7 @@ def with_own(table: Sequence[Pass]) -> Table:
     placed = {each.name for each in rows}
     for after, own in _OWN.values():
         if own.name not in placed:
-            raise _no_place(own, after, after in known)
+            raise _no_place(own, after, after in known, [*placed])
     return Table(rows)
 
 
@@ -144,13 +144,14 @@ def _following(row: Pass, name: str) -> Iterator[Pass]:
             yield from _following(row, own.name)
 
 
-def _no_place(own: Pass, after: str, proved: bool) -> UsageError:
+def _no_place(own: Pass, after: str, proved: bool, placed: list[str]) -> UsageError:
     why = f"{after!r} stands at or behind {PROOF!r}: what was proved stays as it is"
     return UsageError(
         where=f"pass {own.name} ({own.where})",
         what=f"it cannot run behind {after!r}",
         why=why if proved else f"no pass that runs has the name {after!r}",
-        do=f"Name a pass that `partc passes` lists before {PROOF!r}.",
+        do=did_you_mean(after, placed)
+        or f"Name a pass that `partc passes` lists before {PROOF!r}.",
     )
 
 

@@ -22,7 +22,7 @@ from partc.passes.sound import Reads, other_form, reads, unsound
 from partc.passes.suspects import blaming
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
-from partc.wrong_calls import failed_at
+from partc.wrong_calls import failed_at, quoted
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def _kind(each: Pass, given: object) -> str:
             return name
     raise _failed(
         each,
-        f"it gives a {type(given).__name__}, and may give a Graph, a Plan, the list of stages, a "
+        f"it gives {quoted(given)}, and may give a Graph, a Plan, the list of stages, a "
         "dict of these by name, or nothing where it has changed the graph itself",
     )
 

@@ -16,6 +16,11 @@ from partc.graph.graph_edits import run_on_fakes
 from partc.plan.sharding import DTYPE_NAMES
 
 _CAST = torch.ops.aten._to_copy.default
+_SET = (
+    "call set_like(new, old) of partc.graph where its result is as that of the call which it "
+    "replaces, or set_value and set_fake; partc.graph.graph_edits.call_before makes a call that "
+    "has them"
+)
 Read = tuple[str, str]  # the name of an operand's node, and the form that it has: ``f32[8,16]``
 Reads = Mapping[fx.Node, tuple[Read, ...]]  # by the node that reads
 
@@ -30,11 +35,17 @@ def unsound(graph: Graph) -> str:
             if read not in seen:
                 return f"{node.name} stands before {read.name}, which it reads"
         if node.op != "output" and not has_value(node):
-            return f"{node.name} has no Value: set one with partc.graph.set_value"
+            return f"{_call(node)} says nothing of its result, as it has no Value: {_SET}"
         if node.op != "output" and "val" not in node.meta:
-            return f"{node.name} holds no fake: set one with partc.graph.set_fake"
+            return f"{_call(node)} says nothing of its shape, as it holds no fake: {_SET}"
         seen.add(node)
     return ""
+
+
+def _call(node: fx.Node) -> str:
+    """``mul = mul.Tensor(x, 2)``, as a dump shows a call."""
+    given = ", ".join(map(str, node.args))
+    return f"{node.name} = {getattr(node.target, '__name__', node.target)}({given})"
 
 
 def reads(graph: Graph) -> Reads:

@@ -178,7 +178,14 @@ class _Batches(Wrapped, Dataset[Any]):
     def _joined(self, items: list[Any]) -> Any:
         """A batch of rows; UsageError where torch's default makes none of them."""
         if self._collate is not default_collate:
-            return self._collate(items)
+            batch = self._collate(items)
+            if batch is None:
+                raise UsageError(
+                    where="loader(collate_fn=...)", what="it returns None",
+                    why="what it returns is the batch",
+                    do="Let it return the tensors of the batch.",
+                )  # fmt: skip
+            return batch
         try:
             return default_collate(items)
         except (RuntimeError, TypeError) as error:

@@ -29,6 +29,7 @@ ISLAND = "island"  # the axis whose ranks train copies of the model apart, and m
 MOST_RANKS = 2**20
 MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?", re.ASCII)
+_OTHERWISE = re.compile(r"([A-Za-z]\w*?)\s*[:=x*]?\s*(\d+)\s*(?:[,;]\s*|\Z)")  # of name=size
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)  # "$" would allow a line break
 
 
@@ -334,6 +335,8 @@ def _no_axes(given: object) -> PlanError:
 
 def _no_axis(text: str, part: str) -> PlanError:
     do = 'Write for example "dp=2,tp=4"; a file ends in .toml, and Mesh.load(name) takes a machine.'
+    if not _OTHERWISE.sub("", text):  # blanks, colons, semicolons
+        do = f"Write {','.join(f'{n}={size}' for n, size in _OTHERWISE.findall(text))!r}."
     if text in shipped():
         do = f"Pass partc.Mesh.load({text!r}, devices), of which the plan chooses the axes."
     return PlanError(

@@ -99,6 +99,8 @@ def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
             do = (
                 "" if number is None else f"Write {{ {axis} = {number} }}, without quotation marks."
             )
+            if type(at) is int:
+                do = "Dims are counted from 0: the last one of a matrix is 1."
             raise plan_error(where, f"{at!r} is not a dim", "write dim, or [dim, outer]", do)
         cuts[axis] = cut(dim, outer)
     return cuts

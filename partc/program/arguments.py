@@ -29,6 +29,7 @@ def tensors_given(
     missing, unknown, given twice, or not as it was compiled.
     """
     _check_no_keys(arguments, args, call)
+    _check_no_rows(arguments, args, call)
     try:
         return arguments.tensors(args, kwargs)
     except TypeError as error:
@@ -45,6 +46,27 @@ def _check_no_keys(arguments: Arguments, args: Sequence[Any], call: str) -> None
             where=call, what=f"it is given the names {', '.join(map(repr, args))}, and no tensors",
             why="the batch is a dict, and * before a dict gives its keys",
             do=f"Write two stars: {call}(**batch).",
+        )  # fmt: skip
+
+
+def _check_no_rows(arguments: Arguments, args: Sequence[Any], call: str) -> None:
+    """RunError for the rows of a batch in the place of their tensors, as ``collate_fn`` leaves them
+    that joins nothing.
+    """
+    rows = args[0] if len(args) == 1 and isinstance(args[0], list) else args
+    first = rows[0] if len(rows) > 0 else None
+    alike = isinstance(first, tuple | list | Mapping) and all(
+        type(row) is type(first) and len(row) == len(first) for row in rows
+    )
+    several = len(rows) > 1 and len(rows) != len(arguments.each)
+    if several and alike and first is not None and len(first) == len(arguments.each):
+        raise RunError(
+            where=call, what=f"it is given {len(rows)} rows, each a {type(first).__name__}, and no "
+            "batch",
+            why="a step takes one tensor of each input, with all rows in it",
+            do="Join them: torch.utils.data.default_collate(rows), as a DataLoader without "
+            "collate_fn does; a collate_fn(rows) of yours returns tensors, torch.stack([x for x, _ "
+            "in rows]) of each.",
         )  # fmt: skip
 
 
@@ -88,6 +110,8 @@ def _differs(error: TreeError, call: str) -> RunError:
         do = "Pass what was compiled, make it a tensor and compile again, or compile for it."
     if "is a ndarray now" in error.what or "is a list now" in error.what:
         do = "Pass a tensor, torch.as_tensor(...), or compile for it."
+    if "is a tuple now" in error.what:
+        do = "Pass a tensor; of rows torch.utils.data.default_collate(rows) makes tensors."
     if "is a dict now" in error.what:
         do = f"Pass a dict as its entries, {call}(**batch), or compile for it."
     return RunError(

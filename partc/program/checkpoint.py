@@ -20,13 +20,18 @@ from torch import Tensor, nn
 
 from partc.data.loader import Loader
 from partc.data.sampler import RowSampler
-from partc.errors import LoadError, RunError, UsageError
+from partc.errors import LoadError, RunError
 from partc.plan.local_steps import is_outer
 from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
 from partc.plan.wires import is_residual
 from partc.program.checkpoint_call import check_arguments, stage_of
-from partc.program.checkpoint_folder import first_rank_commits, first_rank_makes, flush
+from partc.program.checkpoint_folder import (
+    first_rank_commits,
+    first_rank_makes,
+    flush,
+    number_of_step,
+)
 from partc.program.folders import if_program
 from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
@@ -84,7 +89,7 @@ def save_checkpoint(
         folder: the folder of all checkpoints of a training; this one is ``step-00000100/`` in it.
         stage: what ``Program.module()`` gave, or ``parallelize`` behind its first step.
         optimizer: the optimizer over ``stage.parameters()``; None writes the model alone.
-        step: the number of the step, which names the checkpoint.
+        step: the number of the step, which names the checkpoint; left out, it is the only one.
         loader: its position in the data is saved too.
 
     Returns:
@@ -363,17 +368,11 @@ def _manifest(stage: Stage, contents: Mapping[str, Any], digests: list[str], ste
     return json.dumps({**fields, "sha256": digest_of(fields)}, indent=1) + "\n"
 
 
-def _target(folder: str | Path, stage: Stage, optimizer: Optimizer | None, step: int) -> Path:
+def _target(folder: Path, stage: Stage, optimizer: Optimizer | None, step: int) -> Path:
     """The folder of a step; the errors that this rank can see by itself."""
-    if type(step) is not int or step < 0:
-        raise UsageError(
-            where=f"save_checkpoint(step={step!r})",
-            what="is not the number of a step",
-            why="the number names the checkpoint, and load_checkpoint takes the largest",
-            do="Pass a whole number from 0 on.",
-        )
+    number = number_of_step(folder, step)
     _trained(stage, optimizer)
-    return Path(folder) / f"step-{step:08d}"
+    return folder / f"step-{number:08d}"
 
 
 def _write(file: Path, held: Mapping[str, tuple[Shard, Tensor]], stage: Stage) -> str:

@@ -7,8 +7,29 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from partc.errors import RunError
+from partc.errors import RunError, UsageError
 from partc.program.saved_checkpoint import MANIFEST, file_name
+
+
+def number_of_step(folder: Path, step: int) -> int:
+    """The number that names a checkpoint; UsageError for what is no number, RunError for 0 where
+    others are: that is what a call without a number says, and it would count as the oldest.
+    """
+    if type(step) is not int or step < 0:
+        raise UsageError(
+            where=f"save_checkpoint(step={step!r})", what="is not the number of a step",
+            why="the number names the checkpoint, and load_checkpoint takes the largest",
+            do="Pass a whole number from 0 on.",
+        )  # fmt: skip
+    known = [] if step else sorted(each.name for each in folder.glob("step-*"))
+    if known:
+        raise RunError(
+            where="save_checkpoint", what="no step= is given, or step=0",
+            why=f"that is the first of a folder, and {folder} has {known[-1]} already: "
+            "load_checkpoint takes the largest number, and none is overwritten",
+            do="Number it: save_checkpoint(folder, stage, optimizer, step=100).",
+        )  # fmt: skip
+    return step
 
 
 def first_rank_makes(partial: Path, target: Path) -> None:

@@ -1,4 +1,6 @@
-"""A model whose weights a stage has taken over: calling it is refused in words, not by torch's."""
+"""A model whose weights a stage has taken over: calls of it, and its states, are refused in words,
+not by torch's.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,27 @@ def refuse_calls(model: nn.Module) -> None:
 
 
 def _check_values(module: nn.Module, args: tuple[Any, ...]) -> None:
-    if module not in _EMPTY:
-        return
-    tensors, params = [x for x in args if isinstance(x, Tensor)], [*module.parameters()]
-    traced = tensors and all(map(_has_none, tensors))
-    if params and not traced and all(map(_is_bare, params)):
-        raise RunError(
-            where=f"{type(module).__name__}(...)", what="this model has no values any more",
-            why="its weights are the stage's since its first training step",
-            do="Call what accelerator.prepare returned, or trainer.model_wrapped of a Trainer; the "
-            "trained weights are whole in accelerator.get_state_dict(model), and in the folder of "
-            "trainer.save_model(folder).",
-        )  # fmt: skip
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if not (tensors and all(map(_has_none, tensors))) and is_emptied(module):
+        raise no_values(f"{type(module).__name__}(...)")
+
+
+def is_emptied(module: nn.Module) -> bool:
+    """Whether a stage has taken this module's values, and it has none of its own."""
+    params = [*module.parameters()] if module in _EMPTY else []
+    return bool(params) and all(map(_is_bare, params))
+
+
+def no_values(where: str) -> RunError:
+    """The refusal of a call of a model without values."""
+    return RunError(
+        where=where, what="this model has no values any more",
+        why="its weights are the stage's since its first training step",
+        do="Call what accelerator.prepare returned, or trainer.model_wrapped of a Trainer; the "
+        "trained weights are whole in accelerator.get_state_dict(model), in "
+        "trainer.model_wrapped.state_dict(), which all ranks call, and in the folder of "
+        "trainer.save_model(folder).",
+    )  # fmt: skip
 
 
 def _is_bare(param: Tensor) -> bool:

@@ -52,11 +52,13 @@ from partc.program.same_choice import SameChoice
 from partc.program.step_failures import naming_calls
 from partc.program.step_loss import evaluated
 from partc.program.uneven_rows import Results, UnevenRows
+from partc.program.waiting import waiting
 from partc.program.wanted import Mode, Wanted
 from partc.trace.record import Kind
 
 LOG = logging.getLogger("partc")
 Run = Callable[[], Any]
+_CALLED: Mapping[Kind, str] = {"step": "step", "loss": "eval_step", "forward": "forward"}
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,14 @@ class Family:
     ) -> tuple[Member, Run] | None:
         """The program that all ranks take for this batch, with its inputs."""
         autocast = autocast_now(device)  # which the program has in its text
-        with without(autocast):
-            found = self._chosen(kind, mode, args, named, device, autocast)
+        waiting().begin(_CALLED[kind])
+        found = None
+        try:
+            with without(autocast):
+                found = self._chosen(kind, mode, args, named, device, autocast)
+        finally:
+            if found is None:
+                waiting().end()
         return found and (found[0], run_without(autocast, found[1]))
 
     def _chosen(
@@ -345,8 +353,15 @@ class Family:
             member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
         if member.meets:
             self.meet_islands(member)
-        with torch.no_grad(), of_other_ranks("step"), naming_calls(member.role, member.run, inputs):
-            result = (member.run.step if trains else member.run)(*inputs)
+        try:
+            with (
+                torch.no_grad(),
+                of_other_ranks("step"),
+                naming_calls(member.role, member.run, inputs),
+            ):
+                result = (member.run.step if trains else member.run)(*inputs)
+        finally:
+            waiting().end()
         if counts:
             self.state.seed = seed, step + 1
         else:

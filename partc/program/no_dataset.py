@@ -50,6 +50,8 @@ def of_dataloader() -> Iterator[None]:
 
 def _instead(given: Any) -> tuple[str, str]:
     """Why it is no dataset, and what to pass in its place; two empty texts for a dataset."""
+    if isinstance(given, type):
+        return "it has no rows before it is made", f"Make one: {given.__name__}(...)."
     if isinstance(given, DataLoader):
         why = "it deals out rows by itself"
         return why, "Pass the dataset, loader.dataset; collate_fn and num_workers are arguments."

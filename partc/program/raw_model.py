@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partc.errors import RunError
 from partc.program.elsewhere import check_norm
-from partc.program.emptied import refuse_calls
+from partc.program.emptied import is_emptied, no_values, refuse_calls
 from partc.program.homes import HomeTensor
 from partc.program.rank_tensors import RankTensors
 from partc.program.shown import Shown
@@ -263,7 +263,10 @@ def _watch_saving() -> None:
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         first = next(self.parameters(), None)
         ours = sys._getframe(1).f_globals.get("__name__", "").startswith("partc.")
-        if first is not None and not args and "destination" not in kwargs and not ours:
+        asked = first is not None and not args and "destination" not in kwargs
+        if asked and not ours and is_emptied(self):
+            raise no_values(f"{type(self).__name__}.state_dict()")
+        if first is not None and asked and not ours:
             for stage, _ in _stages_of(first):
                 stage.warn_if_old()
         return plain(self, *args, **kwargs)

@@ -140,9 +140,11 @@ class TensorFile(Mapping[str, Tensor]):
     def _refuse(self, why: str) -> NoReturn:
         raise LoadError(
             where=str(self.path),
-            what="not a whole safetensors file",
+            what="not a whole safetensors file" if self.path.exists() else "cannot be read",
             why=why,
-            do="Pass what torch.load(path, weights_only=True) gives."
+            do="Name a safetensors file that is there, or pass a state dict."
+            if not self.path.exists()
+            else "Pass what torch.load(path, weights_only=True) gives."
             if _is_of_torch(self.path)
             else "Copy or write it again.",
         ) from None

@@ -85,12 +85,12 @@ class UserModules(nn.Module):
 
     def keep_modules(self) -> None:
         """From now on what the program would ignore is refused."""
-        for part in self.modules():
+        for path, part in self.named_modules():
             if part is not self:
-                vars(part).update({name: _Refused(name) for name in OF_PARTS})
+                vars(part).update({name: _Refused(name, path) for name in OF_PARTS})
         root = self.like_model
         if root is not None:
-            vars(root).update({name: _Refused(name) for name in OF_PARTS})
+            vars(root).update({name: _Refused(name, "") for name in OF_PARTS})
             self.__dict__["_likeness"].keep()
         _KEPT.update(self.modules())
         _watch_registrations()
@@ -268,16 +268,16 @@ def _registered(where: str, value: object) -> RunError:
 
 
 class _Refused:
-    """A method of a module that cannot be called in a stage."""
+    """A method of a module, at a path in the model, that cannot be called in a stage."""
 
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
+    def __init__(self, name: str, path: str) -> None:
+        self.__name__, self.path = name, path
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(self.__name__)
+        _refuse(self.__name__, self.path)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse("pickle")
+        _refuse("pickle", self.path)
 
     def __deepcopy__(self, memo: object) -> _Refused:
         return self
@@ -295,12 +295,12 @@ _WHY = {
 }
 
 
-def _refuse(name: str) -> NoReturn:
+def _refuse(name: str, path: str = "") -> NoReturn:
     what, do = _WHY.get(
         name, ("the hook would never run", "Register it on the model and compile again.")
     )
     raise RunError(
-        where=f"{name} of a stage's module",
+        where=f"{name} of a stage's module" + (f" {path}" if path else ""),
         what=what,
         why="forward and backward of all modules are one program",
         do=do,

@@ -92,9 +92,13 @@ def _parse_term(term: str, text: str, frozen: set[str]) -> Term:
         elif token == "!":
             freeze = True
         elif token == "(":
+            if group is not None:
+                raise _malformed(text, "a '(' stands inside of another")
             group = []
         elif token == ")":
-            dims.append(tuple(group or ()))
+            if group is None:
+                raise _malformed(text, "a ')' closes nothing")
+            dims.append(tuple(group))
             group = None
         else:
             factors = () if token == "_" else (token,)
@@ -205,7 +209,7 @@ def _solve(pairs: Sequence[tuple[Dim, int]], known: Mapping[str, int]) -> dict[s
             sizes[name] = max(min(size, 1), size // rest) if rest else 1
     for dim, size in pairs:
         if dim and size not in (1, prod(sizes[f] for f in dim)):
-            raise _unsolved([(dim, size)])
+            raise _unsolved([(dim, size)], {f: sizes[f] for f in dim})
     return sizes
 
 
@@ -230,12 +234,21 @@ def _malformed(text: str, why: str) -> RuleError:
         where=f"rule {text!r}",
         what="it is not well formed",
         why=why,
-        do="See partc.rules.notation.",
+        do="Write the dims of the operands, an arrow, and those of the results, a letter for each "
+        "dim: 'mk,kn->mn'; help(partc.rules.notation) has all signs.",
     )
 
 
-def _unsolved(pairs: Sequence[tuple[Dim, int]]) -> RuleError:
+def _unsolved(
+    pairs: Sequence[tuple[Dim, int]], known: Mapping[str, int] = MappingProxyType({})
+) -> RuleError:
+    """``known``: the sizes that letters have by other dims."""
     dims_text = ", ".join(f"({' '.join(dim)}) = {size}" for dim, size in pairs)
+    others = ", ".join(f"{letter} is {size}" for letter, size in known.items())
     return RuleError(
-        where="rule", what=f"no sizes fit {dims_text}", why="", do="Correct the rule's letters."
-    )
+        where="rule", what=f"no sizes fit {dims_text}",
+        why=f"by other dims {others}, and a letter is one size everywhere" if known
+        else "several letters of one dim are known by no other",
+        do="Give dims of different sizes letters of their own." if known
+        else "Write their sizes, as (3 d), or give each of the letters a dim in another tensor.",
+    )  # fmt: skip

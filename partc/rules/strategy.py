@@ -108,11 +108,11 @@ def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
     """
     text = entry.written(call)
     where = f'rule("{name_of(call.target)}", "{text}")'
-    notation = parse(text)
-    _check_terms(notation, call, where)
-    num = len(notation.operands)
-    shapes = (*call.shapes, *[None] * num)[:num]
     try:
+        notation = parse(text)
+        _check_terms(notation, call, where)
+        num = len(notation.operands)
+        shapes = (*call.shapes, *[None] * num)[:num]
         return notation, resolve(notation, shapes, call.results)
     except RuleError as error:
         raise RuleError(where=where, what=error.what, why=error.why, do=error.do) from None

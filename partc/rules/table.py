@@ -12,7 +12,13 @@ import torch
 
 from partc.registry import Registry
 from partc.rules.call import Call
-from partc.rules.wrong_rules import check_rule, fails, slot_groups, warn_if_lost
+from partc.rules.wrong_rules import (
+    check_rule,
+    fails,
+    has_rule_already,
+    slot_groups,
+    warn_if_lost,
+)
 from partc.wrong_calls import failed_at, quoted
 
 Written = str | Callable[[Call], str]
@@ -120,6 +126,8 @@ def rule(ops: str, notation: Written, **fields: Any) -> None:
     check_rule(ops, notation, fields, known)
     entry = Rule(notation, **fields, module=sys._getframe(1).f_globals["__name__"])
     for name in ops.split():
+        if name in RULES:
+            raise has_rule_already(name, RULES[name].notation, RULES[name].module)
         RULES.add(name, entry)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,9 +70,42 @@ def check_rule(ops: Any, notation: Any, given: Mapping[str, Any], known: Iterabl
                 do="Correct it, or leave it out.",
             )  # fmt: skip
     if isinstance(notation, str):
-        _check_letters(parse(notation), where, notation, "sizes" in given)
+        with in_rule_of(ops):
+            _check_letters(parse(notation), where, notation, "sizes" in given)
     for op in ops.split():
         _check_exists(op)
+
+
+@contextmanager
+def in_rule_of(op: str) -> Iterator[None]:
+    """Name the op in what is said of its rule's text."""
+    try:
+        yield
+    except RuleError as error:
+        if op in error.where:
+            raise
+        where = f"{error.where} of {op}"
+        raise RuleError(where=where, what=error.what, why=error.why, do=error.do) from None
+
+
+def has_rule_already(op: str, notation: Any, module: str) -> UsageError:
+    """The refusal of a second rule for an op."""
+    rule = repr(notation) if isinstance(notation, str) else f"the function {notation.__name__}"
+    namespace, _, packet = op.partition(".")
+    each = [*getattr(getattr(torch.ops, namespace), packet).overloads()] if _has(op) else []
+    own = f"rule({f'{op}.{each[0]}'!r}, ...)" if each else ""
+    return UsageError(
+        where=f"rule({op!r}, ...)", what="the op has a rule",
+        why=f"{module} says {rule}, and an op has one",
+        do=f"Leave yours out; or write it for one overload, which goes before: {own}." if own
+        else "Leave yours out.",
+    )  # fmt: skip
+
+
+def _has(op: str) -> bool:
+    """Whether torch has an op of all whose overloads this is the name."""
+    namespace, _, packet = op.partition(".")
+    return "." not in packet and namespace in _TORCHS
 
 
 def _check_letters(notation: Notation, where: str, text: str, makes_dims: bool) -> None:
@@ -93,6 +127,14 @@ def _check_letters(notation: Notation, where: str, text: str, makes_dims: bool) 
 def _check_exists(op: str) -> None:
     """RuleError for an op of torch that torch has not got; others may come later."""
     namespace, _, rest = op.partition(".")
+    if not rest:
+        raise RuleError(
+            where=f"rule({op!r}, ...)", what="an op's name has two parts",
+            why="the library that has it, and its name there",
+            do=f"Write 'aten.{op}'." if hasattr(torch.ops.aten, op)
+            else did_you_mean(f"aten.{op}", [f"aten.{each}" for each in dir(torch.ops.aten)])
+            or "`partc explain --rules` lists ops and their rules.",
+        )  # fmt: skip
     if namespace not in _TORCHS:
         return
     packet, _, overload = rest.partition(".")

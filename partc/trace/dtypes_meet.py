@@ -1,6 +1,10 @@
-"""Products of tensors of two dtypes, which torch's kernels refuse, and its fake ones let pass."""
+"""Dtypes which torch's kernels refuse, and its fake ones let pass: products of tensors of two
+dtypes, class numbers and indices that are not of the kind of whole numbers that an op reads.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,27 +17,71 @@ _ATEN = torch.ops.aten
 _PRODUCTS = {
     _ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default,
     _ATEN.addbmm.default, _ATEN.mv.default, _ATEN.addmv.default, _ATEN.dot.default,
-    _ATEN.linear.default, _ATEN.convolution.default,
+    _ATEN.linear.default, _ATEN.convolution.default, _ATEN.binary_cross_entropy.default,
 }  # fmt: skip
+_LONG, _INT, _BYTE = torch.int64, torch.int32, torch.uint8
+# By op: which argument has class numbers or indices, and the dtypes that its kernels read.
+_NUMBERS = {
+    _ATEN.nll_loss_forward.default: (1, (_LONG, _BYTE)),
+    _ATEN.nll_loss2d_forward.default: (1, (_LONG, _BYTE)),
+    _ATEN.multi_margin_loss.default: (1, (_LONG,)),
+    _ATEN.multilabel_margin_loss_forward.default: (1, (_LONG,)),
+    _ATEN.index_select.default: (2, (_LONG, _INT)),
+    _ATEN.index_add.default: (2, (_LONG, _INT)),
+    _ATEN.index_copy.default: (2, (_LONG,)),
+    _ATEN.index_fill.int_Scalar: (2, (_LONG,)),
+    _ATEN.index_fill.int_Tensor: (2, (_LONG,)),
+}
 
 
 def check_dtypes_meet(graph: Graph) -> None:
-    """TraceError for a matrix product or convolution whose operands have different dtypes."""
+    """TraceError for a matrix product or convolution whose operands have different dtypes, and for
+    class numbers or indices of a dtype that no kernel reads.
+    """
     for node in graph.fx.nodes:
-        if node.op != "call_function" or node.target not in _PRODUCTS:
-            continue
-        dtypes = [fake_of(x).dtype for x in node.args if isinstance(x, fx.Node)]
-        other = next((dtype for dtype in dtypes if dtype != dtypes[0]), None)
-        if other is not None:
-            raise _refusal(graph, node, dtypes[0], other)
+        if node.op == "call_function" and node.target in _PRODUCTS:
+            _check_product(graph, node)
+        elif node.op == "call_function" and node.target in _NUMBERS:
+            _check_numbers(graph, node)
 
 
-def _refusal(graph: Graph, node: fx.Node, one: torch.dtype, other: torch.dtype) -> TraceError:
+def _check_product(graph: Graph, node: fx.Node) -> None:
+    dtypes = [fake_of(x).dtype for x in node.args if isinstance(x, fx.Node)]
+    other = next((dtype for dtype in dtypes if dtype != dtypes[0]), None)
+    if other is None:
+        return
+    if node.target == _ATEN.binary_cross_entropy.default:
+        raise _refusal(
+            graph, node, f"binary_cross_entropy of {dtype_name(dtypes[0])} and {dtype_name(other)}",
+            "torch compares probabilities with targets of their dtype",
+            f"Give targets of that dtype: target.to({dtypes[0]}).",
+        )  # fmt: skip
+    raise _refusal(
+        graph, node, f"a product of {dtype_name(dtypes[0])} and {dtype_name(other)}",
+        "torch multiplies tensors of one dtype",
+        "Give inputs of the dtype that the weights have, or compute under torch.autocast.",
+    )  # fmt: skip
+
+
+def _check_numbers(graph: Graph, node: fx.Node) -> None:
+    target: Any = node.target
+    place, read = _NUMBERS[target]
+    held = node.args[place]
+    dtype = fake_of(held).dtype if isinstance(held, fx.Node) else read[0]
+    if dtype in read:
+        return
+    op = target.__name__.partition(".")[0].removesuffix("_forward")
+    name = value(held).name if isinstance(held, fx.Node) else ""
+    raise _refusal(
+        graph, node, f"{name or 'a tensor'}, of class numbers or indices, is {dtype_name(dtype)}",
+        f"{op} reads {' or '.join(map(dtype_name, read))}",
+        f"Give whole numbers that it reads: {name or 'labels'}.long().",
+    )  # fmt: skip
+
+
+def _refusal(graph: Graph, node: fx.Node, what: str, why: str, do: str) -> TraceError:
     known = value(node)
     module = known.module or graph.model
     return TraceError(
-        where=f"{module} ({known.source})" if known.source else module,
-        what=f"a product of {dtype_name(one)} and {dtype_name(other)}",
-        why="torch multiplies tensors of one dtype",
-        do="Give inputs of the dtype that the weights have, or compute under torch.autocast.",
+        where=f"{module} ({known.source})" if known.source else module, what=what, why=why, do=do
     )

@@ -22,10 +22,11 @@ from partc.wrappers.optimizer import Optimizer, Scheduler
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.ranks import OnMesh
 from partc.wrappers.said import (
+    check_compiles_once,
     check_known,
     check_loss,
-    check_names,
     check_no_plugins,
+    check_outputs,
     check_said,
     in_our_words,
 )
@@ -66,9 +67,12 @@ class Accelerator(OnMesh):
     ) -> None:  # fmt: skip
         check_known("Accelerator", named, type(self), Accelerator, {})
         check_said("Accelerator", mesh, plan, options)
-        check_names("Accelerator(outputs=...)", outputs)
         check_loss("Accelerator", loss)
+        check_outputs("Accelerator", outputs, loss)
         check_fillers("Accelerator", pad)
+        plugin = getattr(named.get("dynamo_plugin"), "backend", DynamoBackend.NO)
+        compiling = {**named, "dynamo_plugin": plugin != DynamoBackend.NO}
+        check_compiles_once("Accelerator", compiling, ("dynamo_backend", "dynamo_plugin"))
         check_no_plugins("Accelerator", named, lambda name: name in OTHER_WAYS)
         steps = named.get("gradient_accumulation_steps", 1)
         check_whole_number(steps, "Accelerator(gradient_accumulation_steps=...)", 1)
@@ -91,6 +95,8 @@ class Accelerator(OnMesh):
         found = super().prepare(*args, **named)
         for optimizer in self._optimizers:
             optimizer.find(self._prepared)
+        for scheduler in self._schedulers:
+            scheduler.check(self._optimizers)
         return found
 
     def prepare_model(self, model: nn.Module, *args: Any, **named: Any) -> nn.Module:
@@ -173,6 +179,11 @@ class Accelerator(OnMesh):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """As accelerate's, over all ranks' pieces and all stages of a pipeline."""
+        if isinstance(parameters, nn.Module):
+            raise UsageError(
+                where="clip_grad_norm_", what=f"it is given {quoted(parameters)}",
+                why="it takes parameters", do="Pass model.parameters().",
+            )  # fmt: skip
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for prepared in self._prepared:
             stage, mine = prepared.stage, {id(p) for p in prepared.parameters()}
@@ -198,12 +209,14 @@ def _check_prepared(given: tuple[Any, ...]) -> None:
 
 
 def _other_ways(distributed: str, backend: str) -> UsageError:
+    compiling = f"torch.compile by {backend}, by ACCELERATE_DYNAMO_BACKEND or its file"
+    is_known = distributed in [kind.value for kind in KINDS]
     return UsageError(
         where="Accelerator",
-        what=f"it is configured for {distributed}, and torch.compile by {backend}",
+        what=f"accelerate is configured for {compiling if is_known else distributed}",
         why="the plan says how tensors are sharded and what is compiled",
-        do='Leave these out of accelerate\'s configuration; plan="fsdp" shards as FSDP, '
-        'options={"compile": "inductor"} compiles.',
+        do="Leave this out of accelerate's configuration (accelerate env shows it); "
+        'plan="fsdp" shards as FSDP, options={"compile": "inductor"} compiles.',
     )
 
 

@@ -31,10 +31,12 @@ def loss_of(autocast: Callable[[], Any]) -> Callable[..., tuple[Any, Any]]:
         if isinstance(out, Mapping) and "loss" in out:
             rest = {key: value for key, value in out.items() if key != "loss"}
             out = out["loss"]
-        if out is None:
+        if not isinstance(out, Tensor):
+            names = f", but {', '.join(map(str, out))}" if isinstance(out, Mapping) else ""
             raise TraceError(
-                where=f"{type(module).__name__}.training_step", what="it returned no loss",
-                why="a step trains on what it returns", do="Return the loss, in every step.",
+                where=f"{type(module).__name__}.training_step", what=f"it returned no loss{names}",
+                why="a step trains on what it returns",
+                do="Return the loss in every step, or a dict that has it: {'loss': loss, ...}.",
             )  # fmt: skip
         return out, {"calls": calls, "rest": rest}
 

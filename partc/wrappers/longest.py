@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from partc.errors import TraceError
+from partc.errors import TraceError, UsageError
 from partc.program.holders import exchange_texts
 from partc.trace.arguments import Given
+from partc.wrong_calls import did_you_mean, quoted
+
+_BY_NAME = (
+    inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)  # fmt: skip
 
 
 def filled(
@@ -30,6 +36,8 @@ def filled(
         given = Given.of_call(model, args, named, call)
     except TraceError:  # the call itself says what is wrong, and tells the other ranks
         given = None
+    if given is not None:
+        _check_values(pad, given)
     tensors = {} if given is None else dict(zip(given.names, given.tensors, strict=True))
     mine = {name: [*x.shape[1:]] for name, x in tensors.items() if name in pad}
     wanted = dict(zip(mine, largest([*mine.values()], device_type), strict=True))
@@ -75,3 +83,37 @@ def _longer(x: Tensor, sizes: Sequence[int], value: float) -> Tensor:
     missing = [want - has for want, has in zip(sizes, x.shape[1:], strict=True)]
     sides = [side for more in reversed(missing) for side in (0, more)]
     return F.pad(x, sides, value=value) if any(missing) else x
+
+
+def inputs_of(call: Callable[..., Any], *, of_loss: bool) -> list[str]:
+    """The names of a call's arguments; of a loss those behind the model."""
+    try:
+        each = [*inspect.signature(call).parameters.values()][int(of_loss) :]
+    except (ValueError, TypeError):  # of a function in C
+        return []
+    return [p.name for p in each if p.kind in _BY_NAME]
+
+
+def check_names_of_pad(pad: Mapping[str, float], known: Collection[str]) -> None:
+    """UsageError for a name that no input has; ``"batch.ids"`` is an entry of one."""
+    unknown = next((name for name in pad if name.partition(".")[0] not in known), None)
+    if unknown is not None:
+        listed = ", ".join(sorted(known))
+        raise UsageError(
+            where=f"pad={{{unknown!r}: ...}}", what="there is no such input",
+            why=f"the inputs are {listed}", do=did_you_mean(unknown, known) or "Take one of these.",
+        )  # fmt: skip
+
+
+def _check_values(pad: Mapping[str, float], given: Given) -> None:
+    """UsageError for an input under ``pad`` that is no tensor."""
+    for name, value in given.bound.arguments.items():
+        if name in pad and name not in given.names and value is not None:
+            entries = isinstance(value, Mapping)
+            raise UsageError(
+                where=f"pad={{{name!r}: ...}}", what=f"the input is {quoted(value)}",
+                why="a number fills up a tensor",
+                do=f"Name its entries: pad={{{f'{name}.{next(iter(value), None)}'!r}: ...}}."
+                if entries else "Fill up its tensors in collate_fn, or pass them as inputs of "
+                "their own.",
+            )  # fmt: skip

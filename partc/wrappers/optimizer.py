@@ -82,6 +82,18 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]
         super().__init__(made.scheduler, made.optimizers, made.step_with_optimizer, True)
         self.times = times if made.step_with_optimizer and not made.split_batches else 1
 
+    def check(self, optimizers: Iterable[Optimizer]) -> None:
+        """RunError where the scheduler's optimizer is none of these, which were prepared."""
+        own = getattr(self.scheduler, "optimizer", None)
+        if own is not None and not any(own is x or own is x.optimizer for x in optimizers):
+            raise RunError(
+                where=type(self.scheduler).__name__,
+                what=f"its optimizer, of class {type(own).__name__}, was not prepared",
+                why="it would change the learning rate of an optimizer that trains no stage",
+                do="Write model, optimizer, scheduler = accelerator.prepare(model, optimizer, "
+                "scheduler), of a scheduler that was made over this optimizer.",
+            )
+
     def step(self, *args: Any, **named: Any) -> None:
         for _ in range(self.times):
             total = getattr(self.scheduler, "total_steps", None)

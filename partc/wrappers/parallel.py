@@ -25,7 +25,7 @@ from partc.wrappers.as_model import AsModel
 from partc.wrappers.kept import Kept, check_not_stepping
 from partc.wrappers.moved import move, optimizers_over
 from partc.wrappers.prepared import How
-from partc.wrappers.said import check_loss, check_names, check_said
+from partc.wrappers.said import check_loss, check_outputs, check_said
 from partc.wrong_calls import known_arguments, quoted
 
 _NO_LOSS = (
@@ -89,7 +89,7 @@ def parallelize(
         )  # fmt: skip
     check_said("parallelize", mesh, plan, {"batch": batch, **options}, deals=False)
     check_loss("parallelize", loss)
-    check_names("parallelize(outputs=...)", outputs)
+    check_outputs("parallelize", outputs, loss)
     check_fillers("parallelize", pad)
     if not (at := Mesh.of(mesh)).is_open:
         check_world(at, world_size())
@@ -155,7 +155,7 @@ class Parallel(AsModel):
         """A step by a loss; a ``scale`` that is no input of it is not compiled."""
         mine = _takes_scale(loss or self.model.forward)
         scale = {n: x for n, x in named.items() if n == "scale" and not mine}
-        given = {name: x for name, x in named.items() if name not in scale}
+        given = {n: x for n, x in named.items() if n not in scale}
         args, known = self._filled(inputs, given, loss)
         return self._alone(self._of_loss(loss, args, known).step(*args, **known, **scale))
 
@@ -231,6 +231,7 @@ class AlsoLoss:
 
     def __init__(self, model: Parallel, loss: Callable[..., Any]) -> None:
         self._model, self._loss = model, loss
+        model.how.know(loss, of_loss=True)
 
     def step(self, *inputs: Any, **named: Any) -> Any:
         """One training step by this loss, as ``Stage.step``; the first compiles."""

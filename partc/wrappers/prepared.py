@@ -18,7 +18,13 @@ from partc.program.raw_model import empty_model
 from partc.program.runtime import Stage
 from partc.program.start import group_backend
 from partc.trace.arguments import Given
-from partc.wrappers.longest import called_as, filled, largest
+from partc.wrappers.longest import (
+    called_as,
+    check_names_of_pad,
+    filled,
+    inputs_of,
+    largest,
+)
 from partc.wrappers.results import no_loss, picked
 
 
@@ -34,6 +40,7 @@ class How:
         outputs: what training steps return of the model's results beside the loss.
         pad: the numbers that fill up inputs to the longest of all ranks, by the input's name.
         options: further arguments of ``partc.compile``.
+        inputs: the names of all inputs of the models and losses that are known by now.
     """
 
     mesh: MeshLike
@@ -42,6 +49,11 @@ class How:
     outputs: Sequence[str] = ()
     pad: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    inputs: set[str] = field(default_factory=set)
+
+    def know(self, call: Callable[..., Any], *, of_loss: bool) -> None:
+        """Take the names of its inputs for names that ``pad`` may have."""
+        self.inputs |= {*inputs_of(call, of_loss=of_loss)}
 
     def of(self, model: nn.Module, *args: Any, **named: Any) -> Any:
         """What is compiled: ``(loss, {"logits": ...})``, or what the user's loss returns."""
@@ -60,6 +72,8 @@ class Outputs(dict[str, Any]):
     """A training step's results: ``outputs.loss``, ready for ``backward``, and those asked for."""
 
     def __getattr__(self, name: str) -> Any:
+        if name not in self and hasattr(Tensor, name):
+            raise _no_tensor(name, list(self))
         return self[name]
 
     def __getitem__(self, key: Any) -> Any:
@@ -82,6 +96,9 @@ class Prepared(nn.Module):
         # not registered: the stage takes its place
         object.__setattr__(self, "model", model)
         self.how, self.device_type, self._called = how, device, called_as(model)
+        how.know(model.forward, of_loss=False)
+        if how.loss is not None:
+            how.know(how.loss, of_loss=True)
         self.stage: Stage | None = None
         self.evaluated: Stage | None = None  # forwards of a model that has not been trained yet
         self._seen: list[int] = []  # versions of the model's tensors that it has
@@ -165,9 +182,10 @@ class Prepared(nn.Module):
         return given.with_tensors([torch.empty(s, dtype=x.dtype, device="meta") for s, x in pairs])
 
     def _filled(
-        self, args: Any, named: Mapping[str, Any], loss: Callable[..., Any] | None
+        self, args: Any, named: Mapping[str, Any], loss: Callable[..., Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """The arguments of a loss, or of the model, those that ``pad`` names filled up."""
+        check_names_of_pad(self.how.pad, {*self.how.inputs, *named})
         called = loss or self._called
         return filled(self.model, called, args, named, self.how.pad, self.device_type)
 
@@ -243,12 +261,20 @@ def _first_seed(stage: Stage) -> int:
     return int(seed)
 
 
+def _no_tensor(name: str, known: Sequence[str]) -> RunError:
+    return RunError(
+        where=f"outputs.{name}", what="a training step returns its results by name, and no tensor",
+        why=f"it returns {', '.join(known)}", do=f"Take one of them: outputs.{known[0]}.{name}.",
+    )  # fmt: skip
+
+
 def _not_returned(name: Any) -> RunError:
+    said = name if isinstance(name, str) else "logits"  # results are asked for by their names
     return RunError(
         where=f"outputs[{name!r}]",
         what="a training step does not return it with gradients, and only where outputs names it",
         why="the gradients are computed together with the loss, so that a loss which a script "
         "computes from it would train nothing",
-        do=f"To look at it, say outputs=[{name!r}]; to train on it, give loss=fn(model, *inputs) "
+        do=f"To look at it, say outputs=[{said!r}]; to train on it, give loss=fn(model, *inputs) "
         "and compute the loss there.",
     )

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from partc.api import compile as compile_program
 from partc.errors import UsageError
 from partc.given_plan import read_plan
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.apply_preset import preset_words
 from partc.plan.field_kinds import FIELDS, check_fields
 from partc.plan.mesh import Mesh
-from partc.wrong_calls import did_you_mean, quoted
-
-_DECIDED = ("model", "mesh", "inputs", "loss", "plan")  # by other arguments of a wrapper
+from partc.trace.arguments import check_loss as check_takes_model
+from partc.wrappers.instead import DECIDED, OF_COMPILE, instead
+from partc.wrong_calls import quoted
 
 
 def check_said(where: str, mesh: Any, plan: Any, options: Any, *, deals: bool = True) -> None:
@@ -38,14 +37,13 @@ def check_said(where: str, mesh: Any, plan: Any, options: Any, *, deals: bool = 
             why="it has further arguments of partc.compile by name",
             do='Pass a dict: options={"microbatches": 4}.',
         )  # fmt: skip
-    known = [name for name in inspect.signature(compile_program).parameters if name not in _DECIDED]
+    known = [name for name in OF_COMPILE if name not in DECIDED]
     unknown = next((name for name in options or {} if name not in known), None)
     if unknown is not None:
         raise UsageError(
             where=where, what=f"there is no option {unknown!r}",
             why=f"partc.compile has {', '.join(known)}",
-            do=f"Pass it beside the options: {unknown}=..." if unknown in _DECIDED
-            else did_you_mean(unknown, [*known, "plan", "mesh"]) or "Leave it out.",
+            do=instead(where, unknown, [*known, "plan", "mesh"], {}),
         )  # fmt: skip
     said = {n: x for n, x in (options or {}).items() if n in FIELDS and x is not None}
     check_fields({n: tuple(x) if isinstance(x, list) else x for n, x in said.items()}, where)
@@ -74,13 +72,10 @@ def check_known(
 
 
 def _unknown(where: str, name: str, known: Sequence[str], others: Mapping[str, str]) -> UsageError:
-    do = others.get(name, "")
-    if name in inspect.signature(compile_program).parameters:
-        do = f"It is one of partc.compile: options={{{name!r}: ...}}."
     return UsageError(
         where=f"{where}()", what=f"there is no argument {name!r}",
         why=f"it takes {', '.join(dict.fromkeys(n for n in known if n != 'self'))}",
-        do=do or did_you_mean(name, known) or "Leave it out.",
+        do=instead(where, name, known, others),
     )  # fmt: skip
 
 
@@ -95,22 +90,37 @@ def in_our_words(where: str, do: str) -> Iterator[None]:
 
 
 def check_names(where: str, given: Any) -> None:
-    """UsageError for a text in the place of a list of texts."""
-    listed = isinstance(given, Collection) and not isinstance(given, str | Mapping)
-    if not listed or not all(isinstance(each, str) for each in given):
+    """UsageError for a text in the place of a list of texts, and for what is no list."""
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         raise UsageError(
             where=where, what=f"it is {quoted(given)}", why="it is a list of names of results",
-            do=f"Pass a list: [{quoted(given)}]." if isinstance(given, str) else "Pass texts.",
+            do=f"Pass a list: [{quoted(given)}]." if isinstance(given, str)
+            else 'Pass texts, ["logits"], or leave it out.',
         )  # fmt: skip
 
 
 def check_loss(where: str, loss: Any) -> None:
-    """UsageError for what is no function of model and inputs, such as a word."""
+    """UsageError for what is no function of model and inputs, such as a word; TraceError for a
+    loss of torch's, which takes no model.
+    """
+    if callable(loss):
+        check_takes_model(loss)
     if loss is not None and not callable(loss):
         raise UsageError(
             where=f"{where}(loss=...)", what=f"it is {quoted(loss)}",
             why="a loss is called as loss(model, *inputs), and computes predictions too",
             do="Pass a function: def loss(model, x, y): return criterion(model(x), y).",
+        )  # fmt: skip
+
+
+def check_outputs(where: str, outputs: Sequence[str], loss: Any) -> None:
+    """UsageError for names of results where they are a loss's to return."""
+    check_names(f"{where}(outputs=...)", outputs)
+    if outputs and loss is not None:
+        raise UsageError(
+            where=f"{where}(outputs=...)", what="loss= is given too",
+            why="outputs names results of a model that computes its loss itself",
+            do=f"Let the loss return them: return loss, {{{outputs[0]!r}: ...}}.",
         )  # fmt: skip
 
 
@@ -122,4 +132,15 @@ def check_no_plugins(where: str, named: Mapping[str, Any], plugins: Callable[[st
             where=f"{where}({other}=...)", what="it shards the model in another way",
             why="the plan says how tensors are sharded",
             do='Leave it out; plan="fsdp" shards as FSDP.',
+        )  # fmt: skip
+
+
+def check_compiles_once(where: str, named: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """UsageError for an argument by which torch.compile would compile what a program computes."""
+    given = next((name for name in arguments if named.get(name)), None)
+    if given is not None:
+        raise UsageError(
+            where=f"{where}({given}=...)", what="torch.compile would compile the model too",
+            why="partc compiles a training step as a whole, and says itself who compiles its text",
+            do='Leave it out; for TorchInductor options={"compile": "inductor"}.',
         )  # fmt: skip

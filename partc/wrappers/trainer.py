@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from partc.plan.mesh import MeshLike
 from partc.trace.no_model import check_model
 from partc.wrappers.accelerate import Accelerator
 from partc.wrappers.results import no_loss_of_trainer
-from partc.wrappers.said import check_known, check_no_plugins, check_said
+from partc.wrappers.said import check_compiles_once, check_known, check_no_plugins, check_said
 from partc.wrappers.whole_files import WholeFiles
-from partc.wrong_calls import known_arguments
+from partc.wrong_calls import known_arguments, quoted
 
 PADDED = {"attention_mask": 0, "token_type_ids": 0, "labels": -100}  # as collators fill up
 _IN_ARGUMENTS = {
@@ -62,8 +63,10 @@ class Trainer(WholeFiles):
     ) -> None:  # fmt: skip
         check_known("Trainer", named, type(self), Trainer, _IN_ARGUMENTS)
         check_said("Trainer", mesh, plan, options)
-        of = vars(named.get("args") or (args[1] if len(args) > 1 else None) or object)
+        of = _said_by(named.get("args") or (args[1] if len(args) > 1 else None))
+        _check_loss_function(named.get("compute_loss_func"))
         check_no_plugins("TrainingArguments", of, lambda name: name in ("fsdp", "deepspeed"))
+        check_compiles_once("TrainingArguments", of, ("torch_compile",))
         model = args[0] if args else named.get("model")
         if model is not None:
             check_model(model, "Trainer")
@@ -72,7 +75,9 @@ class Trainer(WholeFiles):
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         number = getattr(tokenizer, "pad_token_id", None)
         known = {} if number is None else {"input_ids": number, **PADDED}
-        self.accelerator.how.pad = known if pad is None else pad
+        how = self.accelerator.how
+        how.pad = known if pad is None else pad
+        how.inputs |= {*known}  # which a model need not have
         self.args = copy.copy(self.args)
         self.args.average_tokens_across_devices = False  # a step's loss is that of all ranks
         if self.args.train_sampling_strategy == "batch_rebalance":
@@ -165,6 +170,34 @@ class Trainer(WholeFiles):
         if not prediction_loss_only:
             _, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
         return loss, logits, labels
+
+
+def _said_by(args: Any) -> Mapping[str, Any]:
+    """The values of TrainingArguments; UsageError for what are none."""
+    if args is not None and not isinstance(args, transformers.TrainingArguments):
+        raise UsageError(
+            where="Trainer(args=...)", what=f"it is {quoted(args)}",
+            why="it says how to train", do="Pass transformers.TrainingArguments(folder, ...).",
+        )  # fmt: skip
+    return vars(args) if args is not None else {}
+
+
+def _check_loss_function(function: Any) -> None:
+    """UsageError for a ``compute_loss_func`` that does not take what transformers passes."""
+    if function is None:
+        return
+    wrong = "" if callable(function) else quoted(function)
+    if not wrong:
+        try:
+            signature(function).bind(None, None, num_items_in_batch=None)
+        except TypeError as error:
+            wrong = str(error)
+    if wrong:
+        raise UsageError(
+            where="Trainer(compute_loss_func=...)", what=f"it cannot be called: {wrong}",
+            why="a Trainer calls it with outputs, labels and num_items_in_batch",
+            do="Write def loss(outputs, labels, num_items_in_batch=None).",
+        )  # fmt: skip
 
 
 def _rebalanced() -> UsageError:

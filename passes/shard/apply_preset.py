@@ -161,6 +161,12 @@ def preset_words(preset: str) -> list[str]:
                 why=f"presets are {', '.join(PRESETS)}",
                 do=_meant(preset, word),
             )
+    twice = next((word for word in words if words.count(word) > 1), None)
+    if twice is not None:
+        raise PlanError(
+            where=f"plan {preset!r}", what=f"it has {twice!r} twice",
+            why="a preset is said of all axes of its kind at once", do="Keep one.",
+        )  # fmt: skip
     for family in (_DATA_WORDS, _TENSOR_WORDS):
         if len({*words} & {*family}) > 1:
             raise PlanError(
@@ -183,7 +189,7 @@ def _meant(preset: str, word: str) -> str:
         return f"Write {joined!r}."
     if "auto" in preset.split("+"):
         return "'auto' stands alone: it chooses among all presets."
-    if preset.endswith((".json", ".yaml", ".csv", "/")) or "\\" in preset or "/" in preset:
+    if any(sign in preset for sign in "./\\"):
         return "A plan in a file is named by a path that ends in .toml: 'build/plan.toml'."
     if word.lower() in _OTHER_NAMES:
         return f"Write {_OTHER_NAMES[word.lower()]!r}, as partc calls it."

@@ -29,7 +29,7 @@ def test_register_returns_what_it_decorates() -> None:
 
 
 def test_duplicate_is_rejected(schedules: Registry[str]) -> None:
-    with pytest.raises(UsageError, match="schedule 'gpipe' is registered twice"):
+    with pytest.raises(UsageError, match="schedule 'gpipe': the name is taken"):
         schedules.add("gpipe", "other")
     assert schedules["gpipe"] == "GPIPE"
 

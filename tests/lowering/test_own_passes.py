@@ -174,7 +174,7 @@ def broken(graph):
     with graph.fx.inserting_after(first):
         graph.fx.call_function(aten.neg.default, (first,))
 ''',
-        "set one with partc.graph.set_value",
+        "says nothing of its result, as it has no Value: call set_like(new, old)",
     ),
     "raises": (
         '''
@@ -197,7 +197,7 @@ def broken(graph, weather): ...
 def broken(graph):
     return "done"
 ''',
-        "it gives a str",
+        "it gives 'done'",
     ),
     "forgets a sum": (
         '''

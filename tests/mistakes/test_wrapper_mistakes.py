@@ -120,6 +120,16 @@ def fitted_by_trainer(model: nn.Module) -> Any:
 
 def fitted(decide: Callable[[Any], Any]) -> None:
     """A LightningModule whose loss follows from the number of the batch."""
+
+    def step(module: Any, batch: Any, batch_idx: Any) -> Any:
+        x, y = batch
+        return nn.functional.mse_loss(module.head(x), y) * decide(batch_idx)
+
+    fitted_step(step)
+
+
+def fitted_step(step: Callable[..., Any]) -> None:
+    """A LightningModule with this training_step."""
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -130,9 +140,7 @@ def fitted(decide: Callable[[Any], Any]) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-        def training_step(self, batch: Any, batch_idx: Any) -> Any:
-            x, y = batch
-            return nn.functional.mse_loss(self.head(x), y) * decide(batch_idx)
+        training_step = step
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of lightning, about what torch renames
@@ -238,6 +246,13 @@ MISTAKES: dict[str, Mistake] = {
         lambda: fitted_by_trainer(Labelled()).model(x=batch_of()[0]),
         ("Labelled(...)", "trainer.model_wrapped", "trainer.save_model(folder)"),
     ),
+    "the states of a Trainer's model": (
+        lambda: fitted_by_trainer(Labelled()).model.state_dict(),
+        ("Labelled.state_dict()", "trainer.model_wrapped.state_dict()", "trainer.save_model"),
+    ),
+    "results as a tensor": (
+        lambda: trained().detach(), ("outputs.detach", "no tensor", "outputs.loss.detach"),
+    ),
     "a Trainer without a loss": (
         lambda: fitted_by_trainer(Unlabelled()),
         ("a training step of Unlabelled", "it returns logits, and no loss", "compute_loss_func"),
@@ -249,6 +264,10 @@ MISTAKES: dict[str, Mistake] = {
     "the number of the batch": (
         lambda: fitted(lambda batch_idx: 2.0 if batch_idx == 0 else 1.0),
         ("training_step", "the value of batch_idx", "torch.where", "on_train_batch_end"),
+    ),
+    "a dict without a loss": (
+        lambda: fitted_step(lambda module, batch: {"logits": module.head(batch[0])}),
+        ("training_step", "no loss, but logits", "{'loss': loss, ...}"),
     ),
     "a number of ranks": (lambda: strategy(2), ("2 does not describe", "'dp=2'")),
 }  # fmt: skip

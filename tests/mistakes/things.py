@@ -51,8 +51,10 @@ def compiled(**changed: Any) -> Program:
 def one_rank() -> Iterator[None]:
     """One rank, which needs no launcher."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @cache

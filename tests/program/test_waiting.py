@@ -1,0 +1,99 @@
+"""A rank that leaves its loop a batch earlier is named by the ranks that wait for it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from partc.api import compile
+from partc.program import waiting
+from partc.program.waiting import Place
+from partc.verification.processes import Processes
+from tests.patience import patience
+
+UNEVEN = """
+import torch, torch.distributed as dist
+from torch import nn
+import partc
+from partc.program import waiting
+
+waiting.WAIT_S, waiting.END_S, waiting.LOOK_S = 1.0, 2.0, 0.2
+model = partc.parallelize(
+    nn.Linear(4, 4), "dp=2", plan="ddp", loss=lambda model, x: model(x).square().mean()
+)
+dist.init_process_group("gloo")
+for _ in range(4 - dist.get_rank()):
+    model.step(torch.ones(2, 4) + dist.get_rank())
+dist.barrier()
+"""
+STANDS = Place("step 3", inside=False, line="train.py:9", waits=True, moves=6, beat=2)
+
+
+@pytest.mark.gloo
+def test_a_rank_with_fewer_batches_is_named_and_the_job_ends(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNEVEN)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(tmp_path / "train.py")],
+        capture_output=True, text=True, timeout=patience(), check=False,
+    )  # fmt: skip
+    assert done.returncode
+    place = (
+        "rank 1 has not begun it: its last was step 3, and it is at train.py:14 (dist.barrier())"
+    )
+    assert f"rank 0, step 4: it has waited 1 s; {place}" in done.stderr
+    assert f"rank 0 ends: rank 0, step 4: it has waited 2 s; {place}" in done.stderr
+    assert "drop_last=True" in done.stderr
+
+
+def slow(seconds: float) -> list[str]:
+    """What each rank tells where the second one comes to its second step late."""
+    waiting.WAIT_S, waiting.LOOK_S = seconds, seconds / 10
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("partc").addHandler(handler)
+    x = torch.ones(4, 8)
+    model = nn.Linear(8, 4)
+    stage = compile(model, "dp=2", (x,), loss=lambda m, x: m(x).mean(), plan="ddp").module()
+    stage.step(x)
+    time.sleep(4 * seconds * dist.get_rank())
+    stage.step(x)
+    stage.step(x)
+    return [text for text in told if "has waited" in text]
+
+
+@pytest.mark.gloo
+def test_a_rank_that_is_late_is_named_once_and_nothing_ends(world: Processes) -> None:
+    first, second = world.run(slow, 0.5, num=2)
+    assert len(first) == 1
+    assert (
+        "rank 0, step 2: it has waited 0.5 s; rank 1 has not begun it: its last was step 1"
+        in (first[0])
+    )
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("now", "stands"),
+    [
+        (replace(STANDS, beat=3), True),
+        (replace(STANDS, beat=3, waits=False, inside=True), True),
+        (replace(STANDS, beat=3, waits=False), False),
+        (replace(STANDS, beat=3, moves=7), False),
+        (STANDS, False),
+    ],
+    ids=["in a barrier", "in a step", "it computes", "it came on", "it says nothing new"],
+)
+def test_ranks_end_only_where_all_of_them_wait(now: Place, stands: bool) -> None:
+    assert waiting._stands({1: STANDS}, {1: now}, 1) == stands
+    assert not waiting._stands({1: STANDS}, {1: now}, 2)
