@@ -29,7 +29,7 @@ ISLAND = "island"  # the axis whose ranks train copies of the model apart, and m
 MOST_RANKS = 2**20
 MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?", re.ASCII)
-_OTHERWISE = re.compile(r"([A-Za-z]\w*?)\s*[:=x*]?\s*(\d+)\s*(?:[,;]\s*|\Z)")  # of name=size
+_OTHERWISE = re.compile(r"([A-Za-z]\w*?)\s*[:=x*]?\s*(\d{1,18})\s*(?:[,;]\s*|\Z)")  # of name=size
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)  # "$" would allow a line break
 
 

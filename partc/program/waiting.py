@@ -134,8 +134,7 @@ class Waiting(threading.Thread):
     def _compare(self, others: Mapping[int, Place]) -> None:
         """Tell, once, of ranks that have not begun this step; end where none can come on."""
         before, self.seen = self.seen, dict(others)
-        outside = {rank: place for rank, place in others.items() if not place.inside}
-        apart = {rank: place for rank, place in outside.items() if place.call != self.call}
+        apart = _apart(self.call, others)
         if apart and self.told != self.moves:
             self.told = self.moves
             LOG.warning("partc: %s", _told(self.rank, self.call, apart, WAIT_S))
@@ -145,6 +144,12 @@ class Waiting(threading.Thread):
             text = str(_told(self.rank, self.call, apart, END_S))
             self.store.set("end", text)
             _leave(text)
+
+
+def _apart(call: str, others: Mapping[int, Place]) -> dict[int, Place]:
+    """The ranks that have not begun a call; a pipeline's first may have ended it long before."""
+    outside = {rank: place for rank, place in others.items() if not place.inside}
+    return {rank: place for rank, place in outside.items() if place.call != call}
 
 
 def _stands(before: Mapping[int, Place], now: Mapping[int, Place], num: int) -> bool:

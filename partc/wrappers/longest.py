@@ -95,14 +95,15 @@ def inputs_of(call: Callable[..., Any], *, of_loss: bool) -> list[str]:
 
 
 def check_names_of_pad(pad: Mapping[str, float], known: Collection[str]) -> None:
-    """UsageError for a name that no input has; ``"batch.ids"`` is an entry of one."""
-    unknown = next((name for name in pad if name.partition(".")[0] not in known), None)
-    if unknown is not None:
-        listed = ", ".join(sorted(known))
-        raise UsageError(
-            where=f"pad={{{unknown!r}: ...}}", what="there is no such input",
-            why=f"the inputs are {listed}", do=did_you_mean(unknown, known) or "Take one of these.",
-        )  # fmt: skip
+    """UsageError for a misspelt name: one that no input has, and that is near to one. Others may be
+    of a loss that comes later; ``"batch.ids"`` is an entry of an input.
+    """
+    for name in (each for each in pad if each.partition(".")[0] not in known):
+        if meant := did_you_mean(name, known):
+            raise UsageError(
+                where=f"pad={{{name!r}: ...}}", what="there is no such input",
+                why=f"the inputs are {', '.join(sorted(known))}", do=meant,
+            )  # fmt: skip
 
 
 def _check_values(pad: Mapping[str, float], given: Given) -> None:

@@ -97,3 +97,9 @@ def test_a_rank_that_is_late_is_named_once_and_nothing_ends(world: Processes) ->
 def test_ranks_end_only_where_all_of_them_wait(now: Place, stands: bool) -> None:
     assert waiting._stands({1: STANDS}, {1: now}, 1) == stands
     assert not waiting._stands({1: STANDS}, {1: now}, 2)
+
+
+def test_a_rank_that_has_ended_the_step_is_not_named() -> None:
+    assert waiting._apart("step 7", {1: replace(STANDS, call="step 7")}) == {}
+    assert [*waiting._apart("step 7", {1: replace(STANDS, call="step 6")})] == [1]
+    assert waiting._apart("step 7", {1: replace(STANDS, call="step 6", inside=True)}) == {}
