@@ -182,13 +182,14 @@ def untie(graph: Graph) -> Graph:
     """Give each further stage that reads a tied parameter a placeholder of its own, in place.
 
     ``wte.weight`` on stages 0 and 3 becomes ``wte.weight`` and ``wte.weight#3``. The gradient of a
-    copy is the summand that its stage makes. PlanError if a stage without a copy makes a summand.
+    copy is the summand that its stage makes. A stage without a copy sends its summand to one before
+    it that has one; PlanError if there is none.
     """
     for name, node in graph.params.items():
         stages = sorted(set(_stages_reading(node)))
         for stage in stages[1:]:
             _move_readers(node, _copy_placeholder(graph, node, f"{name}{COPY}{stage}"), stage)
-        if len(stages) > 1 and name in graph.grads:
+        if name in graph.grads and (len(stages) > 1 or _is_made_elsewhere(graph, name, stages)):
             _share_gradient(graph, name, stages)
     return graph
 
@@ -231,14 +232,11 @@ def _share_gradient(graph: Graph, name: str, stages: Sequence[int]) -> None:
     """Give each stage's copy of a tied parameter its stage's summand of the gradient."""
     outputs = graph.outputs
     parts = _parts(graph, outputs.grads[name])
-    strange = [stage for stage in parts if stage not in stages]
-    if strange:
-        raise PlanError(
-            where=name,
-            what=f"its gradient is made on stage {strange[0]}, which does not read it",
-            why=f"stages {', '.join(map(str, stages))} do",
-            do="Move a stage's beginning, so that these stand together.",
-        )
+    for stage in [each for each in parts if each >= 0 and each not in stages]:
+        part, home = parts.pop(stage), max((s for s in stages if s < stage), default=None)
+        if home is None:
+            raise _made_before(name, stage, stages)
+        parts[home] = _brought(graph, part, home, parts.get(home))
     grads = {n: g for n, g in outputs.grads.items() if n != name}
     for stage, part in parts.items():
         grads[name if stage == stages[0] else f"{name}{COPY}{stage}"] = part
@@ -246,6 +244,29 @@ def _share_gradient(graph: Graph, name: str, stages: Sequence[int]) -> None:
     for node in reversed(list(graph.calls())):
         if not node.users:
             graph.fx.erase_node(node)
+
+
+def _is_made_elsewhere(graph: Graph, name: str, stages: Sequence[int]) -> bool:
+    """Whether no op of the one stage that reads a parameter makes its gradient, as where the model
+    only adds something to the parameter there.
+    """
+    return bool(stages) and stage_of(graph.grads[name]) not in (*stages, ANYWHERE)
+
+
+def _brought(graph: Graph, part: fx.Node, home: int, beside: fx.Node | None) -> fx.Node:
+    """A summand of a gradient on the stage where it belongs, added to that stage's own."""
+    behind = max([part, *([] if beside is None else [beside])])
+    write = Writer(graph.fx, behind.next, replace(value(part), stage=home))
+    here = write(aten.clone.default, part)
+    return here if beside is None else write(aten.add.Tensor, beside, here)
+
+
+def _made_before(name: str, stage: int, stages: Sequence[int]) -> PlanError:
+    return PlanError(
+        where=name, what=f"its gradient is made on stage {stage}, which does not read it",
+        why=f"stages {', '.join(map(str, stages))} do, and gradients are sent to earlier ones",
+        do="Move a stage's beginning, so that these stand together.",
+    )  # fmt: skip
 
 
 def _parts(graph: Graph, node: fx.Node) -> dict[int, fx.Node]:
