@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from partc.collecting import no_collecting
 from partc.cost.step_events import StepEvents
 from partc.errors import LoadError
 from partc.machines.topology import Topology
@@ -43,7 +44,8 @@ class Basis:
     @cached_property
     def taken(self) -> Taken | None:
         """The result of ``find``, computed once."""
-        return self.find()
+        with no_collecting():
+            return self.find()
 
     def topology(self) -> Topology:
         """The topology that the program was planned for."""

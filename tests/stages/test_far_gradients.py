@@ -17,6 +17,8 @@ class Moved(nn.Module):
     ``of``: the layers that shift it; the backward of a sum hands on what the last layer computed.
     """
 
+    start: Tensor
+
     def __init__(self, of: tuple[int, ...]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
