@@ -216,7 +216,7 @@ def test_a_name_twice_in_a_tensor_file_is_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_malformed_index_of_weights_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "m.index.json").write_text(text)
-    with pytest.raises(LoadError, match=r"m\.index\.json|no\.safetensors: not a whole"):
+    with pytest.raises(LoadError, match=r"m\.index\.json|no\.safetensors: cannot be read"):
         TensorFiles(tmp_path / "m.index.json")
     with pytest.raises(LoadError, match=r"no \.safetensors file in it"):
         TensorFiles(tmp_path)
