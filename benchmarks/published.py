@@ -19,7 +19,8 @@ import partc
 from benchmarks.published_models import build, example, loss_of
 from benchmarks.published_peer import Peer, laws
 from benchmarks.published_rows import GIB, Row, rows
-from partc.machines.topology import Device, Topology
+from partc.machines.devices import Device
+from partc.machines.topology import Topology
 from partc.passes.search.plans.candidate import Candidate
 from partc.passes.search.plans.estimate import Estimator
 from partc.plan import Plan

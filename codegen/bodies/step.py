@@ -98,7 +98,8 @@ class StepBody(Body):
         return "" if cls.is_steady else cls.gather_name(self._side(loop))
 
     def _begin(self, loop: Loop, num: int) -> Statement:
-        """The lines that start the gathers of a loop's first ``num`` blocks."""
+        """The lines that start the gathers of a loop's first ``num`` blocks, if it has so many."""
+        num = min(num, len(loop.run.layers))
         self.begun |= {loop} if num > 1 else set()
         blocks = f"self.{self.classes[loop.run].attribute}"
         if loop.run.is_single:

@@ -10,9 +10,9 @@ from partc.codegen.files.alike_stages import made
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.roll_schedule import parted, turn_lines, whole_backwards
 from partc.codegen.files.spelling import read
-from partc.codegen.files.stage_ends import check_one_way
 from partc.codegen.files.stage_flow import has_phase
 from partc.codegen.files.stages import StageText
+from partc.codegen.files.take_ends import check_one_way
 from partc.codegen.repeats.layers import Layers
 from partc.codegen.text import Line
 from partc.graph import Graph, Phase, value

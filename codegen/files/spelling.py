@@ -103,3 +103,14 @@ def header_line(line: str) -> str:
     """A line of the header as a docstring can hold it; runs of spaces, its columns, are kept."""
     parts = re.split("( {2,})", line)
     return "".join(part if i % 2 else docstring(part, 120) for i, part in enumerate(parts))
+
+
+def variable_of(code: str) -> str:
+    """The variable or attribute that an expression begins with.
+
+    >>> variable_of("attn_all[3]")
+    'attn_all'
+    """
+    found = re.match(r"(?:self\.)?([A-Za-z_]\w*)", code)
+    assert found is not None, code
+    return found.group(1)

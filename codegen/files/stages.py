@@ -33,10 +33,11 @@ from partc.codegen.files.alike_stages import declared, given
 from partc.codegen.files.early_ends import early_sums
 from partc.codegen.files.emit import RoleText
 from partc.codegen.files.narrow_ends import NarrowEnds, lent
-from partc.codegen.files.spelling import read
-from partc.codegen.files.stage_ends import Ends, Finish, take_ends
+from partc.codegen.files.spelling import read, variable_of
+from partc.codegen.files.stage_ends import Finish
 from partc.codegen.files.stage_flow import StageFlow, has_phase
 from partc.codegen.files.stage_methods import METHODS, Method
+from partc.codegen.files.take_ends import Ends, take_ends
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
@@ -324,7 +325,7 @@ class StageText(RoleText):
         names: dict[str, None] = {}
         for node in self.flow.made(before):
             if node in wanted and node in self.seen:
-                names.setdefault(_base(self.seen[node].code))
+                names.setdefault(variable_of(self.seen[node].code))
         word = LEFT[before, then]
         for cls in self.classes.values():
             if any(word in cls.left_by(s) for s in cls.sides if s.loop.phase == before):
@@ -347,7 +348,7 @@ class StageText(RoleText):
             for node in self.graph.fx.nodes:
                 if node in kept:
                     text = body.text(node).code
-                    attribute = self.own.fresh(_base(text))
+                    attribute = self.own.fresh(variable_of(text))
                     lines.append(Line(f"self.{attribute} = {text}", comment(typed(node))))
                     self.seen[node] = Text(f"self.{attribute}")
             return lines
@@ -375,7 +376,7 @@ class StageText(RoleText):
         made, names = {*self.flow.made(phase)}, dict[str, str]()
         for node in self.late.values():
             if node in made:
-                base = _base(body.text(node).code)
+                base = variable_of(body.text(node).code)
                 kept = f"self.{names.setdefault(base, self.own.fresh(base))}"
                 self.seen[node] = Text(body.text(node).code.replace(base, kept, 1))
         return [Line(f"self.{name} = {base}") for base, name in names.items()]
@@ -388,14 +389,3 @@ class StageText(RoleText):
             self.helpers.use(helper)
         finish = finished("reduced.finish()", ranges=self.helpers.ranges)
         return [Line(f"reduced = {self.adds.reduced}"), *lines, *finish]
-
-
-def _base(code: str) -> str:
-    """The variable or attribute that an expression begins with.
-
-    >>> _base("attn_all[3]")
-    'attn_all'
-    """
-    found = re.match(r"(?:self\.)?([A-Za-z_]\w*)", code)
-    assert found is not None, code
-    return found.group(1)

@@ -18,8 +18,8 @@ from partc.cost.roofline import Spent, dtype_of
 from partc.cost.step_walk import step_times
 from partc.cost.storage import Replay
 from partc.graph import Graph, fake_of, value
+from partc.machines.devices import Device
 from partc.machines.objective import Batch
-from partc.machines.topology import Device
 from partc.plan.mesh import Mesh
 
 # How many bytes a fused optimizer step moves per byte of a parameter: parameter, gradient and

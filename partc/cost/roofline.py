@@ -21,7 +21,8 @@ from partc.cost.products import busy_share, product_of
 from partc.cost.step_events import Call, Move
 from partc.cost.storage import Replay
 from partc.graph import fake_of
-from partc.machines.topology import APART_S, Device
+from partc.machines.devices import Device
+from partc.machines.topology import APART_S
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import DTYPE_NAMES
 

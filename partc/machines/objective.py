@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from partc.errors import PlanError, UsageError
-from partc.machines.topology import Device, Topology
+from partc.machines.devices import Device
+from partc.machines.topology import Topology
 
 Objective = Literal["time", "dollars", "energy"]
 S_PER_HOUR = 3600.0

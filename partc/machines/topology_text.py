@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from partc.errors import PlanError
 from partc.file_text import Unreadable, file_text, toml_table
-from partc.machines.topology import Device, Level, Points, Topology
+from partc.machines.devices import Device, Points
+from partc.machines.topology import Level, Topology
 from partc.machines.topology_checks import check_keys, refusal
 from partc.wrong_calls import as_path, did_you_mean
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from partc.amounts import amount
 from partc.errors import UsageError
-from partc.machines.topology import Device, Level, Topology
+from partc.machines.devices import Device
+from partc.machines.topology import Level, Topology
 
 ALL = ""  # every level of links
 MORE_BYTES = 10**9  # of memory, in what an explanation tries

@@ -13,7 +13,8 @@ import torch
 from partc.cost.collective_cost import OF_LIBRARY
 from partc.errors import PlanError, RunError
 from partc.machines.collective_formulas import FORMULAS, Group
-from partc.machines.topology import COLLECTIVES, WORK, Device, Level, Points, Topology
+from partc.machines.devices import WORK, Device, Points
+from partc.machines.topology import COLLECTIVES, Level, Topology
 from partc.machines.topology_text import shipped
 from partc.measure.measured import Line, Measured, fit_line
 

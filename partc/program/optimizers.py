@@ -106,7 +106,11 @@ class Stepping:
     def _enter(self, optimizer: Optimizer) -> None:
         if self._entered:  # the last step raised
             self._leave(optimizer)
-        shown = [self._by_param[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        added = next((param for param in params if id(param) not in self._by_param), None)
+        if added is not None:
+            raise _not_of_stage(optimizer, added)
+        shown = [self._by_param[id(param)] for param in params]
         self._entered = [(each, self._route.enter(each)) for each in shown]
         _replace(optimizer, {id(each.param): stand_in for each, stand_in in self._entered})
 

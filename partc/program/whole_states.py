@@ -8,7 +8,7 @@ rank has the parameters of its own stages, it is the place that the model's orde
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from partc.program.holders import exchange_texts, from_first
 from partc.program.optimizer_states import OptimizerStates
 from partc.program.optimizers import check_is_optimizer, check_of_stage
 from partc.program.role import Shard, dtype_of
+from partc.program.same_optimizer import SCHEDULED
 from partc.wrong_calls import known_arguments, quoted
 
 Optimizer = torch.optim.Optimizer
@@ -103,6 +104,7 @@ def load_whole_states(
     check_of_stage(optimizer, params.values())
     groups = _groups(states, optimizer, params)
     _check_groups(groups, given["param_groups"])
+    _check_hyperparameters(optimizer, given["param_groups"])
     for names, group, saved in zip(
         groups, optimizer.param_groups, given["param_groups"], strict=True
     ):
@@ -113,6 +115,20 @@ def load_whole_states(
                     field: _own(states, field, name, value) for field, value in fields.items()
                 }
         group.update({k: v for k, v in saved.items() if k not in ("params", NAMES)})
+
+
+def _check_hyperparameters(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """LoadError if the states are another optimizer's: each side has what the other lacks."""
+    mine = type(optimizer).__name__
+    known = {name for group in optimizer.param_groups for name in group} | SCHEDULED
+    theirs = {name for group in saved for name in group} - {"params", NAMES}
+    left, missing = sorted(theirs - known), sorted(optimizer.defaults.keys() - theirs)
+    if saved and left and missing:
+        raise LoadError(
+            where="load_full_optim_state_dict", what=f"the states are of another than {mine}",
+            why=f"it knows no {', '.join(left[:3])}, and they have no {', '.join(missing[:3])}",
+            do="Build the optimizer whose states were saved.",
+        )  # fmt: skip
 
 
 def _own(states: OptimizerStates, field: str, name: str, value: Any) -> Any:

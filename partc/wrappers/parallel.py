@@ -105,7 +105,7 @@ class Parallel(AsModel):
     """
 
     def __init__(self, model: nn.Module, how: How, device: str | None) -> None:
-        super().__init__(model, how, device or "cpu")
+        super().__init__(model, how, "cpu" if device is None else device)
         self._device = device
         self.program: Program | None = None
         self.losses: dict[Any, Any] = {}  # by a loss of the script, what steps by it
@@ -193,7 +193,7 @@ class Parallel(AsModel):
     def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
         first = next(self.model.parameters(), None)
         here = "cpu" if first is None or first.is_meta else first.device.type
-        self.device_type = self._device or here
+        self.device_type = here if self._device is None else self._device
         join(device_of(self.device_type))
         return super()._compiled(args, named, loss)
 

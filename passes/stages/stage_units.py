@@ -20,7 +20,7 @@ from partc.graph import Graph, fake_of, is_tensor, is_weight, tensor_args, value
 from partc.graph.blocks import blocks_of, prefixes
 from partc.graph.graph_edits import copied
 from partc.graph.input_only import input_only
-from partc.machines.topology import Device
+from partc.machines.devices import Device
 from partc.passes.recompute.choose import recompute
 from partc.passes.stages.cut_stages import Unit
 from partc.plan import Plan

@@ -19,7 +19,8 @@ from partc.cost.storage import replay
 from partc.given_plan import read_plan
 from partc.graph import Graph, collectives
 from partc.lowering import partition
-from partc.machines.topology import Device, Level, Topology
+from partc.machines.devices import Device
+from partc.machines.topology import Level, Topology
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import U
 from partc.reports.pipeline_cost import PipelineCost

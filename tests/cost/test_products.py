@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from partc.cost.products import busy_share
-from partc.machines.topology import Device, Topology
+from partc.machines.devices import Device
+from partc.machines.topology import Topology
 
 A100 = Topology.load("dgx-a100").device
 H100 = Topology.load("dgx-h100").device

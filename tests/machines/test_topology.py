@@ -15,7 +15,8 @@ from torch import nn
 
 import partc
 from partc.errors import PartcError, PlanError
-from partc.machines.topology import Device, Level, Topology
+from partc.machines.devices import Device
+from partc.machines.topology import Level, Topology
 from partc.machines.topology_text import parse_topology, shipped
 from partc.plan.mesh import Mesh
 

@@ -39,6 +39,11 @@ def test_two_blocks_are_gathered_where_the_step_is_faster() -> None:
     verify(two, model(), (IDS,), lambda m, x: m(x)).check()
 
 
+def test_no_more_blocks_are_gathered_than_there_are() -> None:
+    most = compiled(FSDP.changed(prefetch=100))
+    verify(most, model(), (IDS,), lambda m, x: m(x)).check()
+
+
 def test_the_memory_limit_rules() -> None:
     (_, least), (_, most) = (
         seconds_and_peak(compiled(FSDP.changed(prefetch=num))) for num in (1, 2)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partc.api import compile
+from partc.program import Program
 from partc.program.runtime import Stage
 
 MEAN = "period = 3"
@@ -65,7 +70,7 @@ class Deep(nn.Module):
         return result
 
 
-def made(kind: type[nn.Module]) -> nn.Module:
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()
 
@@ -85,10 +90,14 @@ def plan(own: str, preset: str) -> str:
     return f'preset = "{head}"\n{more}\nallow = ["local_steps"]\n[local_steps]\n{own}\n'
 
 
-def begin(
-    mesh: str, preset: str, own: str, kind: type[nn.Module] = Net
-) -> tuple[Stage, torch.optim.Optimizer]:
-    stage = compile(made(kind), mesh, batch(0, 0), loss=loss, plan=plan(own, preset)).module()
+@cache
+def compiled(mesh: str, preset: str, own: str, kind: Any) -> Program:
+    """Once in each process: a run of several stages is not about compiling."""
+    return compile(made(kind), mesh, batch(0, 0), loss=loss, plan=plan(own, preset))
+
+
+def begin(mesh: str, preset: str, own: str, kind: Any = Net) -> tuple[Stage, torch.optim.Optimizer]:
+    stage = compiled(mesh, preset, own, kind).module()
     stage.load_full(made(kind))
     return stage, torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-2)
 

@@ -44,7 +44,7 @@ def make_garbage(path: Path) -> None:
 def read() -> list[int]:
     """The rows of a worker that a script's own loader forks in a later process group."""
     leave_garbage_to_ranks()  # which a stage does when it is made, as the last job has
-    loader: Any = DataLoader(Collecting(), num_workers=1, timeout=60)
+    loader: Any = DataLoader(Collecting(), num_workers=1, timeout=patience(60))
     try:
         return [int(row) for row in loader]
     finally:

@@ -162,6 +162,12 @@ def refused(path: Path) -> None:
     state["param_groups"][0]["param_names"].reverse()
     with pytest.raises(LoadError, match=r"its groups name last\.bias where the optimizer has gain"):
         stage.load_full_optim_state_dict(MAKERS["SGD"][0](stage), state)
+    one_group = stage.full_optim_state_dict(torch.optim.AdamW(stage.parameters()))
+    with pytest.raises(LoadError, match="the states are of another than Adagrad"):
+        stage.load_full_optim_state_dict(torch.optim.Adagrad(stage.parameters()), one_group)
+    sgd.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(RunError, match=r"a parameter of shape \[2\] that is none of the stage's"):
+        sgd.step()
     odd = Remembers(stage.parameters(), 0.1)
     train_stage(stage, odd, 1)
     with pytest.raises(RunError, match="'history': is a list"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from partc.checks.local_graph import check
-from partc.codegen.files.stage_ends import Ends, check_one_way
+from partc.codegen.files.take_ends import Ends, check_one_way
 from partc.errors import CheckError, PlanError, RunError
 from partc.graph import Graph, collectives, first_operand, set_fake
 from partc.plan import Plan

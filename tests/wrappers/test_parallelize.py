@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 import partc
 from partc.errors import PartcError, RunError, UsageError
 from partc.verification.processes import Processes
+from tests.mistakes.things import one_rank
 
 ROWS, BATCH = 24, 8
 LAYOUTS = [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"), ("pp=2", "ddp")]
@@ -316,7 +317,7 @@ def test_a_closure_is_refused_and_a_model_that_is_kept_warned_of(world: Processe
     world.run(closure_and_model, num=2)
 
 
-def test_wrong_arguments_are_refused_when_they_are_given() -> None:
+def wrong_arguments() -> None:
     model = Tagger()
     with pytest.raises(UsageError, match=r"no option 'microbatch'[\s\S]*microbatches"):
         partc.parallelize(model, "dp=1", loss=loss_of, microbatch=2)
@@ -324,6 +325,8 @@ def test_wrong_arguments_are_refused_when_they_are_given() -> None:
         partc.parallelize(model, "dp=1", loss="mse")  # type: ignore[arg-type]
     with pytest.raises(PartcError, match="there is no preset"):
         partc.parallelize(model, "dp=1", loss=loss_of, plan="dpp")
+    with pytest.raises(PartcError, match="device"):
+        partc.parallelize(model, "dp=1", loss=loss_of, device=0).step(*data()[:4])  # type: ignore[arg-type]
     with pytest.raises(PartcError, match="globall"):
         partc.parallelize(model, "dp=1", loss=loss_of, batch="globall")
     with pytest.raises(UsageError, match=r"batch=.*\(1, 2\)[\s\S]*compile_for"):
@@ -338,3 +341,8 @@ def test_wrong_arguments_are_refused_when_they_are_given() -> None:
         partc.parallelize(partc.parallelize(model, "dp=1", loss=loss_of), "dp=1")
     with pytest.raises(RunError, match="2 ranks"):
         partc.parallelize(model, "dp=2", loss=loss_of)
+
+
+def test_wrong_arguments_are_refused_when_they_are_given() -> None:
+    with one_rank():
+        wrong_arguments()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partc.cost.products import busy_share
-from partc.machines.topology import Device
+from partc.machines.devices import Device
 from partc.passes.search.plans.scaling_model import Calls, Floats
 
 ARITHMETIC, TRAFFIC = ("attention", "matmul"), ("functions", "pointwise")

@@ -17,7 +17,8 @@ import numpy as np
 
 from partc.cost.collective_cost import collective_seconds
 from partc.cost.memory import STATE_COPIES
-from partc.machines.topology import APART_S, Device, Topology
+from partc.machines.devices import Device
+from partc.machines.topology import APART_S, Topology
 from partc.passes.search.plans.call_times import call_seconds
 from partc.passes.search.plans.candidate import REPLICATE, Candidate
 from partc.passes.search.plans.pipeline_formulas import (

@@ -11,7 +11,7 @@ import numpy as np
 from torch import fx
 
 from partc.graph import Graph, literals, picked, results_of, tensor_args, value
-from partc.machines.topology import Device
+from partc.machines.devices import Device
 from partc.passes.search.shardings.call_costs import CallCost
 from partc.passes.search.shardings.decompositions import DECOMPOSED, Decomposition, decompositions
 from partc.passes.search.shardings.shared_copies import SharedCopies

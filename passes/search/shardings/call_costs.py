@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from partc.cost.flops import node_flops, op_name
 from partc.graph import fake_of, results_of, tensor_args
-from partc.machines.topology import Device
+from partc.machines.devices import Device
 from partc.passes.search.shardings.transfers import Transfers
 from partc.plan.sharding import DTYPE_NAMES
 

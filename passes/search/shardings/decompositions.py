@@ -22,7 +22,7 @@ from partc.graph import (
     tensor_args,
     value,
 )
-from partc.machines.topology import Device
+from partc.machines.devices import Device
 from partc.passes.search.shardings.call_costs import CallCost
 from partc.passes.search.shardings.transfers import Transfers
 from partc.passes.shard.decompose_ops import decomposes
