@@ -15,6 +15,7 @@ import partc
 from partc.program.forks import leave_garbage_to_ranks
 from partc.verification.processes import Processes
 from tests.data.readers import program_of
+from tests.patience import patience
 
 pytestmark = [
     pytest.mark.gloo,
