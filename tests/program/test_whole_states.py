@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import partc
 from partc.errors import LoadError, RunError
 from partc.program import load
+from partc.program.optimizers import Stepping
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.training import Residuals, batch_of, loss_of, train_alone, train_stage
@@ -165,9 +166,6 @@ def refused(path: Path) -> None:
     one_group = stage.full_optim_state_dict(torch.optim.AdamW(stage.parameters()))
     with pytest.raises(LoadError, match="the states are of another than Adagrad"):
         stage.load_full_optim_state_dict(torch.optim.Adagrad(stage.parameters()), one_group)
-    sgd.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(RunError, match=r"a parameter of shape \[2\] that is none of the stage's"):
-        sgd.step()
     odd = Remembers(stage.parameters(), 0.1)
     train_stage(stage, odd, 1)
     with pytest.raises(RunError, match="'history': is a list"):
@@ -178,3 +176,11 @@ def refused(path: Path) -> None:
 
 def test_what_does_not_belong_is_refused(world: Processes, tmp_path: Path) -> None:
     world.run(refused, saved(tmp_path, "dp=2,tp=2", "fsdp+megatron"))
+
+
+def test_a_parameter_that_was_added_is_named() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+    unused: Any = None  # the way in, which nothing takes
+    Stepping(optimizer, [], unused)
+    with pytest.raises(RunError, match=r"a parameter of shape \[2\] that is none of the stage's"):
+        optimizer.step()

@@ -23,6 +23,7 @@ BY_STRIDES = {  # what these compute is said by strides, and canonical graphs ha
     "aten._reshape_alias", "aten.as_strided", "aten.as_strided_copy", "aten.as_strided_scatter",
     "aten.view.default", "aten._unsafe_view",
 }  # fmt: skip
+AS_IT_WAS = {"aten.empty_like", "aten.new_empty"}  # memory that nobody has written
 IN_A_ROW = {"aten._grouped_mm"}  # takes rows or columns in a row, and refuses all else
 
 
@@ -69,7 +70,7 @@ def name_of_operand(signature: Signature, number: int) -> str:
 def test_rules_name_every_operand_whose_strides_a_kernel_ignores() -> None:
     missing = {}
     for name, signatures in cases_by_rule().items():
-        for signature in signatures if name not in BY_STRIDES | IN_A_ROW else ():
+        for signature in signatures if name not in BY_STRIDES | IN_A_ROW | AS_IT_WAS else ():
             rule = find(signature.target)
             assert rule is not None
             known = {*rule.contiguous, *rule.adjacent, *rule.traced}
