@@ -319,7 +319,8 @@ def commands(rng: random.Random, built: Built, place: Path) -> Made:
     build, model = str(built.program("zero1")), readers.MODEL
     lines = (
         ["compile", model, "--mesh", "dp=2", "--plan", "ddp", "--out", str(place / "build")],
-        ["compile", model, "--mesh", "dp=2", "--microbatches", "2", "--memory-bytes", "10000000"],
+        ["compile", model, "--mesh", "dp=2", "--microbatches", "2", "--memory-bytes", "10000000",
+         "--out", str(place / "build")],
         ["explain", build], ["simulate", build, "--peak", "2"], ["check", build],
         ["diff", build, str(built.program("one"))], ["verify", build, "--model", model],
         ["passes"],
