@@ -19,6 +19,8 @@ from partc.dumps import check_folder, write_dump
 from partc.errors import MemoryLimitError, PlanError
 from partc.given_plan import backend_at_hand, check_texts, read_plan, warn_of_idle
 from partc.graph.graph_edits import copied
+from partc.idle_keys import said
+from partc.key_readers import TELLS, keep_local
 from partc.lowering import staged_plan, table, to_local_graph
 from partc.machines.objective import Objective, objective_of
 from partc.passes.canonical.dedupe_layers import Unfolded
@@ -224,6 +226,8 @@ class Job:
     table: Table
     strict: bool
     latest: State | None = None  # the attempt that a dump shows
+    printed: State | None = None  # what the program was made of
+    tells: bool = False  # whether to keep what tells which keys of the plan nothing reads
 
     def program(
         self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective
@@ -231,8 +235,10 @@ class Job:
         """What ``compile`` gives."""
         if plan.preset == AUTO_PLAN:
             return self.with_search(mesh, plan, microbatches, objective)
+        self.tells = bool(said(plan))
         found = self.with_plan(mesh.settled(plan.mesh), plan)
-        warn_of_idle(found.plan, self.step)
+        assert self.printed is not None
+        warn_of_idle(plan, self.printed, self.step)
         return found
 
     def with_search(
@@ -274,6 +280,7 @@ class Job:
         state.made |= {
             "fingerprint": Fingerprint.of(self.step.model), "work": Work.of(state.graph),
             "trained": frozenset(names), "running": frozenset(running(state.graph)),
+            TELLS: self.tells,
         }  # fmt: skip
         compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
         try:
@@ -299,6 +306,7 @@ class Job:
             if fits(peaks, limits):
                 break
         check_memory(peaks, limits)
+        self.printed = way
         return program_of(way)
 
     def _traced(self, mesh: Mesh, plan: Plan, fold: bool = True) -> State:
@@ -354,6 +362,7 @@ def compile_stage(state: State) -> Iterator[State]:
     """
     state.made["joint"] = state.graph
     to_local_graph(state)
+    keep_local(state)
     run(state, "check_plan")
     for way in order_step(state):
         run(way, "tidy", "record_events")
@@ -374,6 +383,7 @@ def compile_pipeline(state: State) -> Iterator[State]:
     """
     state.made["joint"] = state.graph
     to_local_graph(state)
+    keep_local(state)
     run(state, "check_plan", "spread_params")
     for stages in stage_ways(state):
         each = stages.state

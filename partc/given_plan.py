@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from partc.errors import PlanError, UsageError
+from partc.idle_keys import idle_keys
+from partc.key_readers import Compiled
+from partc.passes.runner import State
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.idle_axes import IDLE
-from partc.passes.stages.choose_stages import is_pipeline
 from partc.plan import Plan
 from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.decided import NCCL
@@ -107,9 +109,6 @@ def _entries(cuts: object) -> Iterable[object]:
     return cuts.values() if isinstance(cuts, Mapping) else [cuts]
 
 
-_OF_PIPELINES = ("schedule", "virtual_stages", "sends", "early_sums")  # fields of a plan
-
-
 def backend_at_hand(model: object, mesh: object) -> str:
     """What carries tensors between the ranks of a script that compiles on them: ``"gloo"`` or
     ``"nccl"``; "" where nothing tells, as on a machine that compiles for others.
@@ -148,9 +147,11 @@ def _cuts_something(plan: Plan) -> bool:
     )
 
 
-def warn_of_idle(plan: str, step: Traced) -> None:
-    """Warn of axes whose ranks all compute the same, and of a step that trains nothing."""
-    made = Plan.parse(plan)
+def warn_of_idle(asked: Plan, state: State, step: Traced) -> None:
+    """Warn of axes whose ranks all compute the same, of keys of the plan that nothing reads, and of
+    a step that trains nothing.
+    """
+    made = state.plan
     for note in made.notes:
         if IDLE in note:
             warnings.warn(note, stacklevel=5)
@@ -159,18 +160,8 @@ def warn_of_idle(plan: str, step: Traced) -> None:
             f"the plan names no preset and cuts nothing over {made.mesh}, {IDLE}. Write "
             'preset = "ddp", or another.', stacklevel=5,
         )  # fmt: skip
-    for name, table in ALLOWED_TABLES.items():
-        if name in made.allow and getattr(made, name) is None:
-            warnings.warn(
-                f'allow = ["{name}"] says nothing here: the plan has no table [{name}], so '
-                f"{table.without}", stacklevel=5,
-            )  # fmt: skip
-    if made.mesh is not None and not is_pipeline(made, made.mesh):
-        for name in (each for each in _OF_PIPELINES if getattr(made, each)):
-            warnings.warn(
-                f"{name} says nothing here: the mesh {made.mesh} has no axis pp, and the step is "
-                "computed in one microbatch", stacklevel=5,
-            )  # fmt: skip
+    for text in idle_keys(Compiled(asked, state)):
+        warnings.warn(text, stacklevel=5)
     params = list(step.model.parameters())
     if params and step.trains and not any(param.requires_grad for param in params):
         name = type(step.model).__name__

@@ -67,6 +67,8 @@ _TOP_NAMES = [
     "compile_cache",
     "dumps",
     "given_plan",
+    "idle_keys",
+    "key_readers",
     "lowering",
     "pass_calls",
     "printing",

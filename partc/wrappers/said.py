@@ -10,7 +10,7 @@ from typing import Any
 from partc.errors import UsageError
 from partc.given_plan import read_plan
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
-from partc.passes.shard.apply_preset import preset_words
+from partc.passes.shard.preset_words import preset_words
 from partc.plan.field_kinds import FIELDS, check_fields
 from partc.plan.mesh import Mesh
 from partc.trace.arguments import check_loss as check_takes_model

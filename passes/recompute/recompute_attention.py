@@ -52,6 +52,11 @@ def recompute_attention(graph: Graph) -> Graph:
     return graph
 
 
+def has_attention(graph: Graph) -> bool:
+    """Whether some attention core has a value that takes few FLOPs per byte."""
+    return any(reads_no_values(node) or _is_light(node) for node in _cores(graph))
+
+
 # what is a core -----------------------------------------------------------------------------------
 def _cores(graph: Graph) -> dict[fx.Node, None]:
     """The forward calls of all attention cores: spread from products of activations to their

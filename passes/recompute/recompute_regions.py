@@ -35,6 +35,12 @@ def recompute_regions(graph: Graph, plan: Plan) -> Graph:
     return graph
 
 
+def has_blocks(graph: Graph) -> bool:
+    """Whether the forward has a region of ``recompute = "block"``."""
+    home = _block_home(graph)
+    return any(value(n).phase == "F" and home(n) for n in graph.calls())
+
+
 def _home(graph: Graph, plan: Plan) -> Home:
     """The function from a call to the path of its region, "" for a call in no region."""
     if plan.recompute == "block":
