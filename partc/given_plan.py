@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,9 @@ def check_made(plan: Plan) -> None:
                 do=f"Write {name}={table.example}, or a plan as text.",
             )  # fmt: skip
         if given is not None:
-            table.read(vars(given), "Plan")
+            usual = {each.name: each.default for each in fields(table.made)}
+            said = {name: each for name, each in vars(given).items() if each != usual[name]}
+            table.read(said, "Plan")
     for name, lies in plan.values.items() if isinstance(plan.values, Mapping) else ():
         if not isinstance(lies, Mapping):
             raise PlanError(

@@ -62,6 +62,11 @@ def _sends(step: Compiled, num: Any, way: str) -> bool:
     return step.state.mesh.pipeline_ranks > 1 and (way == "forward" or step.trains)
 
 
+def _gathers(step: Compiled, num: int) -> bool:
+    """One is written of every step that gathers weights, also where no loop follows another."""
+    return not step.pipelined and step.gathers_ahead and (num == 1 or step.blocks)
+
+
 def _messages(step: Compiled, wanted: bool) -> bool:
     kinds = {move.kind for move in step.moves}
     return step.plan.backend == GLOO and bool({"all_gather", "reduce_scatter"} & kinds)
@@ -138,7 +143,7 @@ KEYS: Mapping[str, Key] = {
         "no all_gather or reduce_scatter goes over gloo here",
     ),
     "prefetch": Key(
-        lambda step, num: not step.pipelined and step.gathers_ahead,
+        _gathers,
         _no_gathers_ahead,
     ),
     "overlap_pieces": Key(

@@ -101,11 +101,17 @@ class Compiled:
         return has_attention(self.local.graph)
 
     def scattered(self, axis: str, dim: int) -> bool:
-        """Whether an activation is reduce-scattered over an axis along a dim."""
+        """Whether an activation, of three dims or more, is reduce-scattered over an axis along a
+        dim.
+        """
+        graph = self.local.graph
+        gradients = ways_out(graph)
         return any(
             node.target is collectives.reduce_scatter
             and (node.kwargs["axis"], node.kwargs["dim"]) == (axis, dim)
-            for node in self.local.graph.calls()
+            and node not in gradients
+            and len(value(node).shape) > 2
+            for node in graph.calls()
         )
 
     # its transfers, before they are joined --------------------------------------------------------

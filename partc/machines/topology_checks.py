@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from partc.errors import PlanError
+from partc.wrong_calls import did_you_mean
 
 
 def check_number(where: str, number: Any, most: float) -> None:
@@ -30,12 +31,34 @@ def check_name(where: str, name: Any) -> None:
         raise refusal(where, f"{name!r} is not a name", "a name is text on one line")
 
 
-def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """PlanError at the first unknown key."""
+def check_keys(where: str, keys: Iterable[str], known: Iterable[str], do: str = "") -> None:
+    """PlanError at the first unknown key; ``do`` is what to write where no known one is near."""
     known = sorted(known)
     for key in sorted(keys):
         if key not in known:
-            raise refusal(where, f"{key!r} is unknown", f"known are {', '.join(known)}")
+            do = did_you_mean(key, known) or do or "Take one of these, or leave it out."
+            raise refusal(where, f"{key!r} is unknown", f"known are {', '.join(known)}", do)
+
+
+# What the slowest and smallest device or link has; less is a figure in another unit. By key the
+# least, the unit, and how a data sheet's figure is written in it.
+LEAST = {
+    "flops_per_s": (1e6, "FLOP/s", "312 TFLOP/s are 312e12"),
+    "memory_bytes": (1e6, "bytes", "80 GB are 80_000_000_000"),
+    "memory_bytes_per_s": (1e6, "bytes per second", "2 TB/s are 2e12"),
+    "bytes_per_s": (1e3, "bytes per second", "25 GB/s are 25e9, 200 Gbit/s as well"),
+}
+
+
+def check_unit(where: str, key: str, number: Any) -> None:
+    """PlanError for a figure of a file that is so small that it is in another unit."""
+    least, unit, example = LEAST[key]
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if is_number and 0 < number < least:
+        raise refusal(
+            where, f"{number:g} {unit} are less than any machine has", f"the unit is {unit}",
+            f"Write the figure in {unit}: {example}.",
+        )  # fmt: skip
 
 
 def check_pair(where: str, pair: Any, most: float) -> None:

@@ -12,11 +12,12 @@ from partc.errors import PlanError
 from partc.file_text import Unreadable, file_text, toml_table
 from partc.machines.devices import Device, Points
 from partc.machines.topology import Level, Topology
-from partc.machines.topology_checks import check_keys, refusal
+from partc.machines.topology_checks import check_keys, check_unit, refusal
 from partc.wrong_calls import as_path, did_you_mean
 
 T = TypeVar("T", Device, Level)
 NUMBERS = ("start_s", "contention", "skew", "sharing")
+_SEVERAL = ("devices", "levels")
 TOPOLOGY_KEYS = ("name", "library", *NUMBERS, "notes", "devices", "levels")
 
 
@@ -79,7 +80,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 def topology_of(table: Mapping[str, Any], where: str) -> Topology:
     """The topology that a TOML table describes; PlanError names the entry that is wrong."""
-    check_keys(where, table, TOPOLOGY_KEYS)
+    check_keys(where, table, TOPOLOGY_KEYS, _as_axes(table))
     given = {key: table[key] for key in ("name", "library", *NUMBERS) if key in table}
     if "name" not in given:
         raise refusal(where, "name is missing", "machines have one", 'Write name = "mine" on top.')
@@ -96,6 +97,18 @@ def topology_of(table: Mapping[str, Any], where: str) -> Topology:
         ) from None
 
 
+def _as_axes(table: Mapping[str, Any]) -> str:
+    """What to do about keys that look like a device's, or like axes; "" if none does."""
+    sizes = {k: n for k, n in table.items() if type(n) is int and k not in TOPOLOGY_KEYS}
+    of_devices = [each.name for each in fields(Device) if each.name in sizes]
+    if of_devices:
+        return f"{of_devices[0]} is a device's: write it below its line [[devices]]."
+    if not sizes:
+        return ""
+    lines = ", ".join(f"{key} = {size}" for key, size in sizes.items())
+    return f"Sizes of axes stand below a line [axes]: {lines}."
+
+
 def _group(entry: Mapping[str, Any]) -> tuple[Device, int]:
     count = entry.get("count", 1)
     own = {key: value for key, value in entry.items() if key != "count"}
@@ -103,6 +116,10 @@ def _group(entry: Mapping[str, Any]) -> tuple[Device, int]:
         if not isinstance(own.get(key, {}), Mapping):
             raise refusal(f"device {own.get('name', '')}", f"{key} is not a table", "it is one")
     own["efficiency"] = {work: _points(p) for work, p in own.get("efficiency", {}).items()}
+    where = f"device {own.get('name', '')}".strip()
+    for dtype, peak in own.get("flops_per_s", {}).items():
+        check_unit(f"{where}, flops_per_s.{dtype}", "flops_per_s", peak)
+    _check_units(where, own)
     return _made(Device, own), count
 
 
@@ -110,8 +127,14 @@ def _level(entry: Mapping[str, Any]) -> Level:
     own = dict(entry)
     if not isinstance(own.get("factors", {}), Mapping):
         raise refusal(f"level {own.get('name', '')}", "factors is not a table", "it is one")
+    _check_units(f"level {own.get('name', '')}".strip(), own)
     own["factors"] = {kind: _pair(pair) for kind, pair in own.get("factors", {}).items()}
     return _made(Level, own)
+
+
+def _check_units(where: str, own: Mapping[str, Any]) -> None:
+    for key in ("memory_bytes", "memory_bytes_per_s", "bytes_per_s"):
+        check_unit(f"{where}, {key}", key, own.get(key))
 
 
 def _made(kind: type[T], entry: Mapping[str, Any]) -> T:
@@ -141,8 +164,13 @@ def _pair(pair: Any) -> Any:
 def _tables(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     entries = table.get(key, [])
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise refusal(key, "it is not a list of tables", f"write [[{key}]] over each entry")
+        why = f"a machine may have several {key}"
+        raise refusal(key, "it is not a list of tables", why, _brackets(key))
     return entries
+
+
+def _brackets(key: str) -> str:
+    return f"Write [[{key}]] over each entry, in two pairs of brackets."
 
 
 def _texts(table: Mapping[str, Any], key: str) -> Sequence[str]:
@@ -153,9 +181,9 @@ def _texts(table: Mapping[str, Any], key: str) -> Sequence[str]:
 
 
 def _unreadable(where: str, error: Exception) -> PlanError:
-    return PlanError(
-        where=where, what="the file cannot be read", why=str(error), do="Mend or name another."
-    )
+    twice = next((key for key in _SEVERAL if str(error).startswith(f"[{key}] stands")), "")
+    do = _brackets(twice) if twice else "Mend or name another."
+    return PlanError(where=where, what="the file cannot be read", why=str(error), do=do)
 
 
 # writing ------------------------------------------------------------------------------------------

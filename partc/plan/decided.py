@@ -12,6 +12,7 @@ from typing import Any
 
 from partc.errors import PlanError
 from partc.plan.mesh import Mesh
+from partc.wrong_calls import did_you_mean
 
 KINDS = ("all_gather", "all_reduce", "reduce_scatter")  # of transfers that share buckets
 MEMORY = "memory"  # in ``flops_per_byte``, beside the mesh axes
@@ -34,6 +35,15 @@ def flaw_of(name: str, given: Any) -> str:
     return _FLAWS[name](given)
 
 
+def meant_by(name: str, given: Any) -> str:
+    """What to write instead of a wrong entry; "" if nobody knows."""
+    if name != "bucket_copy_mb" or _sizes_flaw(given):
+        return ""
+    if {*given} & {*KINDS}:
+        return f"Axes come first: {name} = {{ dp = {{ {next(iter(given))} = 0.3 }} }}."
+    return did_you_mean(_strange_kind(given), KINDS)
+
+
 def _is_number(given: Any) -> bool:
     is_real = isinstance(given, int | float) and not isinstance(given, bool)
     return is_real and 0 <= given < float("inf")
@@ -53,8 +63,13 @@ def _sizes_flaw(given: Any) -> str:
 def _copies_flaw(given: Any) -> str:
     if flaw := _sizes_flaw(given):
         return flaw
-    known = all(kind in KINDS for each in given.values() for kind in each)
-    return "" if known else f"transfers are {', '.join(KINDS)}"
+    strange = _strange_kind(given)
+    return f"{strange!r} is none: transfers are {', '.join(KINDS)}" if strange else ""
+
+
+def _strange_kind(given: Sizes) -> str:
+    """The first word for a transfer that is none; "" if all are."""
+    return next((kind for each in given.values() for kind in each if kind not in KINDS), "")
 
 
 def _parts_flaw(given: Any) -> str:

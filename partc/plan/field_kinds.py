@@ -7,7 +7,7 @@ from typing import Any
 
 from partc.errors import PlanError
 from partc.plan.allowed import ALLOWED_TABLES
-from partc.plan.decided import BACKENDS, DECIDED, flaw_of
+from partc.plan.decided import BACKENDS, DECIDED, flaw_of, meant_by
 from partc.schedules import NAMES
 from partc.schedules.csv_form import CSV
 from partc.wrong_calls import did_you_mean, quoted
@@ -195,6 +195,7 @@ def _bucket_mb(name: str, given: Any, where: str) -> None:
 def _decided(name: str, given: Any, where: str) -> None:
     if flaw := flaw_of(name, given):
         do = f"Write it as docs/reference/plan.md shows, or leave {name} out: it is then chosen."
+        do = meant_by(name, given) or do
         raise plan_error(where, f"{name} = {quoted(given)} means nothing", flaw, do)
 
 

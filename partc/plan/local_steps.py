@@ -75,7 +75,7 @@ def read_local_steps(table: Mapping[str, Any], where: str) -> LocalSteps:
     """The table of a plan.toml as LocalSteps; PlanError for an unknown or wrong entry."""
     made: LocalSteps = _ENTRIES.read(table, where)
     for name in ("outer_lr", "outer_momentum"):
-        if not made.keeps and getattr(made, name) != _USUAL[name]:
+        if not made.keeps and name in table:
             why, do = (
                 "it takes no step of its own",
                 f'Leave {name} out, or write outer = "nesterov".',

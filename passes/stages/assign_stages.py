@@ -49,6 +49,8 @@ def assign_stages(
     call would need values of stages that cannot send them.
     """
     starts = [_start(graph, n, point, homes or {}) for n, point in enumerate(points, start=1)]
+    if starts and not homes:
+        _check_first(graph, points[0], starts[0])
     free = input_only(graph, draws=True)
     for node in (n for n in graph.fx.nodes if n.op == "placeholder"):
         update(node, stage=ANYWHERE)
@@ -93,14 +95,9 @@ def _give_results(graph: Graph, last: int) -> None:
 
 def _start(graph: Graph, number: int, point: str, homes: Mapping[str, int]) -> fx.Node | None:
     """The call with which a stage begins; None for one without any."""
-    free = input_only(graph, draws=True)
-    calls = [
-        node for node in graph.calls()
-        if value(node).phase == "F" and node not in free and not is_weight(node)
-    ]  # fmt: skip
+    calls = _staged_calls(graph)
     for node in calls:
-        path = value(node).module
-        if path == point or path.startswith(f"{point}."):
+        if _lies_in(node, point):
             return node
     if homes:
         at = [max((_home(o, homes) for o in n.all_input_nodes), default=-1) for n in calls]
@@ -112,6 +109,36 @@ def _start(graph: Graph, number: int, point: str, homes: Mapping[str, int]) -> f
         why="a stage begins at the first call of a module's forward",
         do=f"Name one of {', '.join(_blocks(graph)) or 'the modules that the model runs'}.",
     )
+
+
+def _staged_calls(graph: Graph) -> list[fx.Node]:
+    """The forward's calls of which a single stage computes each."""
+    free = input_only(graph, draws=True)
+    return [
+        node for node in graph.calls()
+        if value(node).phase == "F" and node not in free and not is_weight(node)
+    ]  # fmt: skip
+
+
+def _lies_in(node: fx.Node, point: str) -> bool:
+    path = value(node).module
+    return path == point or path.startswith(f"{point}.")
+
+
+def _check_first(graph: Graph, point: str, start: fx.Node | None) -> None:
+    """PlanError if stage 1 begins with the model's first call, so that stage 0 has none."""
+    calls = _staged_calls(graph)
+    if not calls or start is not calls[0]:
+        return
+    later = [p for p in _blocks(graph) if not _lies_in(calls[0], p)]
+    raise PlanError(
+        where=f"stages, {point!r}",
+        what="stage 0 would have nothing to compute",
+        why="the forward begins with this module, and stages names where stage 1 and those behind "
+        "it begin",
+        do=f"Name a module that runs later: {', '.join(later)}." if later
+        else "Name a module that runs later.",
+    )  # fmt: skip
 
 
 def _home(node: fx.Node, homes: Mapping[str, int]) -> int:
