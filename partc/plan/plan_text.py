@@ -20,6 +20,7 @@ from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
 from partc.wrong_calls import RENAMED, did_you_mean
 
+_EACH_MICROBATCH = ("zero2", "fsdp", "hsdp")  # presets that sum gradients once per microbatch
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
 PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out: "))
 
@@ -49,6 +50,7 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
         )  # fmt: skip
     check_fields(table, where)
     check_places(table, where)
+    _check_reduce(table, where)
     mesh = Mesh(tuple(table["mesh"].items())) if "mesh" in table else None
     for name in ("params", "inputs"):
         table[name] = {
@@ -63,6 +65,20 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     for name in ALLOWED_TABLES.keys() & table.keys():
         table[name] = ALLOWED_TABLES[name].read(table[name], where)
     return {**table, "mesh": mesh, **lists, **read_decided(table), **_read_passes(text)}
+
+
+def _check_reduce(table: Mapping[str, Any], where: str) -> None:
+    """PlanError where a plan writes that gradients are summed once per step, and its preset says
+    once per microbatch: the preset would win in silence.
+    """
+    words = [word.strip() for word in table.get("preset", "").split("+")]
+    word = next((each for each in words if each in _EACH_MICROBATCH), "")
+    if word and table.get("reduce") == "step":
+        raise plan_error(
+            where, f'reduce = "step" contradicts preset = "{word}"',
+            f"{word} keeps gradients in shards, and sums them once per microbatch",
+            "Leave reduce out, or write the plan without preset.",
+        )  # fmt: skip
 
 
 def _read_passes(text: str) -> dict[str, tuple[str, ...]]:
