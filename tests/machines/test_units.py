@@ -17,6 +17,7 @@ count = 2
 memory_bytes = 80_000_000_000
 memory_bytes_per_s = 2e12
 launch_s = 5e-6
+watts = 700
 [devices.flops_per_s]
 f32 = 312e12
 

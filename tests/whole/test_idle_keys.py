@@ -117,7 +117,7 @@ LAID = [
     Laid("two", "ddp", "dp_replicate=2,dp_shard=2"), Laid("two", "ddp", "pp=2,dp=2", 2),
     Laid("two", "hsdp", "dp_replicate=2,dp_shard=2"), Laid("images", "ddp", "dp=2"),
     Laid("images", "fsdp", "dp=2", 2), Laid("blocks", "fsdp", "dp=2"),
-    Laid("blocks", "megatron-sp", "tp=2"), Laid("blocks", "ddp+megatron", "pp=2,tp=2", 2),
+    Laid("blocks", "megatron-sp", "tp=2"), Laid("blocks", "megatron", "pp=2,tp=2", 2),
     Laid("odd", "fsdp+megatron", "dp=2,tp=2"), Laid("blocks", "fsdp", "pp=2,dp=2", 2),
 ]  # fmt: skip
 
