@@ -53,7 +53,8 @@ class Blocks(nn.Module):
         y = self.embed(x)
         for block in self.blocks:
             y = block(y)
-        return self.head(y).square().mean()
+        loss: Tensor = self.head(y).square().mean()
+        return loss
 
 
 class Two(nn.Module):
@@ -64,7 +65,8 @@ class Two(nn.Module):
         self.w1, self.w2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.gelu(self.w1(x))).square().mean()
+        loss: Tensor = self.w2(F.gelu(self.w1(x))).square().mean()
+        return loss
 
 
 class Images(nn.Module):
@@ -73,7 +75,8 @@ class Images(nn.Module):
         self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.conv(x)).relu().mean((2, 3))).square().mean()
+        loss: Tensor = self.head(self.norm(self.conv(x)).relu().mean((2, 3))).square().mean()
+        return loss
 
 
 def called(model: nn.Module, x: Tensor) -> Tensor:
