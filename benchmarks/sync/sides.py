@@ -40,6 +40,7 @@ class Ours:
 
     def __init__(self, folder: str, variant: Variant, size: Size) -> None:
         self.size, self.is_island = size, variant.axis == ISLAND
+        self.meets = variant.meets
         self.stage = partc.load(folder).module()
 
     def begin(self, seed: int) -> list[nn.Parameter]:
@@ -52,7 +53,7 @@ class Ours:
         self.stage.step(*(_own(batch) if self.is_island else batch))
 
     def after_update(self) -> None:
-        if self.is_island:
+        if self.meets:
             self.stage.meet_islands()
 
     def weights(self) -> Mapping[str, Tensor]:

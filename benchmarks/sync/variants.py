@@ -26,6 +26,7 @@ ISLANDS = {
     "DiLoCo": _NESTEROV,
     "streaming DiLoCo": f"{_NESTEROV}\nfragments = 2",
 }
+STALE = {"stale 1": "steps = 1", "stale 1, compensated": "steps = 1\ncompensation = 0.04"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Variant:
     def plan(self) -> str:
         word = self.table.partition("]")[0].strip("[")
         return f'preset = "ddp"\nallow = ["{word}"]\n{self.table}\n' if word else 'preset = "ddp"\n'
+
+    @property
+    def meets(self) -> bool:
+        """Whether islands become one model now and then."""
+        return "[local_steps]" in self.table
 
     @property
     def is_peer(self) -> bool:
@@ -59,9 +65,9 @@ def variants(lr_scale: float = 1.0) -> dict[str, Variant]:
     tables = {EXACT: "", DDP: ""}
     tables |= {wire: f'[compress]\nwire = "{wire}"' for wire in WIRES}
     tables |= {name: f"[local_steps]\n{entries}" for name, entries in ISLANDS.items()}
+    tables |= {name: f"[stale]\n{entries}" for name, entries in STALE.items()}
+    apart = {*ISLANDS, *STALE}
     return {
-        name: Variant(
-            name, RATES.get(name, LR) * lr_scale, ISLAND if name in ISLANDS else DP, table
-        )
+        name: Variant(name, RATES.get(name, LR) * lr_scale, ISLAND if name in apart else DP, table)
         for name, table in tables.items()
     }

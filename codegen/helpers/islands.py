@@ -8,6 +8,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def start_sums(
+    tensors: list[Tensor], into: list[Tensor], group: dist.ProcessGroup
+) -> list[dist.Work]:  # fmt: skip
+    """Start the sums over all islands of tensors, in a transfer for each 100 MB of a dtype.
+
+    The memory of `into` becomes that in which the sums arrive.
+    """
+    sizes = {x.dtype: 0 for x in tensors}
+    buckets: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor]]] = {}
+    for x, place in zip(tensors, into, strict=True):
+        buckets.setdefault((x.dtype, sizes[x.dtype] // 100_000_000), []).append((x, place))
+        sizes[x.dtype] += x.nbytes
+    under_way = []
+    for bucket in buckets.values():
+        flat = torch.cat([x.flatten() for x, _ in bucket])
+        parts = flat.split([x.numel() for x, _ in bucket])
+        for (x, place), part in zip(bucket, parts, strict=True):
+            place.set_(part.view(x.shape))
+        under_way.append(dist.all_reduce(flat, group=group, async_op=True))
+    return under_way
+
+
 def average_over(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> None:
     """Give tensors their mean over all islands, in a transfer for each 100 MB of a dtype."""
     sizes = {x.dtype: 0 for x in tensors}

@@ -24,6 +24,7 @@ from partc.program import Program
 from partc.program.expected import seeded_weight
 from partc.program.role import Role, Shard
 from partc.verification.differences import difference, largest
+from partc.verification.late_gradients import LateGradients
 
 MET, SHARED = "meeting of islands", "gradient of islands"
 TURNS = 2  # of all parts of the model
@@ -49,10 +50,15 @@ class Meetings:
     outer: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Program, role: Role, rank: int) -> Meetings | None:
+    def of(cls, program: Program, role: Role, rank: int) -> Meetings | LateGradients | None:
         """None where the plan has no islands, or the program does not train."""
-        how = Plan.parse(program.plan).local_steps
-        if how is None or role.is_inference:
+        plan = Plan.parse(program.plan)
+        if role.is_inference:
+            return None
+        if plan.stale is not None:
+            return LateGradients(role, plan.stale, rank)
+        how = plan.local_steps
+        if how is None:
             return None
         known = program.fingerprint.tensors.items()
         sizes = {name: prod(each.shape) for name, each in known if each.kind == "param"}
