@@ -7,7 +7,7 @@ from math import prod
 
 from partc.codegen.files.emit import emit
 from partc.codegen.files.header import header, stage_header
-from partc.codegen.files.island import Islands, MeetingIslands, check_names
+from partc.codegen.files.island import Islands, MeetingIslands, check_names, check_real
 from partc.codegen.files.late_island import LateIslands
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.cost.prediction import Work
@@ -43,6 +43,7 @@ def lay_islands(
         name: prod(each.shape) for name, each in fingerprint.tensors.items() if each.kind == "param"
     }
     frozen = tuple(name for name in params if name not in trained)
+    check_real(how, {n: each.dtype for n, each in fingerprint.tensors.items() if n in trained})
     if isinstance(how, Stale):
         made: Islands = LateIslands(num=mesh.islands, how=how, frozen=frozen, running=running)
     else:

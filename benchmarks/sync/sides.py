@@ -31,6 +31,9 @@ class Side(Protocol):
     def after_update(self) -> None:
         """What belongs to a step behind the optimizer's part."""
 
+    def settle(self) -> None:
+        """Wait for what is still under way."""
+
     def weights(self) -> Mapping[str, Tensor]:
         """What would be evaluated: of islands, their mean."""
 
@@ -56,6 +59,9 @@ class Ours:
         if self.meets:
             self.stage.meet_islands()
 
+    def settle(self) -> None:
+        self.stage.meet_islands()
+
     def weights(self) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = self.stage.full_state_dict()
         return found
@@ -77,6 +83,9 @@ class Peer:
         loss_of(self.model, *_own(batch)).backward()
 
     def after_update(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def weights(self) -> Mapping[str, Tensor]:

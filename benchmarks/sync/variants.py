@@ -17,6 +17,7 @@ RATES = {  # of variants for which another rate is better, with a seed that is n
     "post-local SGD, soon": 3e-3,
     "DiLoCo": 3e-3,
     "streaming DiLoCo": 3e-3,
+    "DiLoCo, int8": 3e-3,
 }
 _NESTEROV = 'period = 16\nouter = "nesterov"\nouter_lr = 0.7\nouter_momentum = 0.5'
 ISLANDS = {
@@ -25,6 +26,7 @@ ISLANDS = {
     "post-local SGD, soon": "period = 16\nstart_step = 4",
     "DiLoCo": _NESTEROV,
     "streaming DiLoCo": f"{_NESTEROV}\nfragments = 2",
+    "DiLoCo, int8": f'{_NESTEROV}\nwire = "int8"',
 }
 STALE = {"stale 1": "steps = 1", "stale 1, compensated": "steps = 1\ncompensation = 0.04"}
 

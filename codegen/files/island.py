@@ -24,6 +24,7 @@ from partc.errors import PlanError
 from partc.graph import Graph
 from partc.plan.local_steps import LocalSteps
 from partc.plan.stale import Stale
+from partc.plan.wires import WIRES
 from partc.program.role import OUTER_TABLE
 from partc.quoting import literal
 
@@ -51,8 +52,12 @@ class Islands:
     frozen: tuple[str, ...] = ()
     running: frozenset[str] = frozenset()
 
-    calls: ClassVar[tuple[str, ...]] = ()  # the helper functions that the class calls
     apart: ClassVar[str] = ""  # from one to the next of which islands keep something
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The helper functions and classes that the class names."""
+        raise NotImplementedError
 
     def text(
         self, graphs: Sequence[Graph],
@@ -97,8 +102,13 @@ class MeetingIslands(Islands):
     how: LocalSteps
     fragments: tuple[tuple[str, ...], ...] = ()
 
-    calls = ("average_over",)
     apart = "meeting"
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        wire = self.how.wire
+        more = ("in_blocks", "average_rounded", WIRES[wire].helper) if wire else ()
+        return ("average_over", *more)
 
     @classmethod
     def of(
@@ -119,6 +129,7 @@ class MeetingIslands(Islands):
         return TEMPLATES.get_template("island.py.j2").render(
             how=how, num=self.num, said=self._said(), **head, draws=draws, shards=shards,
             steps="begun" if start else "self.taken",
+            rounded=WIRES[how.wire].helper if how.wire else "",
             apart=how.period // how.fragments, running=_last_parts(kept),
         )  # fmt: skip
 
@@ -143,6 +154,8 @@ class MeetingIslands(Islands):
                 "; from where islands last met an outer optimizer takes a step towards it: SGD "
                 "with Nesterov momentum"
             )
+        if how.wire:
+            each += f", on the way in {how.wire}"
         return textwrap.wrap(f"{each}.", WIDTH)
 
 
@@ -156,6 +169,17 @@ def check_names(how: LocalSteps | Stale, names: Collection[str]) -> None:
                 why=f"islands keep a buffer of this name beside {taken}",
                 do="Rename it.",
             )  # fmt: skip
+
+
+def check_real(how: LocalSteps | Stale, dtypes: Mapping[str, str]) -> None:
+    """PlanError for complex parameters where the plan rounds, or squares, real numbers alone."""
+    entry = "compensation" if isinstance(how, Stale) else "wire"
+    of_complex = next((name for name, dtype in dtypes.items() if "complex" in dtype), None)
+    if getattr(how, entry) and of_complex is not None:
+        raise PlanError(
+            where=of_complex, what=f"it is {dtypes[of_complex]}, and the plan has a {entry}",
+            why="that is defined for real numbers", do=f"Leave {entry} out.",
+        )  # fmt: skip
 
 
 def _fragments(params: Mapping[str, int], num: int) -> Iterator[tuple[str, ...]]:

@@ -29,8 +29,11 @@ class LateIslands(Islands):
 
     how: Stale
 
-    calls = ("start_sums", "average_over")
     apart = "step"
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        return ("start_sums", "average_over") if self.how.start_step else ("start_sums",)
 
     def text(
         self, graphs: Sequence[Graph],

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from partc.codegen.helpers.rounded_sums import RoundedSum
 
 
 def start_sums(
@@ -45,3 +47,21 @@ def average_over(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> N
         parts = flat.split([x.numel() for x in bucket])
         for x, mean in zip(bucket, parts, strict=True):
             x.copy_(mean.view(x.shape))
+
+
+def in_blocks(tensors: list[Tensor], block: int) -> Tensor:
+    """Tensors one behind the other, each filled up with zeros to whole blocks.
+
+    A block has numbers of one tensor, so that ranks which all have the tensor round it alike.
+    """
+    flats = [x.flatten() for x in tensors]
+    return torch.cat([nn.functional.pad(x, (0, -x.numel() % block)) for x in flats])
+
+
+def average_rounded(tensors: list[Tensor], num: int, total: RoundedSum) -> None:
+    """Give tensors their mean over all islands, by the sum of their blocks that has begun."""
+    total.pass_on()
+    total.wait()
+    sizes = [x.numel() + -x.numel() % total.block for x in tensors]
+    for x, part in zip(tensors, (total.flat / num).split(sizes), strict=True):
+        x.copy_(part[: x.numel()].view(x.shape))

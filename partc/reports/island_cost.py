@@ -15,6 +15,7 @@ from partc.cost.prediction import AxisTime, PhaseTime, Prediction
 from partc.plan.local_steps import LocalSteps
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.stale import Stale
+from partc.plan.wires import WIRES
 from partc.program.role import Role, Shard
 from partc.reports.cost import CostReport
 from partc.reports.pipeline_cost import PipelineCost
@@ -53,8 +54,12 @@ class Meeting:
             whole, count, seconds = _sum_of(params, mesh)
             return cls(1, count, whole, seconds, kept, hides=True)
         changed = [b for b in role.buffers if b.name in running]
-        whole, count, seconds = _sum_of([*params, *changed], mesh, how.fragments)
-        return cls(how.period, count, whole, seconds, kept)
+        if how.wire:
+            sums = [_rounded_sum(params, mesh, how), _sum_of(changed, mesh, how.fragments)]
+        else:
+            sums = [_sum_of([*params, *changed], mesh, how.fragments)]
+        sent, counts, times = zip(*sums, strict=True)
+        return cls(how.period, sum(counts), sum(sent), sum(times), kept)
 
     @property
     def step_s(self) -> float:
@@ -72,6 +77,19 @@ def _sum_of(shards: Sequence[Shard], mesh: Mesh, parts: int = 1) -> tuple[int, i
     whole = sum(sizes.values())
     one = collective_seconds("all_reduce", whole / count, mesh, ISLAND) if count else 0.0
     return whole * top // bottom, count, count * one
+
+
+def _rounded_sum(params: Sequence[Shard], mesh: Mesh, how: LocalSteps) -> tuple[int, int, float]:
+    """The same of outer gradients in narrow numbers, which take two transfers a fragment."""
+    num, parts = mesh.islands, how.fragments
+    blocks = sum(ceil(prod(s.local_shape(mesh)) / how.block) for s in params)
+    transfers = WIRES[how.wire].sent([(ceil(blocks / parts) * how.block,)], num, how.block)
+    sent, seconds = 0, 0.0
+    for kind, num_bytes in transfers:
+        top, bottom = sent_share(kind, num)
+        sent += parts * num_bytes * top // bottom
+        seconds += parts * collective_seconds(kind, num_bytes, mesh, ISLAND)
+    return sent, parts * len(transfers), seconds
 
 
 def with_meeting(report: CostReport, one: Meeting, islands: int) -> CostReport:
