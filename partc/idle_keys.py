@@ -186,6 +186,7 @@ ALWAYS: Mapping[str, str] = {
     "hooks": "modules that there are not are refused",
     "compress": "refused where no sum is sent so; entries that a scheme does not have, too",
     "local_steps": "refused without islands; entries that a way of meeting does not have, too",
+    "stale": "refused without islands",
     "apart": "no key: what no pattern may fit",
     "of_another": "no key: whose plan it is",
     "homes": "no key: where another program's parameters lie",

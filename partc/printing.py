@@ -7,7 +7,8 @@ from math import prod
 
 from partc.codegen.files.emit import emit
 from partc.codegen.files.header import header, stage_header
-from partc.codegen.files.island import Islands, check_names
+from partc.codegen.files.island import Islands, MeetingIslands, check_names, check_real
+from partc.codegen.files.late_island import LateIslands
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.cost.prediction import Work
 from partc.errors import PlanError
@@ -17,6 +18,7 @@ from partc.passes.stages.schedule_stages import Stages
 from partc.plan import Plan
 from partc.plan.decided import GLOO
 from partc.plan.mesh import Mesh
+from partc.plan.stale import Stale
 from partc.program.role import Role
 from partc.reports.cost import cost_report
 from partc.reports.island_cost import Meeting, with_meeting, with_meetings
@@ -34,12 +36,19 @@ def lay_islands(
     running: frozenset[str],
 ) -> dict[str, object]:
     """How islands meet, of which parameters."""
-    assert plan.local_steps is not None
-    check_names(plan.local_steps, fingerprint.tensors)
+    how = plan.local_steps or plan.stale
+    assert how is not None
+    check_names(how, fingerprint.tensors)
     params = {
         name: prod(each.shape) for name, each in fingerprint.tensors.items() if each.kind == "param"
     }
-    return {"islands": Islands.of(plan.local_steps, mesh.islands, params, trained, running)}
+    frozen = tuple(name for name in params if name not in trained)
+    check_real(how, {n: each.dtype for n, each in fingerprint.tensors.items() if n in trained})
+    if isinstance(how, Stale):
+        made: Islands = LateIslands(num=mesh.islands, how=how, frozen=frozen, running=running)
+    else:
+        made = MeetingIslands.of(how, mesh.islands, params, frozen, running)
+    return {"islands": made}
 
 
 def print_step(

@@ -72,7 +72,9 @@ _OF_PLANS = (  # entries of a plan that are no arguments of compile
     "hierarchical", "hooks", "messages", "overlap_pieces", "params", "preset", "profiler_ranges",
     "reduce", "scatter", "sends", "stages", "values",
 )  # fmt: skip
-_TABLES_OF_PLANS = {"compress": 'wire = "int8"', "local_steps": "period = 16"}  # to be allowed
+_TABLES_OF_PLANS = {  # to be allowed
+    "compress": 'wire = "int8"', "local_steps": "period = 16", "stale": "steps = 1",
+}  # fmt: skip
 _READ = {"Mesh": 'Mesh.of("dp=2,tp=4") reads axes from a text'}
 _SURPLUS = {  # what somebody means who passes more by place than there is
     "compile": "Example inputs are one argument, a tuple: compile(model, mesh, (x, y), "

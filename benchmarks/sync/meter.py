@@ -45,16 +45,25 @@ class Meter:
     exposed_s: float = 0.0
     written: int = 0
     kinds: Counter[Kind] = field(default_factory=Counter)
+    counted: int | None = None  # bytes written until the step before ended; None behind a pause
+
+    def pause(self) -> None:
+        """What is written from here to the next step is none of the training's."""
+        self.counted = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Count what happens inside of the ``with`` as part of the steps."""
+        """Count what happens inside of the ``with`` as part of the steps; bytes also since the one
+        before, as transfers go on between steps.
+        """
         times = SizedTimes(HostClock(), {})
-        before, start = written_bytes() or 0, time.perf_counter()
+        before = (written_bytes() or 0) if self.counted is None else self.counted
+        start = time.perf_counter()
         with times.on():
             yield
         self.seconds += time.perf_counter() - start
-        self.written += (written_bytes() or 0) - before
+        self.counted = written_bytes() or 0
+        self.written += self.counted - before
         self.exposed_s += sum(end - begin for t in times.transfers for begin, end in t.waits)
         self.kinds.update(times.kinds)
 

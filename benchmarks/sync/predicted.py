@@ -54,7 +54,7 @@ def sent_bytes(program: Program) -> float:
 def _mean(job: Job, variant: Variant, sent: float, whole: float) -> float:
     """With the exact steps at first, and those meetings of islands that these steps have."""
     first = min(variant.entry("start_step", 0), job.steps)
-    if variant.axis != ISLAND:
+    if not variant.meets:
         return (first * whole + (job.steps - first) * sent) / job.steps
     period, parts = variant.entry("period", 1), variant.entry("fragments", 1)
     meetings = (job.steps - first) // (period // parts) / parts + (first > 0)

@@ -84,6 +84,9 @@ class Trainer:
                 group["lr"] = variant.lr * min(1.0, (step + 1) / RISE)
             _step(side, optimizer, self._rows(seed, step), meter)
             if (step + 1) % self.job.every == 0:
+                with meter.step():
+                    side.settle()
+                meter.pause()
                 (seconds,) = sides.slowest([meter.seconds])
                 curve.append((step + 1, seconds, self.judge.loss(side.weights())))
                 gc.collect()

@@ -31,6 +31,9 @@ class Side(Protocol):
     def after_update(self) -> None:
         """What belongs to a step behind the optimizer's part."""
 
+    def settle(self) -> None:
+        """Wait for what is still under way."""
+
     def weights(self) -> Mapping[str, Tensor]:
         """What would be evaluated: of islands, their mean."""
 
@@ -40,6 +43,7 @@ class Ours:
 
     def __init__(self, folder: str, variant: Variant, size: Size) -> None:
         self.size, self.is_island = size, variant.axis == ISLAND
+        self.meets = variant.meets
         self.stage = partc.load(folder).module()
 
     def begin(self, seed: int) -> list[nn.Parameter]:
@@ -52,8 +56,11 @@ class Ours:
         self.stage.step(*(_own(batch) if self.is_island else batch))
 
     def after_update(self) -> None:
-        if self.is_island:
+        if self.meets:
             self.stage.meet_islands()
+
+    def settle(self) -> None:
+        self.stage.meet_islands()
 
     def weights(self) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = self.stage.full_state_dict()
@@ -76,6 +83,9 @@ class Peer:
         loss_of(self.model, *_own(batch)).backward()
 
     def after_update(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def weights(self) -> Mapping[str, Tensor]:

@@ -17,6 +17,7 @@ RATES = {  # of variants for which another rate is better, with a seed that is n
     "post-local SGD, soon": 3e-3,
     "DiLoCo": 3e-3,
     "streaming DiLoCo": 3e-3,
+    "DiLoCo, int8": 3e-3,
 }
 _NESTEROV = 'period = 16\nouter = "nesterov"\nouter_lr = 0.7\nouter_momentum = 0.5'
 ISLANDS = {
@@ -25,7 +26,9 @@ ISLANDS = {
     "post-local SGD, soon": "period = 16\nstart_step = 4",
     "DiLoCo": _NESTEROV,
     "streaming DiLoCo": f"{_NESTEROV}\nfragments = 2",
+    "DiLoCo, int8": f'{_NESTEROV}\nwire = "int8"',
 }
+STALE = {"stale 1": "steps = 1", "stale 1, compensated": "steps = 1\ncompensation = 0.04"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class Variant:
     def plan(self) -> str:
         word = self.table.partition("]")[0].strip("[")
         return f'preset = "ddp"\nallow = ["{word}"]\n{self.table}\n' if word else 'preset = "ddp"\n'
+
+    @property
+    def meets(self) -> bool:
+        """Whether islands become one model now and then."""
+        return "[local_steps]" in self.table
 
     @property
     def is_peer(self) -> bool:
@@ -59,9 +67,9 @@ def variants(lr_scale: float = 1.0) -> dict[str, Variant]:
     tables = {EXACT: "", DDP: ""}
     tables |= {wire: f'[compress]\nwire = "{wire}"' for wire in WIRES}
     tables |= {name: f"[local_steps]\n{entries}" for name, entries in ISLANDS.items()}
+    tables |= {name: f"[stale]\n{entries}" for name, entries in STALE.items()}
+    apart = {*ISLANDS, *STALE}
     return {
-        name: Variant(
-            name, RATES.get(name, LR) * lr_scale, ISLAND if name in ISLANDS else DP, table
-        )
+        name: Variant(name, RATES.get(name, LR) * lr_scale, ISLAND if name in apart else DP, table)
         for name, table in tables.items()
     }

@@ -157,7 +157,8 @@ class RoleText:
         head = Head(name=name, arguments=list(arguments.values()), result=result)
         last = f"Step = {name}"
         if self.islands is not None and self.graph.loss is not None:
-            self.helpers.use("average_over")
+            for each in self.islands.calls:
+                self.helpers.use(each)
             last = self.islands.text([self.graph], self.attributes, head, draws=self.draws)
         return TEMPLATES.get_template("program.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],

@@ -12,9 +12,9 @@ The class that it derives from is a step as without islands.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 from torch import fx
 
@@ -23,6 +23,8 @@ from partc.codegen.text import Line, block
 from partc.errors import PlanError
 from partc.graph import Graph
 from partc.plan.local_steps import LocalSteps
+from partc.plan.stale import Stale
+from partc.plan.wires import WIRES
 from partc.program.role import OUTER_TABLE
 from partc.quoting import literal
 
@@ -37,29 +39,25 @@ class Head(TypedDict):
     result: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Islands:
-    """How many islands there are, and how they meet.
+    """How many islands there are, and what their last class does.
 
-    ``fragments``: of each part of the model that meets by itself, how the names of its parameters
-    begin. ``frozen``: the parameters that are not trained. ``running``: the buffers that steps
-    change, such as running statistics, which become their mean with the parameters.
+    ``frozen``: the parameters that are not trained. ``running``: the buffers that steps change,
+    such as running statistics.
     """
 
     num: int
-    how: LocalSteps
-    fragments: tuple[tuple[str, ...], ...] = ()
+    how: LocalSteps | Stale
     frozen: tuple[str, ...] = ()
     running: frozenset[str] = frozenset()
 
-    @classmethod
-    def of(
-        cls, how: LocalSteps, num: int, params: Mapping[str, int], trained: Container[str],
-        running: frozenset[str],
-    ) -> Islands:  # fmt: skip
-        """``params``: how many elements each parameter of the model has, in the model's order."""
-        frozen = tuple(name for name in params if name not in trained)
-        return cls(num, how, tuple(_fragments(params, how.fragments)), frozen, running)
+    apart: ClassVar[str] = ""  # from one to the next of which islands keep something
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The helper functions and classes that the class names."""
+        raise NotImplementedError
 
     def text(
         self, graphs: Sequence[Graph],
@@ -69,27 +67,15 @@ class Islands:
 
         ``shards``: the expression that reads the table of a rank's parameters.
         """
-        start, how = self.how.start_step, self.how
-        buffers = {name: node for graph in graphs for name, node in graph.buffers.items()}
-        kept = [attributes[node] for name, node in buffers.items() if name in self.running]
-        return TEMPLATES.get_template("island.py.j2").render(
-            how=how, num=self.num, said=self._said(), **head, draws=draws, shards=shards,
-            steps="begun" if start else "self.taken",
-            apart=how.period // how.fragments, running=_last_parts(kept),
-        )  # fmt: skip
+        raise NotImplementedError
 
     def tables(self, ranks: str = "") -> list[str]:
-        """The table of what islands keep of trained parameters, as BUFFERS has buffers, and that of
-        fragments.
+        """The table of what islands keep of trained parameters, as BUFFERS has buffers.
 
         ``ranks``: the name of the pipeline ranks, where there is a table for each; else "".
         """
-        parts = [f"    {literal(part)}," for part in self.fragments]
-        begun = "FRAGMENTS = (  # of the model, which meet in turn: how the names of each begin"
-        tables = ["\n".join([begun, *parts, ")"])] if self.how.fragments > 1 else []
-        return [*tables, *(self._outer_tables(ranks) if self.how.keeps else [])]
-
-    def _outer_tables(self, ranks: str) -> list[str]:
+        if not self.how.keeps:
+            return []
         trained = " if name not in FROZEN" if self.frozen else ""
         row = 'f"{at}_{word}_island": (f"{name}_{word}@island", *rest)'
         over = f"for word in {literal(self.how.keeps)}"
@@ -100,8 +86,59 @@ class Islands:
             rows += [f"    for rank in {ranks}"]
         else:
             rows = [f"    {row}", f"    {over} for at, (name, *rest) in SHARDS.items(){trained}"]
-        begun = f"{OUTER_TABLE} = {{  # the same for what islands keep from one meeting to the next"
+        kept = f"what islands keep from one {self.apart} to the next"
+        begun = f"{OUTER_TABLE} = {{  # the same for {kept}"
         return [*known, "\n".join([begun, *rows, "}"])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingIslands(Islands):
+    """Islands that train copies of the model apart, and make one of them now and then.
+
+    ``fragments``: of each part of the model that meets by itself, how the names of its parameters
+    begin. Buffers that steps change become their mean with the parameters.
+    """
+
+    how: LocalSteps
+    fragments: tuple[tuple[str, ...], ...] = ()
+
+    apart = "meeting"
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        wire = self.how.wire
+        more = ("in_blocks", "average_rounded", WIRES[wire].helper) if wire else ()
+        return ("average_over", *more)
+
+    @classmethod
+    def of(
+        cls, how: LocalSteps, num: int, params: Mapping[str, int], frozen: tuple[str, ...],
+        running: frozenset[str],
+    ) -> MeetingIslands:  # fmt: skip
+        """``params``: how many elements each parameter of the model has, in the model's order."""
+        fragments = tuple(_fragments(params, how.fragments))
+        return cls(num=num, how=how, fragments=fragments, frozen=frozen, running=running)
+
+    def text(
+        self, graphs: Sequence[Graph],
+        attributes: Mapping[fx.Node, str], head: Head, *, draws: bool, shards: str = "SHARDS",
+    ) -> str:  # fmt: skip
+        start, how = self.how.start_step, self.how
+        buffers = {name: node for graph in graphs for name, node in graph.buffers.items()}
+        kept = [attributes[node] for name, node in buffers.items() if name in self.running]
+        return TEMPLATES.get_template("island.py.j2").render(
+            how=how, num=self.num, said=self._said(), **head, draws=draws, shards=shards,
+            steps="begun" if start else "self.taken",
+            rounded=WIRES[how.wire].helper if how.wire else "",
+            apart=how.period // how.fragments, running=_last_parts(kept),
+        )  # fmt: skip
+
+    def tables(self, ranks: str = "") -> list[str]:
+        """Also the table of fragments."""
+        parts = [f"    {literal(part)}," for part in self.fragments]
+        begun = "FRAGMENTS = (  # of the model, which meet in turn: how the names of each begin"
+        tables = ["\n".join([begun, *parts, ")"])] if self.how.fragments > 1 else []
+        return [*tables, *super().tables(ranks)]
 
     def _said(self) -> list[str]:
         """How the islands meet, in words."""
@@ -117,10 +154,12 @@ class Islands:
                 "; from where islands last met an outer optimizer takes a step towards it: SGD "
                 "with Nesterov momentum"
             )
+        if how.wire:
+            each += f", on the way in {how.wire}"
         return textwrap.wrap(f"{each}.", WIDTH)
 
 
-def check_names(how: LocalSteps, names: Collection[str]) -> None:
+def check_names(how: LocalSteps | Stale, names: Collection[str]) -> None:
     """PlanError if a tensor of the model has a name that islands need for what they keep."""
     for word in how.keeps:
         taken = next((name for name in names if f"{name}_{word}_island" in names), None)
@@ -128,8 +167,19 @@ def check_names(how: LocalSteps, names: Collection[str]) -> None:
             raise PlanError(
                 where=f"{taken}_{word}_island", what="the model has a tensor of this name",
                 why=f"islands keep a buffer of this name beside {taken}",
-                do='Rename it, or write outer = "mean".',
+                do="Rename it.",
             )  # fmt: skip
+
+
+def check_real(how: LocalSteps | Stale, dtypes: Mapping[str, str]) -> None:
+    """PlanError for complex parameters where the plan rounds, or squares, real numbers alone."""
+    entry = "compensation" if isinstance(how, Stale) else "wire"
+    of_complex = next((name for name, dtype in dtypes.items() if "complex" in dtype), None)
+    if getattr(how, entry) and of_complex is not None:
+        raise PlanError(
+            where=of_complex, what=f"it is {dtypes[of_complex]}, and the plan has a {entry}",
+            why="that is defined for real numbers", do=f"Leave {entry} out.",
+        )  # fmt: skip
 
 
 def _fragments(params: Mapping[str, int], num: int) -> Iterator[tuple[str, ...]]:

@@ -245,7 +245,8 @@ class _File:
         head = Head(name=name, arguments=self.first.arguments, result=result)
         last, own = f"Step = {name}", list[str]()
         if (islands := self.pipeline.islands) and trains:
-            self.helpers.use("average_over")
+            for each in islands.calls:
+                self.helpers.use(each)
             graphs = [stage.graph for stage in self.stages]
             own = islands.tables(RANKS if len(self.steps) > 1 else "")
             attributes = {node: at for s in self.stages for node, at in s.attributes.items()}

@@ -5,7 +5,31 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from partc.codegen.helpers.rounded_sums import RoundedSum
+
+
+def start_sums(
+    tensors: list[Tensor], into: list[Tensor], group: dist.ProcessGroup
+) -> list[dist.Work]:  # fmt: skip
+    """Start the sums over all islands of tensors, in a transfer for each 100 MB of a dtype.
+
+    The memory of `into` becomes that in which the sums arrive.
+    """
+    sizes = {x.dtype: 0 for x in tensors}
+    buckets: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor]]] = {}
+    for x, place in zip(tensors, into, strict=True):
+        buckets.setdefault((x.dtype, sizes[x.dtype] // 100_000_000), []).append((x, place))
+        sizes[x.dtype] += x.nbytes
+    under_way = []
+    for bucket in buckets.values():
+        flat = torch.cat([x.flatten() for x, _ in bucket])
+        parts = flat.split([x.numel() for x, _ in bucket])
+        for (x, place), part in zip(bucket, parts, strict=True):
+            place.set_(part.view(x.shape))
+        under_way.append(dist.all_reduce(flat, group=group, async_op=True))
+    return under_way
 
 
 def average_over(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> None:
@@ -23,3 +47,21 @@ def average_over(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> N
         parts = flat.split([x.numel() for x in bucket])
         for x, mean in zip(bucket, parts, strict=True):
             x.copy_(mean.view(x.shape))
+
+
+def in_blocks(tensors: list[Tensor], block: int) -> Tensor:
+    """Tensors one behind the other, each filled up with zeros to whole blocks.
+
+    A block has numbers of one tensor, so that ranks which all have the tensor round it alike.
+    """
+    flats = [x.flatten() for x in tensors]
+    return torch.cat([nn.functional.pad(x, (0, -x.numel() % block)) for x in flats])
+
+
+def average_rounded(tensors: list[Tensor], num: int, total: RoundedSum) -> None:
+    """Give tensors their mean over all islands, by the sum of their blocks that has begun."""
+    total.pass_on()
+    total.wait()
+    sizes = [x.numel() + -x.numel() % total.block for x in tensors]
+    for x, part in zip(tensors, (total.flat / num).split(sizes), strict=True):
+        x.copy_(part[: x.numel()].view(x.shape))

@@ -83,7 +83,7 @@ class Helpers:
         self.ranges, self.hooks = ranges, hooks
         self.in_pieces = backend == "gloo" and not messages  # scattered sums, to be added up
         self.modules = MESSAGES if messages else MODULES[backend or "gloo"]
-        self.modules = (*NARROW, *self.modules) if narrow else self.modules
+        self.modules = (*NARROW, *self.modules) if narrow else (*self.modules, *NARROW)
         self.used: set[str] = set()
         self.outlined: list[Outlined] = []
         self.bodies: dict[str, list[Origin | None]] = {}  # of functions: their rows' origins

@@ -74,7 +74,8 @@ def _other_residual(shard: Shard, program: Program) -> Iterator[tuple[str, str]]
 
 def _other_outer(shard: Shard, program: Program) -> Iterator[tuple[str, str]]:
     """What is wrong with a buffer that islands keep of a parameter."""
-    how = Plan.parse(program.plan).local_steps
+    plan = Plan.parse(program.plan)
+    how = plan.local_steps or plan.stale
     words = how.keeps if how is not None else ()
     params = {x.name: x for role in roles_of(program) for x in role.params}
     of = next((x for name, x in params.items() for w in words if shard.name == kept(name, w)), None)

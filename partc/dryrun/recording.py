@@ -87,6 +87,7 @@ def record(role: Role, rank: int, *, steps: int = 1) -> tuple[Event, ...]:
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
         for _ in range(steps):
             step(*inputs) if role.is_inference else step.step(*inputs)
+            role.drain(step)
     return tuple(dist.events)
 
 

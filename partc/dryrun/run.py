@@ -126,6 +126,7 @@ def execute(
             Turns(live, known, SourceLines.of(_file(role))).take_over([*step.stages.values()])
         with live:
             kept = step(*inputs) if role.is_inference else step.step(*inputs)
+            role.drain(step)
     del kept
     live.streams.end()
     return live

@@ -33,6 +33,7 @@ from partc.plan.plan_text import (
 )
 from partc.plan.plan_values import PlannedLayout, Values, write_value
 from partc.plan.sharding import Layout, R, Sharding
+from partc.plan.stale import Stale
 from partc.schedules.csv_form import CSV, load_csv, write_csv
 from partc.wrong_calls import as_path, known_arguments, known_fields, quoted
 
@@ -85,8 +86,9 @@ class Plan:
 
     Arithmetic: ``compress`` says in which narrow numbers gradients are summed over data ranks
     (None: in their own). ``local_steps`` says how often islands, copies of the model that train
-    apart along the mesh axis ``island``, meet. ``allow`` names what may change a step's numbers:
-    ``"compress"``, ``"local_steps"``.
+    apart along the mesh axis ``island``, meet, and ``stale`` how many steps late islands of one
+    model apply their gradients. ``allow`` names what may change a step's numbers: ``"compress"``,
+    ``"local_steps"``, ``"stale"``.
 
     Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
     ``"global"`` the whole batch on every rank.
@@ -139,6 +141,7 @@ class Plan:
     allow: tuple[str, ...] = ()
     compress: Compress | None = None
     local_steps: LocalSteps | None = None
+    stale: Stale | None = None
     apart: frozenset[str] = field(default=frozenset(), compare=False)
     of_another: bool = field(default=False, compare=False)
     homes: Mapping[str, int] = field(default_factory=dict, compare=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from partc.plan.compress import COMPRESS, Compress, read_compress
 from partc.plan.local_steps import LOCAL_STEPS, LocalSteps, read_local_steps
+from partc.plan.stale import STALE, Stale, read_stale
 
 
 @dataclass(frozen=True)
@@ -31,5 +32,8 @@ ALLOWED_TABLES: Mapping[str, AllowedTable] = {
     LOCAL_STEPS: AllowedTable(
         LocalSteps, read_local_steps, "partc.plan.local_steps.LocalSteps(16)",
         "all ranks train one model",
+    ),
+    STALE: AllowedTable(
+        Stale, read_stale, "partc.plan.stale.Stale(1)", "gradients are applied in their own step"
     ),
 }  # fmt: skip

@@ -7,11 +7,10 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any
 
-from partc.plan.entries import Entries, is_number, is_whole, of_flag, of_steps
+from partc.plan.entries import Entries, is_block, is_number, is_whole, of_flag, of_steps
 from partc.plan.wires import BLOCK, RANK, SHARE, WIRES
 
 COMPRESS = "compress"  # the word of ``allow``, and the name of the table
-SMALLEST_BLOCK, LARGEST_BLOCK = 8, 65_536
 MOST_RANK = 4096
 
 
@@ -84,12 +83,6 @@ def _is_size(given: Any) -> str:
     return "" if is_number(given) and 0 <= given < 1e6 else "it is a number of megabytes"
 
 
-def _is_block(given: Any) -> str:
-    fits = is_whole(given) and SMALLEST_BLOCK <= given <= LARGEST_BLOCK
-    fits = fits and given % SMALLEST_BLOCK == 0
-    return "" if fits else f"it is a multiple of 8, from {SMALLEST_BLOCK} to {LARGEST_BLOCK:,}"
-
-
 def _is_share(given: Any) -> str:
     return "" if is_number(given) and 0 < given <= 1 else "it is a number above 0, and at most 1"
 
@@ -101,7 +94,7 @@ def _is_rank(given: Any) -> str:
 _ENTRIES = Entries(
     COMPRESS, Compress,
     {
-        "wire": _is_wire, "least_mb": _is_size, "block": _is_block, "share": _is_share,
+        "wire": _is_wire, "least_mb": _is_size, "block": is_block, "share": _is_share,
         "rank": _is_rank, "error_feedback": of_flag, "start_step": of_steps,
     },
     'wire = "int8"', "it does not say in which numbers", {"wire": WIRES},

@@ -10,6 +10,7 @@ from typing import Any
 from partc.errors import PlanError
 from partc.wrong_calls import did_you_mean
 
+SMALLEST_BLOCK, LARGEST_BLOCK = 8, 65_536
 Flaw = Callable[[Any], str]  # what is wrong with what is given for an entry; "" if nothing is
 
 
@@ -97,3 +98,9 @@ def of_steps(given: Any) -> str:
 
 def of_flag(given: Any) -> str:
     return "" if isinstance(given, bool) else "it is true or false"
+
+
+def is_block(given: Any) -> str:
+    fits = is_whole(given) and SMALLEST_BLOCK <= given <= LARGEST_BLOCK
+    fits = fits and given % SMALLEST_BLOCK == 0
+    return "" if fits else f"it is a multiple of 8, from {SMALLEST_BLOCK} to {LARGEST_BLOCK:,}"

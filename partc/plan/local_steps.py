@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from partc.plan.entries import Entries, is_number, is_whole, of_steps
+from partc.plan.entries import Entries, is_block, is_number, is_whole, of_steps
 
 LOCAL_STEPS = "local_steps"  # the word of ``allow``, and the name of the table
 MEAN, NESTEROV = "mean", "nesterov"
 OUTER = (MEAN, NESTEROV)
 WORDS = ("outer", "outer_momentum")  # in the names of what an outer optimizer keeps of a parameter
+OUTER_WIRES = ("int8", "fp8")  # schemes that round, with a scale for each block
 MARK = "@island"  # behind these names: ``w_outer@island``; no tensor of a model has it
 
 
@@ -24,7 +25,9 @@ class LocalSteps:
     with which an outer optimizer goes on from there: SGD with Nesterov momentum (DiLoCo, Douillard
     et al. 2023). ``start_step``: in so many first steps islands share their gradients instead
     (post-local SGD, Lin et al. 2020). ``fragments``: so many parts of the model meet in turn, each
-    every ``period`` steps (streaming DiLoCo, Douillard et al. 2025).
+    every ``period`` steps (streaming DiLoCo, Douillard et al. 2025). ``wire``: the numbers in which
+    the outer gradients are sent, a scheme of ``wires.py`` with blocks of ``block`` elements; "" for
+    their own.
     """
 
     period: int
@@ -33,6 +36,8 @@ class LocalSteps:
     outer_momentum: float = 0.9
     fragments: int = 1
     start_step: int = 0
+    wire: str = ""
+    block: int = 256
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -44,6 +49,7 @@ class LocalSteps:
         every = {each.name: getattr(self, each.name) for each in fields(self)}
         said = {"period", "outer"} | ({"outer_lr", "outer_momentum"} if self.keeps else set())
         said |= {name for name in ("fragments", "start_step") if every[name] != _USUAL[name]}
+        said |= {"wire", "block"} if self.wire else set()
         return {
             name: f'"{given}"' if isinstance(given, str) else repr(given)
             for name, given in every.items() if name in said
@@ -74,13 +80,16 @@ def is_outer(name: str) -> bool:
 def read_local_steps(table: Mapping[str, Any], where: str) -> LocalSteps:
     """The table of a plan.toml as LocalSteps; PlanError for an unknown or wrong entry."""
     made: LocalSteps = _ENTRIES.read(table, where)
-    for name in ("outer_lr", "outer_momentum"):
+    for name in ("outer_lr", "outer_momentum", "wire"):
         if not made.keeps and name in table:
-            why, do = (
-                "it takes no step of its own",
-                f'Leave {name} out, or write outer = "nesterov".',
-            )
+            why = "it takes no step of its own"
+            if name == "wire":
+                why = "parameters are not rounded, but the way from where islands last met is"
+            do = f'Leave {name} out, or write outer = "nesterov".'
             raise _ENTRIES.wrong(where, f'outer = "mean" reads no {name}', why, do)
+    if "block" in table and not made.wire:
+        why, do = "numbers of their own size have no blocks", "Leave it out, or write a wire."
+        raise _ENTRIES.wrong(where, "without a wire nothing reads block", why, do)
     if made.period % made.fragments:
         raise _ENTRIES.wrong(
             where, f"{made.period} steps are not divided evenly among {made.fragments} fragments",
@@ -111,12 +120,17 @@ def _is_number_of_fragments(given: Any) -> str:
     return "" if is_whole(given) and 1 <= given <= 10_000 else "it is a number of parts, from 1"
 
 
+def _is_wire(given: Any) -> str:
+    return "" if given in OUTER_WIRES else f"it is one of {', '.join(map(repr, OUTER_WIRES))}"
+
+
 _ENTRIES = Entries(
     LOCAL_STEPS, LocalSteps,
     {
         "period": _is_period, "outer": _is_outer, "outer_lr": _is_lr,
         "outer_momentum": _is_momentum, "fragments": _is_number_of_fragments,
-        "start_step": of_steps,
+        "start_step": of_steps, "wire": _is_wire, "block": is_block,
     },
-    "period = 16", "it does not say how often islands meet", {"outer": OUTER},
+    "period = 16", "it does not say how often islands meet",
+    {"outer": OUTER, "wire": OUTER_WIRES},
 )  # fmt: skip

@@ -353,6 +353,8 @@ class Family:
             member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
         if member.meets:
             self.meet_islands(member)
+        if member.is_late:
+            self._go_on_late(member)
         try:
             with (
                 torch.no_grad(),
@@ -362,6 +364,7 @@ class Family:
                 result = (member.run.step if trains else member.run)(*inputs)
         finally:
             waiting().end()
+        self.state.met = member.run.met if member.is_late else self.state.met
         if counts:
             self.state.seed = seed, step + 1
         else:
@@ -381,6 +384,18 @@ class Family:
             run.met = self.state.met
             run.meet()
             self.state.met = run.met
+        self.drain()
+
+    def drain(self, other_than: Member | None = None) -> None:
+        """Wait for the gradients of islands that are under way, so that they stand in buffers."""
+        for member in self.members.values():
+            if member.is_late and member is not other_than:
+                member.run.drain()
+
+    def _go_on_late(self, member: Member) -> None:
+        """Let a program go on where another one, of another shape, may have sent gradients."""
+        self.drain(other_than=member)
+        member.run.met = self.state.met
 
     # changed ---------------------------------------------------------------------------------
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -393,5 +408,5 @@ class Family:
     def follow(self, other: Family) -> None:
         """Take mode, seed and compiled programs of another stage's family."""
         self.state.mode, self.state.seed = other.state.mode, other.state.seed
-        self.state.num_evaluations = other.state.num_evaluations
+        self.state.num_evaluations, self.state.met = other.state.num_evaluations, other.state.met
         self.programs |= other.programs

@@ -155,6 +155,15 @@ def alone_by_choice(most: int) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
+def late_gradients() -> RunError:
+    """The refusal of a second loss over weights whose gradients are late."""
+    return RunError(
+        where="stage.share", what="the plan's [stale] gives gradients some steps late",
+        why="a step of one loss would give the gradients of the other one",
+        do="Compile both losses without [stale], or one loss that is their sum.",
+    )  # fmt: skip
+
+
 def untrained(name: str) -> RunError:
     """The refusal of another loss that trains what the stage keeps for checkpoints alone."""
     return RunError(

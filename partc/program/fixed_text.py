@@ -26,7 +26,7 @@ from partc.plan.wires import BASES, HELPERS
 from partc.program.fixed_words import (
     CALLED,
     DEVICE,
-    ISLAND_HELPER,
+    ISLAND_HELPERS,
     LOCALS,
     MEETS,
     ROUNDED,
@@ -161,7 +161,7 @@ def parts_of(text: str) -> Iterator[Part]:
             if node.name in NARROW or (node.name == LISTED and BASES[0] in names.functions):
                 yield Part(ROUNDED, node.lineno, _head(node)[1], digest_of_code(node), node.name)
                 continue
-            if node.name == ISLAND_HELPER or _derives(node, names):
+            if node.name in ISLAND_HELPERS or _derives(node, names):
                 yield Part(MEETS, node.lineno, _head(node)[1], digest_of_code(node), node.name)
                 continue
             if asking is not None:

@@ -37,7 +37,7 @@ CASTS = {"to", "type", "type_as", "dtype", "autocast", "amp", "finfo"}
 TABLES = {"ALIASES": TIED, "DTYPES": DTYPE, "FRAGMENTS": MEETS, "FROZEN": MEETS}
 LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE, "str": TEXT}
 LOCALS |= dict.fromkeys(HELPERS, ROUNDED)
-ISLAND_HELPER = "average_over"
+ISLAND_HELPERS = {"average_over", "average_rounded", "in_blocks", "start_sums"}
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _reason(node: ast.AST, names: Names) -> str:
     match node:
         case ast.Name(ctx=ast.Store()) if node.id in TABLES:
             return TABLES[node.id]
-        case ast.Name(ctx=ast.Store(), id="Step") if ISLAND_HELPER in names.functions:
+        case ast.Name(ctx=ast.Store(), id="Step") if ISLAND_HELPERS & names.functions:
             return MEETS
         case ast.Name(ctx=ast.Store()) if node.id in names.functions:
             return CALLED

@@ -36,6 +36,7 @@ class Member:
         self.returned = Returned(program.returns)
         self.draws = hasattr(run, "seed")
         self.meets = hasattr(run, "meet")  # other islands
+        self.is_late = hasattr(run, "drain")  # gradients of islands are under way between steps
         self.trained = [name for name, x in role.tensors(run).items() if x.requires_grad]
 
     @classmethod

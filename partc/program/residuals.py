@@ -51,7 +51,10 @@ def of_islands(plan: str) -> dict[str, Any]:
     """What decides whether what islands have kept means the same to another training, by a plan
     given as text; empty without islands.
     """
-    how = Plan.parse(plan).local_steps
+    found = Plan.parse(plan)
+    if found.stale is not None:
+        return {"stale": [*found.stale.keeps], "start_step": found.stale.start_step}
+    how = found.local_steps
     if how is None:
         return {}
     return {"outer": how.outer, "start_step": how.start_step, "fragments": how.fragments}
@@ -63,7 +66,7 @@ def draws(plan: str) -> bool:
     """
     found = Plan.parse(plan)
     how = found.compress
-    if found.local_steps is not None:
+    if found.local_steps is not None or found.stale is not None:
         return True
     return how is not None and (WIRES[how.wire].drawn != "" or how.start_step > 0)
 

@@ -200,10 +200,15 @@ class Role:
             return None, result
         return result if isinstance(result, tuple) else (result, {})
 
+    def drain(self, step: Any) -> None:
+        """Wait for what an island's step leaves under way, gradients that later steps apply."""
+        if hasattr(step, "drain"):
+            step.drain()
+
     def alone(self, step: Any) -> Any:
         """The class of a Step without other islands, which draws and computes as any of them."""
         made = type(step)
-        return made.__mro__[1] if hasattr(step, "meet") else made
+        return made.__mro__[1] if hasattr(step, "met") else made
 
     def tensors(self, step: nn.Module) -> dict[str, Tensor]:
         """Every parameter and buffer of a Step by its name in the user's model."""

@@ -26,6 +26,7 @@ from partc.program.forks import leave_garbage_to_ranks
 from partc.program.lent_flags import take_flags
 from partc.program.loaded import Loaded
 from partc.program.members import Member
+from partc.program.no_gradients_yet import expect_none_at_first
 from partc.program.optimizer_states import Form
 from partc.program.origin import Origin
 from partc.program.other_ranks import of_other_ranks
@@ -242,7 +243,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             LoadError: a name is missing or unknown, or a tensor has another shape.
         """
         check_flag(strict, "load_full(strict=...)")
-        self.writes.forget()
+        self._begin_loading()
         self._tensors.load(whole_tensors(source), strict, self.shards)
 
     @of_other_ranks("full_state_dict")
@@ -297,6 +298,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
 
     def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
         """This rank's shards by name, each with its cuts from the whole tensor."""
+        self._own.drain()
         held = self._tensors.held
         return {name: (shard, held[name]) for name, shard in self._tensors.shards.items()}
 
@@ -328,6 +330,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             state[prefix + name] = self._tensors.as_dtensor(name)
             if not self._tensors.shares_memory(name):
                 state[prefix + name] = copied(state[prefix + name], name, self.writes)
+        self._own.drain()
         for name in filter(is_residual, self._tensors.shards):
             state[prefix + name] = self._tensors.as_dtensor(name)
         return state
@@ -337,10 +340,16 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     ) -> Unmatched:
         """Copy this rank's shards from whole tensors, or DTensors of any mesh and placements."""
         check_flag(strict, "load_state_dict(strict=...)")
-        self.writes.forget()
+        self._begin_loading()
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
+    def _begin_loading(self) -> None:
+        """Gradients that are under way belong to the weights that were there before."""
+        self.writes.forget()
+        self._own.drain()
+        self._own.state.met = -1
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         """A stage of the same program with tensors of its own; all ranks call this together."""
         choices = self._own.choices
@@ -348,6 +357,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             self._program, self._device_mesh, self.device, choices, self.like_model,
             self.read_numbers,
         )  # fmt: skip
+        self._own.drain()
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()
@@ -362,6 +372,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
         missing = self._loaded.missing(self._tensors.held)
+        self._own.drain()
         with can_be_moved():
             self._rank_step._apply(fn, recurse)
         self._tensors.apply(fn)
@@ -387,6 +398,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             tensor = self._tensors.held[first]
             shown = self._shown[first].param if first in self._shown else tensor
             register_at(self, name, shown, saved)
+        if hasattr(self._rank_step, "drain"):
+            expect_none_at_first(shown.param for shown in self._shown.values())
         if self._tensors.pipeline is not None:
             say_elsewhere(self, self._tensors.holders)
         self.keep_modules()

@@ -15,7 +15,7 @@ from partc.errors import UsageError
 from partc.program import Program
 from partc.program.copies import Writes
 from partc.program.family import Family
-from partc.program.family_errors import untrained
+from partc.program.family_errors import late_gradients, untrained
 from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
@@ -98,6 +98,8 @@ class SeveralPrograms(nn.Module):
             )  # fmt: skip
         own = self._own
         check_same_model(own.first.program, program)
+        if own.first.is_late:
+            raise late_gradients()
         member = Member.over(program, self._device_mesh, self._tensors, own.guard)
         for name in member.trained:
             if name not in self._shown:

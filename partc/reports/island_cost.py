@@ -14,7 +14,9 @@ from partc.cost.collective_cost import collective_seconds
 from partc.cost.prediction import AxisTime, PhaseTime, Prediction
 from partc.plan.local_steps import LocalSteps
 from partc.plan.mesh import ISLAND, Mesh
-from partc.program.role import Role
+from partc.plan.stale import Stale
+from partc.plan.wires import WIRES
+from partc.program.role import Role, Shard
 from partc.reports.cost import CostReport
 from partc.reports.pipeline_cost import PipelineCost
 
@@ -26,7 +28,7 @@ class Meeting:
     """What one rank's part of the model costs from one meeting to the next, ``period`` steps later.
 
     ``sent_bytes``: by ring all-reduces, ``count`` of them, which take ``seconds``. ``kept_bytes``:
-    of what stays between meetings.
+    of what stays between meetings. ``hides``: whether the next step computes meanwhile.
     """
 
     period: int
@@ -34,31 +36,30 @@ class Meeting:
     sent_bytes: int
     seconds: float
     kept_bytes: int
+    hides: bool = False
 
     @classmethod
     def of(
         cls,
-        how: LocalSteps,
+        how: LocalSteps | Stale,
         role: Role,
         mesh: Mesh,
         frozen: Container[str],
         running: Container[str],
     ) -> Meeting:
         """``frozen``, ``running``: parameters that are not trained, buffers that steps change."""
-        sizes = Counter[torch.dtype]()
         params = [s for s in role.params if s.name not in frozen]
-        for s in (*params, *(b for b in role.buffers if b.name in running)):
-            sizes[s.dtype] += prod(s.local_shape(mesh)) * s.dtype.itemsize
         kept = sum(prod(s.local_shape(mesh)) * s.dtype.itemsize for s in params) * len(how.keeps)
-        count = sum(
-            how.fragments * ceil(size / how.fragments / BUCKET_BYTES) for size in sizes.values()
-        )
-        top, bottom = sent_share("all_reduce", mesh.islands)
-        whole = sum(sizes.values())
-        seconds = (
-            count * collective_seconds("all_reduce", whole / count, mesh, ISLAND) if count else 0
-        )
-        return cls(how.period, count, whole * top // bottom, seconds, kept)
+        if isinstance(how, Stale):
+            whole, count, seconds = _sum_of(params, mesh)
+            return cls(1, count, whole, seconds, kept, hides=True)
+        changed = [b for b in role.buffers if b.name in running]
+        if how.wire:
+            sums = [_rounded_sum(params, mesh, how), _sum_of(changed, mesh, how.fragments)]
+        else:
+            sums = [_sum_of([*params, *changed], mesh, how.fragments)]
+        sent, counts, times = zip(*sums, strict=True)
+        return cls(how.period, sum(counts), sum(sent), sum(times), kept)
 
     @property
     def step_s(self) -> float:
@@ -66,12 +67,37 @@ class Meeting:
         return self.seconds / self.period
 
 
+def _sum_of(shards: Sequence[Shard], mesh: Mesh, parts: int = 1) -> tuple[int, int, float]:
+    """Bytes, transfers and seconds of the sums over islands of tensors, in so many parts."""
+    sizes = Counter[torch.dtype]()
+    for s in shards:
+        sizes[s.dtype] += prod(s.local_shape(mesh)) * s.dtype.itemsize
+    count = sum(parts * ceil(size / parts / BUCKET_BYTES) for size in sizes.values())
+    top, bottom = sent_share("all_reduce", mesh.islands)
+    whole = sum(sizes.values())
+    one = collective_seconds("all_reduce", whole / count, mesh, ISLAND) if count else 0.0
+    return whole * top // bottom, count, count * one
+
+
+def _rounded_sum(params: Sequence[Shard], mesh: Mesh, how: LocalSteps) -> tuple[int, int, float]:
+    """The same of outer gradients in narrow numbers, which take two transfers a fragment."""
+    num, parts = mesh.islands, how.fragments
+    blocks = sum(ceil(prod(s.local_shape(mesh)) / how.block) for s in params)
+    transfers = WIRES[how.wire].sent([(ceil(blocks / parts) * how.block,)], num, how.block)
+    sent, seconds = 0, 0.0
+    for kind, num_bytes in transfers:
+        top, bottom = sent_share(kind, num)
+        sent += parts * num_bytes * top // bottom
+        seconds += parts * collective_seconds(kind, num_bytes, mesh, ISLAND)
+    return sent, parts * len(transfers), seconds
+
+
 def with_meeting(report: CostReport, one: Meeting, islands: int) -> CostReport:
     """The cost of a step of one stage, with that of meetings."""
-    kind = f"all_reduce, in 1 of {one.period} steps"
+    kind = "all_reduce" if one.period == 1 else f"all_reduce, in 1 of {one.period} steps"
     traffic = Traffic(ISLAND, kind, one.count, one.sent_bytes // one.period)
     state = replace(report.state, buffers=report.state.buffers + one.kept_bytes)
-    step = report.prediction and _slower(report.prediction, one.step_s, islands)
+    step = report.prediction and _slower(report.prediction, one, islands)
     mesh = f"{ISLAND}={islands} {report.mesh}".strip()
     return replace(
         report, mesh=mesh, state=state, traffic=(*report.traffic, traffic), prediction=step
@@ -84,18 +110,20 @@ def with_meetings(cost: PipelineCost, ranks: Sequence[Meeting], islands: int) ->
         replace(rank, buffers_and_inputs=rank.buffers_and_inputs + one.kept_bytes)
         for rank, one in zip(cost.ranks, ranks, strict=True)
     )
-    slowest = max(one.step_s for one in ranks)
+    slowest = max(ranks, key=lambda one: one.step_s)
     return replace(cost, ranks=more, prediction=_slower(cost.prediction, slowest, islands))
 
 
-def _slower(step: Prediction, seconds: float, islands: int) -> Prediction:
+def _slower(step: Prediction, one: Meeting, islands: int) -> Prediction:
     """A step of all islands: their samples together, and the time that meetings take."""
     work = replace(
         step.work, flops=step.work.flops * islands, samples=step.work.samples * islands,
         tokens=step.work.tokens * islands,
     )  # fmt: skip
-    phase = PhaseTime("islands", seconds, ISLAND, {ISLAND: seconds})
+    hidden = min(step.seconds, one.step_s) if one.hides else 0.0
+    waited = one.step_s - hidden
+    phases = [PhaseTime("islands", waited, ISLAND, {ISLAND: waited})] if waited else []
     return replace(
-        step, seconds=step.seconds + seconds, phases=(*step.phases, phase),
-        axes=(*step.axes, AxisTime(ISLAND, 0.0, seconds)), work=work,
+        step, seconds=step.seconds + waited, phases=(*step.phases, *phases),
+        axes=(*step.axes, AxisTime(ISLAND, hidden, waited)), work=work,
     )  # fmt: skip

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from partc.plan import Plan
+from partc.plan.compress import Compress
 from partc.plan.local_steps import LocalSteps
-from partc.plan.mesh import ISLAND
+from partc.plan.mesh import ISLAND, PP
 from partc.program import Program
 from partc.program.expected import seeded_weight
 from partc.program.role import Role, Shard
+from partc.verification.defined_sums import Site
 from partc.verification.differences import difference, largest
+from partc.verification.late_gradients import LateGradients
 
 MET, SHARED = "meeting of islands", "gradient of islands"
 TURNS = 2  # of all parts of the model
@@ -47,12 +50,18 @@ class Meetings:
     parts: Mapping[str, int]
     copies: list[Wholes] = field(default_factory=list)
     outer: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)  # of parameters, by their keys
 
     @classmethod
-    def of(cls, program: Program, role: Role, rank: int) -> Meetings | None:
+    def of(cls, program: Program, role: Role, rank: int) -> Meetings | LateGradients | None:
         """None where the plan has no islands, or the program does not train."""
-        how = Plan.parse(program.plan).local_steps
-        if how is None or role.is_inference:
+        plan = Plan.parse(program.plan)
+        if role.is_inference:
+            return None
+        if plan.stale is not None:
+            return LateGradients(role, plan.stale, rank)
+        how = plan.local_steps
+        if how is None:
             return None
         known = program.fingerprint.tensors.items()
         sizes = {name: prod(each.shape) for name, each in known if each.kind == "param"}
@@ -68,6 +77,7 @@ class Meetings:
         yield from self._shared(step, run, alone)
         running = [s for s in self.role.buffers if not torch.equal(before[s.name], held[s.name])]
         params = [s for s in self.role.params if held[s.name].requires_grad]
+        self.order = [key for key, _ in step.named_parameters()]
         floats = [s for s in running if s.dtype.is_floating_point or s.dtype.is_complex]
         with torch.no_grad():
             yield from self._met(step, params, floats)
@@ -130,17 +140,52 @@ class Meetings:
         """The definition: a part of the model, and all running statistics, become one."""
         for s in running:
             self._give(s.name, self._mean(s.name))
+        ways = self._rounded_ways([s for s in params if self.parts[s.name] == part])
         for s in params:
             if self.parts[s.name] != part:
                 continue
             new = self._mean(s.name)
             if self.how.keeps:
                 last, velocity = self.outer[s.name]
+                new = last - ways[s.name] if s.name in ways else new
                 lr, momentum = self.how.outer_lr, self.how.outer_momentum
                 velocity = momentum * velocity + (last - new)
                 new = last - lr * ((last - new) + momentum * velocity)
                 self.outer[s.name] = new, velocity
             self._give(s.name, new)
+
+    def _rounded_ways(self, shards: list[Shard]) -> Wholes:
+        """The mean ways of parameters from where islands last met, where the plan has them rounded:
+        those of one rank leave together, in the order of its parameters.
+        """
+        if not self.how.wire or not shards:
+            return {}
+        mesh, own = self.role.mesh, self.role.mesh.coords(self.rank)
+        shards = sorted(shards, key=lambda s: self.order.index(s.key))
+        places = {s.name: torch.arange(prod(s.shape)).view(s.shape) for s in shards}
+        found = {s.name: torch.zeros_like(self._mean(s.name)) for s in shards}
+        for coords in mesh.all_coords():
+            if coords[ISLAND] or coords.get(PP) != own.get(PP):
+                continue
+            each = [self._ways(island, shards, coords) for island in self.copies]
+            how = Compress(self.how.wire, block=self.how.block, error_feedback=False)
+            mean = Site(how, [each[0].shape]).add(torch.stack(each)) / len(each)
+            taken = [s.take(places[s.name], mesh, coords).flatten() for s in shards]
+            parts = mean.split([len(self._in_blocks(at)) for at in taken])
+            for s, at, part in zip(shards, taken, parts, strict=True):
+                found[s.name].view(-1)[at] = part[: len(at)]
+        return found
+
+    def _ways(self, copy: Wholes, shards: list[Shard], coords: Mapping[str, int]) -> Tensor:
+        """How far an island's pieces of some parameters are from where islands last met."""
+        mesh = self.role.mesh
+        ways = ((s, self.outer[s.name][0] - copy[s.name]) for s in shards)
+        pieces = [s.take(way, mesh, coords).flatten() for s, way in ways]
+        return torch.cat([*map(self._in_blocks, pieces)])
+
+    def _in_blocks(self, numbers: Tensor) -> Tensor:
+        """Numbers, and zeros behind them, as whole blocks: no block has numbers of two tensors."""
+        return torch.cat([numbers, numbers.new_zeros(-len(numbers) % self.how.block)])
 
     def _mean(self, name: str) -> Tensor:
         return torch.stack([copy[name] for copy in self.copies]).mean(0)

@@ -281,7 +281,8 @@ class _Rank:
     def _run_with_others(self) -> object:
         """A step of an island among others, which have nothing to do before it."""
         step: Any = self.step
-        step.met = step.taken
+        if hasattr(step, "meet"):
+            step.met = step.taken
         self._seed()
         return step.step(*self._inputs())
 

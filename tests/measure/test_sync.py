@@ -34,6 +34,7 @@ def test_a_short_training(tmp_path: Path) -> None:
     known = variants()
     every = [known[name] for name in (EXACT, DDP, "int8")]
     every += [Variant(k, 1e-3, ISLAND, f"[local_steps]\n{v}") for k, v in ISLANDS.items()]
+    every += [Variant("late", 1e-3, ISLAND, "[stale]\nsteps = 1")]
     job = Job(str(tmp_path), tuple(every), (1,), steps=4, every=2, size=TINY)
     predicted = compile_to(job, 2, Link(100.0))
     found = apart(job, 2, timeout_s=patience(240.0))

@@ -18,6 +18,7 @@ from partc.verification.verification import verify
 from partc.wrappers.said import check_said
 
 PLAN = 'preset = "ddp"\nallow = ["local_steps"]\n[local_steps]\nperiod = 4\n'
+STALE = 'preset = "ddp"\nallow = ["stale"]\n[stale]\nsteps = 1\ncompensation = 0.5\n'
 OUTER = PLAN.replace("period = 4", 'period = 4\nouter = "nesterov"\nfragments = 2\nstart_step = 2')
 
 
@@ -66,6 +67,9 @@ def compiled(mesh: str, plan: str) -> Program:
         ("island=2", PLAN + "outer_lr = 0.5", 'outer = "mean" reads no outer_lr'),
         ("island=2", PLAN + 'outer = "adam"', "it is one of 'mean', 'nesterov'"),
         ("island=2", PLAN + 'outer = "nesterov"\nouter_momentum = 1', "from 0 to below 1"),
+        ("island=2", PLAN + 'wire = "int8"', 'outer = "mean" reads no wire'),
+        ("island=2", PLAN + 'outer = "nesterov"\nwire = "sign"', "one of 'int8', 'fp8'"),
+        ("island=2", PLAN + 'outer = "nesterov"\nblock = 64', "nothing reads block"),
     ],
 )
 def test_islands_are_said_and_allowed_or_refused(mesh: str, plan: str, said: str) -> None:
@@ -167,3 +171,51 @@ def test_verify_refuses_islands_that_meet_otherwise(old: str, new: str) -> None:
 def test_verify_finds_them_right() -> None:
     report = verify(compiled("island=2", OUTER), model(), (X,), loss=loss).check()
     assert {"meeting of islands", "gradient of islands"} <= set(report.kinds())
+
+
+WIRE = OUTER + 'wire = "int8"\nblock = 8\n'
+EXACT = """class Exact(Int8Sum):
+    def encode(self, x: Tensor) -> Tensor:
+        return x
+
+    def decode(self, sent: Tensor) -> Tensor:
+        return sent
+
+
+class NetStepIsland"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(total.flat / num)", "total.flat"),  # the sum in place of the mean
+        ("in_blocks(ways, 8), 2, 8", "in_blocks(ways, 16), 2, 16"),
+        ("Int8Sum(in_blocks", "Exact(in_blocks"),  # exact
+        ("[*deltas.values()]", "[*deltas.values()][1:]"),  # one is not shared
+        ('.get_buffer(f"{n}_outer_island") - p', '.get_buffer(f"{n}_outer_island") + p'),
+    ],
+)
+def test_verify_refuses_outer_gradients_that_are_rounded_otherwise(old: str, new: str) -> None:
+    program = compiled("island=2", WIRE)
+    assert verify(program, model(), (X,), loss=loss).check()
+    [(name, text)] = program.sources.items()
+    assert old in text
+    text = text.replace(old, new).replace("class NetStepIsland", EXACT)
+    report = verify(replace(program, sources={name: text}), model(), (X,), loss=loss)
+    with pytest.raises(CheckError, match="island"):
+        report.check()
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x * self.turn)
+
+
+@pytest.mark.parametrize("plan", [WIRE.replace("fragments = 2", ""), STALE])
+def test_complex_parameters_are_not_rounded(plan: str) -> None:
+    with pytest.raises(PlanError, match="defined for real numbers"):
+        compile(Turned(), "island=2", (X,), loss=loss, plan=plan)

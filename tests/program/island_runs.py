@@ -86,8 +86,10 @@ def batch(step: int, island: int) -> tuple[Tensor, Tensor]:
 
 
 def plan(own: str, preset: str) -> str:
+    """``own``: the entries of [local_steps], or of [stale]."""
     head, _, more = preset.partition(";")
-    return f'preset = "{head}"\n{more}\nallow = ["local_steps"]\n[local_steps]\n{own}\n'
+    table = "stale" if own.startswith("steps") else "local_steps"
+    return f'preset = "{head}"\n{more}\nallow = ["{table}"]\n[{table}]\n{own}\n'
 
 
 @cache

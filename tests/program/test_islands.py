@@ -40,6 +40,7 @@ class Reference:
             (float(said.get("outer_lr", 0.7)), float(said.get("outer_momentum", 0.9)))
             if "outer" in said else None
         )  # fmt: skip
+        self.rounds = "wire" in said
         self.models = [made(kind) for _ in range(num)]
         self.optimizers = [
             torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
@@ -83,7 +84,9 @@ class Reference:
             if self.outer is not None:
                 lr, mu = self.outer
                 theta, velocity = self.kept[name]
-                gradient = theta - new
+                gradient = self.int8_mean([theta - each for each in copies]) if self.rounds else (
+                    theta - new
+                )  # fmt: skip
                 velocity = mu * velocity + gradient
                 new = theta - lr * (gradient + mu * velocity)
                 self.kept[name] = new, velocity
@@ -95,6 +98,11 @@ class Reference:
                 mean = torch.stack([buffers[name] for buffers in running]).mean(0)
                 for buffers in running:
                     buffers[name].copy_(mean)
+
+    def int8_mean(self, ways: list[Tensor]) -> Tensor:
+        """Of ways in int8, whose sum is sent in int8 too; blocks are those of one tensor."""
+        total = int8(torch.stack([int8(way.float()) for way in ways]).sum(0))
+        return (total / len(ways)).double()
 
     def step(self, step: int) -> list[float]:
         self.meet(step)
@@ -117,7 +125,18 @@ class Reference:
         return torch.stack([model.state_dict()[name].double() for model in self.models]).mean(0)
 
 
-def trains_as_defined(mesh: str, preset: str, own: str, kind: type[nn.Module]) -> None:
+def int8(x: Tensor) -> Tensor:
+    """What arrives of a tensor in whole numbers from -127 to 127, with a scale for each 64."""
+    found = x.flatten().clone()
+    for block in found.split(64):
+        scale = block.abs().max() / 127 or torch.ones(())
+        block.copy_((block / scale + 0.5).floor() * scale)
+    return found.view(x.shape)
+
+
+def trains_as_defined(
+    mesh: str, preset: str, own: str, kind: type[nn.Module], least: float = 1e-11
+) -> None:
     num = int(mesh.partition("=")[2][0])
     stage, optimizer = begin(mesh, preset, own, kind)
     reference = Reference(kind, num, own)
@@ -125,13 +144,13 @@ def trains_as_defined(mesh: str, preset: str, own: str, kind: type[nn.Module]) -
     for step in range(STEPS):
         wanted = reference.step(step)[island]
         [found] = train(stage, optimizer, range(step, step + 1))
-        assert abs(found - wanted) < 1e-11 * max(1, abs(wanted)), (step, found, wanted)
+        assert abs(found - wanted) < least * max(1, abs(wanted)), (step, found, wanted)
     reference.meet(STEPS)
     stage.meet_islands()
     whole = stage.full_state_dict()
     assert list(whole) == list(made(kind).state_dict())
     for name, tensor in whole.items():
-        torch.testing.assert_close(tensor.double(), reference.mean(name), atol=1e-11, rtol=0)
+        torch.testing.assert_close(tensor.double(), reference.mean(name), atol=least, rtol=0)
 
 
 LAYOUTS: list[tuple[str, str, type[nn.Module]]] = [
@@ -149,6 +168,13 @@ LAYOUTS: list[tuple[str, str, type[nn.Module]]] = [
 def test_islands_train_as_their_definition_says(world: Processes, own: str) -> None:
     for mesh, preset, kind in LAYOUTS:
         world.run(trains_as_defined, mesh, preset, own, kind)
+
+
+@pytest.mark.parametrize("own", [DILOCO, STREAMING], ids=["diloco", "streaming"])
+def test_outer_gradients_may_be_sent_in_int8(world: Processes, own: str) -> None:
+    own += '\nwire = "int8"\nblock = 64'
+    for mesh, preset, kind in (LAYOUTS[0], LAYOUTS[3]):  # whole tensors on each rank
+        world.run(trains_as_defined, mesh, preset, own, kind, 1e-6)
 
 
 # what each island reads, and what differs ---------------------------------------------------------

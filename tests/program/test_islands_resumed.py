@@ -71,9 +71,10 @@ def on_one_island(folder: Path, mesh: str, own: str, wanted: dict[str, Tensor]) 
     stage.step(*batch(0, 0))
 
 
-@pytest.mark.parametrize(
-    "own", [MEAN, DILOCO, STREAMING + "\nstart_step = 2"], ids=["mean", "diloco", "streaming"]
-)
+WIRE = STREAMING + '\nstart_step = 2\nwire = "fp8"\nblock = 16'
+
+
+@pytest.mark.parametrize("own", [MEAN, DILOCO, WIRE], ids=["mean", "diloco", "streaming"])
 def test_training_resumes_behind_any_step(world: Processes, tmp_path: Path, own: str) -> None:
     world.run(resumes, tmp_path / "fsdp", "island=2,dp=2", "fsdp", own, Net)
     world.run(resumes, tmp_path / "pp", "island=2,pp=2", "ddp;microbatches = 2", own, Deep)
