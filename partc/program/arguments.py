@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from partc.errors import RunError
+from partc.program.step_loss import extra
 from partc.trace.arguments import Arguments
 from partc.trace.returns import LOSS, loss_name
 from partc.trace.trees import Tree, TreeError
@@ -150,7 +151,7 @@ class Returned:
         """The loss, with the extras of the step that gave it, detached."""
         if self.tree is None:
             return loss
-        extras = {name: each.detach() for name, each in self._extras.items()}
+        extras = {name: extra(each) for name, each in self._extras.items()}
         self._extras = {}
         try:
             return self.tree.built({LOSS: loss, **extras})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -16,6 +15,7 @@ from partc.program import Program
 from partc.program.copies import Writes
 from partc.program.family import Family
 from partc.program.family_errors import untrained
+from partc.program.habits import LOG, once
 from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
@@ -23,9 +23,6 @@ from partc.program.same_model import check_same_model
 from partc.program.shown import Shown, begin_all, end_all
 from partc.program.step_loss import of_step
 from partc.wrong_calls import quoted
-
-LOG = logging.getLogger("partc")
-TOLD: set[str] = set()  # of what this process was told already
 
 
 class SeveralPrograms(nn.Module):
@@ -156,14 +153,13 @@ class SeveralPrograms(nn.Module):
     def _tell_of_habits(self) -> None:
         """Tell, once, of a step whose gradients nobody wants, and of one that has none."""
         trains = any(each.param.requires_grad for each in self._shown.values())
-        if not trains and self._shown and self._tensors.pipeline is None and "frozen" not in TOLD:
-            TOLD.add("frozen")
+        alone = self._shown and self._tensors.pipeline is None
+        if not trains and alone and once("frozen"):
             warnings.warn(
                 "partc: no parameter has requires_grad, so that a step trains nothing",
                 stacklevel=4,
             )
-        if not torch.is_grad_enabled() and "no_grad" not in TOLD:
-            TOLD.add("no_grad")
+        if not torch.is_grad_enabled() and once("no_grad"):
             LOG.warning(
                 "partc: stage.step computes gradients under torch.no_grad() too. The loss alone, "
                 "in eval mode, is stage.eval_step(...)"
