@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import UsageError
 from partc.program import Program
 from partc.program.copies import Writes
+from partc.program.exported import check_not_exported
 from partc.program.family import Family
 from partc.program.family_errors import untrained
 from partc.program.habits import LOG, once
@@ -132,6 +133,7 @@ class SeveralPrograms(nn.Module):
         scale: float | Tensor | None = None,
     ) -> Any:  # fmt: skip
         """A training step by one of the families; gradients are multiplied by ``scale``."""
+        check_not_exported()
         self.writes.check()
         self._tell_of_habits()
         self.check_no_hooks()
@@ -167,6 +169,7 @@ class SeveralPrograms(nn.Module):
 
     def _called(self, family: Family, inputs: Sequence[Any], named: dict[str, Any]) -> Any:
         """A call of one of the families: results in eval mode, else the loss for ``backward``."""
+        check_not_exported()
         self.writes.check()
         if family.infers:
             return family.forward(inputs, named, self._device_type)

@@ -18,6 +18,7 @@ from partc.graph import Graph, value
 from partc.passes.shard.cut_weights import cut_weights
 from partc.passes.shard.exchange_rows import with_travelling_rows
 from partc.passes.shard.idle_axes import idle_axes
+from partc.passes.shard.meant_preset import meant
 from partc.passes.shard.value_names import value_names
 from partc.passes.shard.wrong_values import check_values
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
@@ -159,7 +160,7 @@ def preset_words(preset: str) -> list[str]:
                 where=f"plan {quoted(preset)}",
                 what=f"there is no preset {quoted(word)}",
                 why=f"presets are {', '.join(PRESETS)}",
-                do=_meant(preset, word),
+                do=meant(preset, word, PRESETS),
             )
     twice = next((word for word in words if words.count(word) > 1), None)
     if twice is not None:
@@ -176,25 +177,6 @@ def preset_words(preset: str) -> list[str]:
                 do="Keep one.",
             )
     return words
-
-
-_OTHER_NAMES = {"zero3": "fsdp", "fsdp1": "fsdp", "fsdp2": "fsdp", "dp": "ddp", "tp": "megatron",
-                "sp": "megatron-sp", "zero": "zero1"}  # fmt: skip
-
-
-def _meant(preset: str, word: str) -> str:
-    """What somebody may have meant by a preset that there is not."""
-    joined = "+".join(preset.replace(",", " ").replace("+", " ").lower().split())
-    if joined != preset and joined and {*joined.split("+")} <= {*PRESETS}:
-        return f"Write {joined!r}."
-    if "auto" in preset.split("+"):
-        return "'auto' stands alone: it chooses among all presets."
-    if any(sign in preset for sign in "./\\"):
-        return "A plan in a file is named by a path that ends in .toml: 'build/plan.toml'."
-    if word.lower() in _OTHER_NAMES:
-        return f"Write {_OTHER_NAMES[word.lower()]!r}, as partc calls it."
-    near = did_you_mean(word, (*PRESETS, "auto"))
-    return near or "Name one of these, several joined by '+', or 'auto'."
 
 
 def store_cut(params: Mapping[str, Cuts], graph: Graph, mesh: Mesh, preset: str) -> dict[str, Cuts]:
