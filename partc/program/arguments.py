@@ -85,7 +85,7 @@ def _unbound(
         do = did_you_mean(unknown, [*known, "scale"] if call == "step" else known) or do
     elif "too many" in what:
         what = f"{what}, {len(args)} are given"
-        do = _surplus(known, call)
+        do = _by_name(arguments) or _surplus(known, call)
     elif "missing" in what and len(args) == 1 and isinstance(args[0], Mapping):
         do += f": {call}(**batch)"
     elif len(args) == 1 and isinstance(args[0], list | tuple):
@@ -103,6 +103,12 @@ def _surplus(known: Sequence[str], call: str) -> str:
     """What to do about more arguments by place than there are."""
     do = f"Leave out what stands behind {known[-1]}" if known else "Leave them out"
     return f"{do}; scale=... goes by name" if call == "step" else do
+
+
+def _by_name(arguments: Arguments) -> str:
+    """What to do about arguments by place where they go by name; "" where none does."""
+    named = [f"{a.name}=..." for a in arguments.each if a.kind == "KEYWORD_ONLY"]
+    return f"Pass by name: {', '.join(named[:MOST_NAMED])}" if named else ""
 
 
 def _differs(error: TreeError, call: str) -> RunError:

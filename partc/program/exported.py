@@ -13,7 +13,7 @@ def check_not_exported() -> None:
         raise no_export("torch.onnx.export")
     if torch.compiler.is_exporting():
         raise no_export("torch.export")
-    if torch.jit.is_tracing():
+    if torch._C._is_tracing():
         raise no_export("torch.jit.trace")
 
 

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import (
 from partc.errors import TraceError
 from partc.trace.source_lines import source_here
 
-OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+# What asks for values; ``of_floats`` says whether those of floating-point numbers.
+OF_VALUES: Any = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Refused:
@@ -73,6 +74,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return func(*args, **kwargs)
     except OF_VALUES as error:
+        error.of_floats = bool(args) and getattr(args[0], "is_floating_point", bool)()
         Refused.note(error)
         raise
 

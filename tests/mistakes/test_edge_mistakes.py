@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -10,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import partc
 from partc.program import habits
-from tests.mistakes.things import Net, batch_of, check, compiled, one_rank
+from partc.rules.table import rule
+from tests.mistakes.things import Net, batch_of, check, compiled, loss_of, one_rank
+from tests.patience import patience
 
 X, Y = batch_of()
-api: Any = partc  # whose types forbid most of this
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,3 +128,117 @@ def test_a_generator_of_torch_that_is_seeded_between_steps_is_told_once(
         torch.manual_seed(7)
         mine.step(X, Y)
     assert caplog.text.count("stage.seed(seed)") == 1
+
+
+# exports, samplers, streams ------------------------------------------------------------------
+def parallel(**named: Any) -> Any:
+    return partc.parallelize(Net(), "dp=1", loss=loss_of, plan="ddp", **named)
+
+
+EXPORTS: dict[str, Callable[[Any], Any]] = {
+    "torch.jit.trace": lambda of: torch.jit.trace(of, (X, Y)),
+    "torch.jit.script": torch.jit.script,
+    "torch.export": lambda of: torch.export.export(of, (X, Y)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("made", [lambda: compiled(mesh="dp=1").module(), parallel])
+@pytest.mark.parametrize("call", EXPORTS)
+def test_an_export_of_a_stage_says_what_to_export(call: str, made: Callable[[], Any]) -> None:
+    check((lambda: EXPORTS[call](made()), (call, "no whole model", "stage.full_state_dict()")))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(X, Y, strict=True)
+
+
+@pytest.mark.parametrize("split", ["rows", "own"])
+def test_a_stream_without_a_length_says_so(split: Any) -> None:
+    loader = compiled(mesh="dp=1", batch="local").module().loader(Stream(), split=split)
+    check((lambda: len(loader), ("the Stream has no length", "Give it __len__")))
+    assert len(list(loader)) == 1
+
+
+def test_a_sampler_of_steps_is_no_sampler_of_rows() -> None:
+    rows, program = TensorDataset(*batch_of(16)), compiled(mesh="dp=1")
+    loader = DataLoader(rows, sampler=program.sampler(rows), batch_size=8)
+    words = ("each batch would be 8 batches", "batch_sampler=program.sampler(dataset)")
+    check((lambda: next(iter(loader)), words))
+    assert len(list(DataLoader(rows, batch_sampler=program.sampler(rows)))) == 2
+    assert len(list(DataLoader(rows, sampler=program.sampler(rows), batch_size=None))) == 2
+
+
+# wrappers and words --------------------------------------------------------------------------
+def test_torchs_wrappers_around_a_parallel_model_are_named() -> None:
+    ddp = nn.parallel.DistributedDataParallel
+    words = ("parallelize has made", "Leave DistributedDataParallel out")
+    check((lambda: ddp(parallel()), words))
+    check((parallel()._replicate_for_data_parallel, ("Leave DataParallel out",)))
+
+
+def test_a_pad_of_no_input_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"pad=.'input_ids': .* the inputs are target, x"):
+        parallel(pad={"input_ids": 0}).step(X, Y)
+    parallel(pad={"x": 0, "later": 0}).step(X, Y)
+
+
+class ByName(Net):
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Prints(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        print(f"{y.sum():.3f}")
+        return y
+
+
+class Counts(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / dist.get_world_size()
+
+
+def by_name(*args: Any) -> Any:
+    with torch.no_grad():
+        program = compiled(model=ByName(), mesh="dp=1", inputs={"x": X}, loss=None)
+    return program.module()(*args)
+
+
+def hooked(entry: str) -> Any:
+    plan = partc.Plan(preset="ddp", hooks=(entry,))
+    return compiled(model=nn.Sequential(Net(), Net()), plan=plan)
+
+
+def generated() -> None:
+    mine = compiled(mesh="dp=1").module(most_programs=3).eval()
+    for rows in (8, 7, 6, 5):
+        mine(X[:rows])
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "inputs by place": (
+        lambda: compiled(model=ByName(), inputs=(X,), loss=None),
+        ("go by name", "inputs as a dict, {'x': ...}"),
+    ),
+    "a call by place": (lambda: by_name(X), ("Pass by name: x=...",)),
+    "a print": (lambda: compiled(model=Prints()), ("print(f", "to print or log it", "extras")),
+    "an op with colons": (lambda: rule("um::twice", "m->m"), ("um::twice", "'um.twice'")),
+    "a hook of one block": (lambda: hooked("1.dwn"), ("Did you mean '*.down'",)),
+    "many lengths": (generated, ("has 3 programs", "pad ids on the right", "most_programs=4")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_a_sentence(mistake: str) -> None:
+    check(MISTAKES[mistake])
+
+
+def test_a_model_that_asks_for_ranks_is_told_to_leave_that_out() -> None:
+    code = (
+        "from tests.mistakes.test_edge_mistakes import *\n"
+        "check((lambda: compiled(model=Counts()), ('no', 'Leave torch.distributed out')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))
