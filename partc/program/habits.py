@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ def once(what: str) -> bool:
     new = what not in TOLD
     TOLD.add(what)
     return new
+
+
+@contextmanager
+def without_inference() -> Iterator[None]:
+    """Run a step outside of ``torch.inference_mode()``, whose gradients nothing could be added to;
+    whether gradients are kept stays as it is.
+    """
+    keeps = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(keeps):
+        yield
 
 
 def tell_of_input_grads(

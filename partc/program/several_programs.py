@@ -14,15 +14,15 @@ from partc.errors import UsageError
 from partc.program import Program
 from partc.program.copies import Writes
 from partc.program.exported import check_not_exported
-from partc.program.family import Family
+from partc.program.family import Family, Ready
 from partc.program.family_errors import untrained
-from partc.program.habits import LOG, once
+from partc.program.habits import LOG, once, without_inference
 from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
 from partc.program.same_model import check_same_model
 from partc.program.shown import Shown, begin_all, end_all
-from partc.program.step_loss import of_step
+from partc.program.step_loss import dropped, of_step
 from partc.wrong_calls import quoted
 
 
@@ -142,13 +142,18 @@ class SeveralPrograms(nn.Module):
         ready = family.step(inputs, named, self._device_type)
         if ready is None:
             return None
+        with without_inference():
+            return ready.whole(of_step(self._run(ready, scale)))
+
+    def _run(self, ready: Ready, scale: float | Tensor | None) -> Tensor:
+        """The loss of a step, whose gradients are then in every ``.grad``."""
         if scale is not None:
             shown = list(self._shown.values())
-            loss = scaled_step(shown, ready.run, scale, is_half=ready.is_half)
-            return ready.whole(of_step(loss))
+            return scaled_step(shown, ready.run, scale, is_half=ready.is_half)
         begin_all(self._shown.values())
         try:
-            return ready.whole(of_step(ready.run()))
+            loss: Tensor = ready.run()
+            return loss
         finally:
             end_all(self._shown.values())
 
@@ -177,7 +182,9 @@ class SeveralPrograms(nn.Module):
         if ready is None:
             return None
         shown = list(self._shown.values())
-        return ready.whole(loss_with_backward(shown, ready.run, is_half=ready.is_half))
+        with without_inference():
+            loss = loss_with_backward(shown, ready.run, is_half=ready.is_half)
+        return ready.whole(loss if loss.requires_grad else dropped(loss))
 
     def _apply_to_families(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Let all programs follow ``.to()``, once the stage's tensors have."""

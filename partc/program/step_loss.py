@@ -183,6 +183,25 @@ def evaluated(results: Any) -> Any:
     return results.as_subclass(Evaluated) if type(results) is Tensor else results
 
 
+class Dropped(Evaluated):
+    """The loss of a call under ``torch.no_grad()``, which drops the gradients."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """RunError: they are gone."""
+        raise RunError(
+            where="loss.backward()",
+            what="the stage was called under torch.no_grad() or torch.inference_mode()",
+            why="such a call drops the gradients that the step has computed",
+            do="Call loss = stage(...) outside of it; stage.eval_step(...) gives a loss without "
+            "gradients.",
+        )
+
+
+def dropped(loss: Tensor) -> Tensor:
+    """The loss of a call whose gradients are not kept; the loss itself where none trains."""
+    return loss.as_subclass(Dropped) if type(loss) is Tensor else loss
+
+
 def extra(x: Tensor) -> Tensor:
     """What a training step gives beside its loss, which says why it has no backward."""
     x = x.detach()

@@ -169,7 +169,8 @@ class UserModules(nn.Module):
             raise RunError(
                 where=f"stage[{key!r}]", what="this stage has no parts by number or name",
                 why=f"it has those of its model: {kind}",
-                do="Take stage.get_submodule(path), or an attribute.",
+                do="Pass stage.parameters() to what takes parameters (clip_grad_norm_, an "
+                "optimizer); a part is an attribute, or stage.get_submodule(path).",
             )  # fmt: skip
         return root[key]
 

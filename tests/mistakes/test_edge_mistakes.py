@@ -185,7 +185,7 @@ def test_a_pad_of_no_input_is_told() -> None:
 
 
 class ByName(Net):
-    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x)
 
 
@@ -234,6 +234,35 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gets_a_sentence(mistake: str) -> None:
     check(MISTAKES[mistake])
+
+
+# gradients that nobody keeps, transforms, parts that are replaced -----------------------------
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_call_without_gradients_has_no_backward_and_spoils_no_later_step(mode: Any) -> None:
+    mine = compiled(mesh="dp=1").module()
+    with mode():
+        loss = mine(X, Y)
+        mine.step(X, Y)
+    check((loss.backward, ("stage was called under torch.no_grad()", "outside of it")))
+    check(((loss * 2).backward, ("", "without gradients")))
+    mine.step(X, Y)
+    mine(X, Y).backward()
+    assert not mine.up.weight.grad.is_inference()
+    assert f"{loss:.4f}" == f"{mine.step(X, Y):.4f}"
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda of: torch.vmap(of)(X[None], Y[None]),
+        lambda of: torch.func.grad(lambda p: torch.func.functional_call(of, p, (X, Y)))(
+            dict(of.named_parameters())
+        ),
+    ],
+)
+def test_a_transform_of_a_stage_is_named(transform: Any) -> None:
+    mine = compiled(mesh="dp=1").module()
+    check((lambda: transform(mine), ("torch.func", "inside of the loss that is compiled")))
 
 
 def test_a_model_that_asks_for_ranks_is_told_to_leave_that_out() -> None:
