@@ -37,6 +37,12 @@ class TraceError(PartcError):
     """The model with its loss cannot be traced into one graph for these inputs."""
 
     code = "PTC010"
+    made: ClassVar[list["TraceError"] | None] = None  # while code of the user's may catch them
+
+    def __init__(self, *, where: str, what: str, why: str, do: str) -> None:
+        super().__init__(where=where, what=what, why=why, do=do)
+        if TraceError.made is not None:
+            TraceError.made.append(self)
 
 
 class PlanError(PartcError):

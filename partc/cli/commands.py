@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partc.cli.said import check_compared, check_explained, sizes_said
+from partc.cli.said import check_compared, check_explained, check_from_one, sizes_said
 from partc.errors import UsageError, explain, visible
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def compile_command(args: argparse.Namespace) -> int:
     from partc.program.written import written_files
 
     start = time.monotonic()
+    check_from_one(args, ["virtual_stages", "memory_bytes"])
     check_output(args.out, written_files)
     with _progress(f"building {args.model}"):
         target = find_model(args.model, sizes_said(args))
@@ -134,9 +135,10 @@ def simulate_command(args: argparse.Namespace) -> int:
     from partc.program.saved_cost import saved_numbers
     from partc.reports.simulate_saved import simulate_saved
 
+    check_from_one(args, ["devices"])
     change = Change.parse(
         bandwidth=args.bandwidth, latency=args.latency, peak=args.peak,
-        memory_bandwidth=args.memory_bandwidth, devices=args.devices,
+        memory_bandwidth=args.memory_bandwidth, devices=args.devices or 0,
     )  # fmt: skip
     program = load(args.folder)
     with saved_numbers(args.folder):

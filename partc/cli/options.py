@@ -13,6 +13,17 @@ from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 from partc.errors import visible
 from partc.wrong_calls import RENAMED, did_you_mean
 
+_OF_OTHERS = {  # options that other tools have: what says the same here
+    "--preset": "A preset is a plan: --plan ddp.",
+    "--strategy": "It is called --plan here: --plan fsdp.",
+    "--output": "It is called --out here.",
+    "--output-dir": "It is called --out here.",
+    "--num-layers": "It is called --layers here.",
+    "--nproc-per-node": "Ranks are those of the mesh: --mesh dp=4; torchrun starts them.",
+    "--tp": "Axes stand in the mesh: --mesh dp=2,tp=2.",
+    "--dp": "Axes stand in the mesh: --mesh dp=2,tp=2.",
+    "--pp": "Axes stand in the mesh: --mesh dp=2,pp=2.",
+}
 Command = Callable[[argparse.Namespace], int]
 EPILOG = """\
 `partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification failed
@@ -51,13 +62,19 @@ class _Parser(argparse.ArgumentParser):
         given, _, choices = message.partition(" (choose from ")
         known = re.findall(r"'([^']+)'", choices) or re.findall(r"--[\w-]+", self.format_usage())
         word = re.findall(r"'([^']*)'", given)
-        meant = did_you_mean(word[-1], known) if word else ""
+        meant = _meant(word[-1].partition("=")[0], known) if word else ""
+        if word and re.fullmatch(r"[a-z]\w*=[0-9]+", word[-1]):
+            meant = f"Axes are joined by commas in one word: --mesh dp=2,{word[-1]}."
         if word == ["run"]:
             meant = "A program runs by torchrun: torchrun --nproc-per-node 2 FOLDER/run.py."
         if word and (size := re.fullmatch(r"([0-9]+) ?([KMGT])i?B?", word[-1])):
             meant = f"Write {int(size[1]) * 1000 ** ('KMGT'.index(size[2]) + 1)}."
         said = f"{self.prog}: {message}. {meant}".strip()
         self.exit(2, f"PTC080 {visible(said)} See `{self.prog} --help`.\n")
+
+
+def _meant(word: str, known: list[str]) -> str:
+    return _OF_OTHERS.get(word) or did_you_mean(word, known)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -255,7 +272,7 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
         help="multiplies the bytes/s of their memory",
     )  # fmt: skip
     what_if.add_argument(
-        "--devices", metavar="N", type=int, default=0,
+        "--devices", metavar="N", type=int, default=None,
         help="number of devices, in place of the program's; its step is then estimated, since it "
         "would be another program",
     )  # fmt: skip

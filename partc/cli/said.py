@@ -62,3 +62,14 @@ def _check_read(args: argparse.Namespace, names: Iterable[str], of: str, rest: s
                 where=option if given is True else f"{option} {given}",
                 what="nothing reads it here", why=f"it is {of}", do=f"Leave it out, or {rest}.",
             )  # fmt: skip
+
+
+def check_from_one(args: argparse.Namespace, names: Iterable[str]) -> None:
+    """UsageError for a number of devices, stages or bytes below 1; left out it is None."""
+    for name in names:
+        if (given := getattr(args, name)) is not None and given < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                where=f"{option} {given}", what="there is no such number of them",
+                why="it counts from 1", do="Give 1 or more, or leave it out.",
+            )  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from partc.data.course import Course, Position
 from partc.data.order import Order, Row, Span
@@ -33,11 +35,29 @@ class RowSampler(Sampler[list[int]]):
         return self.order.num_steps(self.position)
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._check_reader(sys._getframe(1))
+        return self._steps()
+
+    def _steps(self) -> Iterator[list[int]]:
         iteration = self.begin()
         for span in self.spans():
             self.course.take(*span, iteration)
             yield [row.row for row in self.rows(span)]
         self.end(iteration)
+
+    def _check_reader(self, reader: FrameType) -> None:
+        """UsageError where torch makes batches of what are batches: ``DataLoader(sampler=...)``."""
+        if reader.f_code is BatchSampler.__iter__.__code__:
+            size = reader.f_locals["self"].batch_size
+            raise UsageError(
+                where=f"DataLoader(sampler=program.sampler(dataset), batch_size={size})",
+                what=f"each batch would be {size} batches",
+                why="program.sampler gives the rows of a whole step at once, "
+                f"{len(self.share.places)} of this rank",
+                do="Write DataLoader(dataset, batch_sampler=program.sampler(dataset)); how many "
+                "rows a step has say program.sampler(dataset, rows_per_step=...) and the batch "
+                "that was compiled.",
+            )  # fmt: skip
 
     @property
     def position(self) -> Position:

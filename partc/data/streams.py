@@ -61,7 +61,8 @@ class StreamLoader(Loader):
         self.show_batch_size(share)
 
     def __len__(self) -> int:
-        """The number of steps; TypeError for a stream that has no length."""
+        """The number of steps; UsageError, which is a TypeError, for a stream without a length."""
+        check_length(self.batches._inside)
         whole, rest = divmod(len(self.batches), self.share.per_step)
         return whole + (self.last == "partial" and rest > 0)
 
@@ -118,6 +119,10 @@ class OwnStreamLoader(Loader):
             dataset, batch_size=len(share.places), drop_last=True, generator=torch.Generator(),
             **options,
         )  # fmt: skip
+
+    def __len__(self) -> int:
+        check_length(self.dataset)
+        return super().__len__()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iteration, start = self.course.begin(), self.position
@@ -202,6 +207,21 @@ class _Batches(Wrapped, IterableDataset[Any]):
                 return
             yield Span(at, len(rows)), rows
             at = at.at(at.index + len(rows))
+
+
+class NoLengthError(UsageError, TypeError):
+    """A stream was asked how long it is; a TypeError, which ``list(loader)`` passes over."""
+
+
+def check_length(dataset: Any) -> None:
+    """NoLengthError for a stream that does not say how many rows it has."""
+    if not hasattr(dataset, "__len__"):
+        raise NoLengthError(
+            where="len(loader)", what=f"the {type(dataset).__name__} has no length",
+            why="an iterable dataset is read to its end, and nothing says before where that is",
+            do="Give it __len__, its rows of an epoch; or count steps in the loop, and tell a "
+            "scheduler or a bar how many there are to be.",
+        )  # fmt: skip
 
 
 def _warn_of_no_step(dataset: Any, per_step: int) -> None:

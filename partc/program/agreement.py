@@ -76,8 +76,15 @@ class Agreement:
             program alone. It has to be the same on all ranks. A comparison reads all weights once.
     """
 
-    def __init__(self, holders: Holders, sources: Callable[[], Sources], *, draws: bool) -> None:
-        self._every, self.num_steps = EVERY, 0
+    def __init__(
+        self,
+        holders: Holders,
+        sources: Callable[[], Sources],
+        *,
+        draws: bool,
+        own_rows: bool = False,
+    ) -> None:
+        self._every, self.num_steps, self.own_rows = EVERY, 0, own_rows
         self._holders, self._draws, self.sources = holders, draws, sources
         self._seen: dict[int, Role] = {}  # of the programs that have run
 
@@ -164,7 +171,7 @@ class _Comparison:
         every = [one for each in unlike for one in self._found(each, first)]
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
         if found:
-            raise disagreement([*reversed(found.values())], self.role)
+            raise disagreement([*reversed(found.values())], self.role, own_rows=self.of.own_rows)
         if new and not self.role.is_inference:  # who evaluates may give all ranks the same
             self._look_for_equal_pieces([row[1] for row in rows])
 

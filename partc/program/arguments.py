@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from partc.errors import RunError
+from partc.program.step_loss import extra
 from partc.trace.arguments import Arguments
 from partc.trace.returns import LOSS, loss_name
 from partc.trace.trees import Tree, TreeError
@@ -84,7 +85,7 @@ def _unbound(
         do = did_you_mean(unknown, [*known, "scale"] if call == "step" else known) or do
     elif "too many" in what:
         what = f"{what}, {len(args)} are given"
-        do = _surplus(known, call)
+        do = _by_name(arguments) or _surplus(known, call)
     elif "missing" in what and len(args) == 1 and isinstance(args[0], Mapping):
         do += f": {call}(**batch)"
     elif len(args) == 1 and isinstance(args[0], list | tuple):
@@ -102,6 +103,12 @@ def _surplus(known: Sequence[str], call: str) -> str:
     """What to do about more arguments by place than there are."""
     do = f"Leave out what stands behind {known[-1]}" if known else "Leave them out"
     return f"{do}; scale=... goes by name" if call == "step" else do
+
+
+def _by_name(arguments: Arguments) -> str:
+    """What to do about arguments by place where they go by name; "" where none does."""
+    named = [f"{a.name}=..." for a in arguments.each if a.kind == "KEYWORD_ONLY"]
+    return f"Pass by name: {', '.join(named[:MOST_NAMED])}" if named else ""
 
 
 def _differs(error: TreeError, call: str) -> RunError:
@@ -150,7 +157,7 @@ class Returned:
         """The loss, with the extras of the step that gave it, detached."""
         if self.tree is None:
             return loss
-        extras = {name: each.detach() for name, each in self._extras.items()}
+        extras = {name: extra(each) for name, each in self._extras.items()}
         self._extras = {}
         try:
             return self.tree.built({LOSS: loss, **extras})

@@ -15,6 +15,10 @@ _DO = {
     "batch": "Give every rank the same whole batch (loaders and generators seeded alike and drawn "
     "from alike, also where one rank alone evaluates); or, where each rank loads samples of its "
     'own, compile with batch="local".',
+    "rows": "A step takes each rank's own rows, and ranks that differ along another axis than "
+    "those of data have the same: deal out by the place among data ranks, "
+    "DistributedSampler(dataset, num_replicas=model.data_world, rank=model.data_rank), which are "
+    "program.data_world and program.data_rank(rank) of a program, or take stage.loader(dataset).",
     "piece": "Ranks that are not apart along {axes} are given the same piece: let the sampler deal "
     "out samples by the rank's place on {axes}, not by its number.",
     "parameter": "Load the same weights on all ranks (stage.load_full, stage.load_state_dict), and "
@@ -45,8 +49,8 @@ class Found:
         return f"{_ranks(self.odd)}: another {self.name}{known} than rank {self.usual}"
 
 
-def disagreement(found: Sequence[Found], role: Role) -> RunError:
-    """The error that every rank raises."""
+def disagreement(found: Sequence[Found], role: Role, *, own_rows: bool) -> RunError:
+    """The error that every rank raises; ``own_rows``: a step takes each rank's own."""
     more = f"; and {len(found) - MOST} more" if len(found) > MOST else ""
     cut = {axis for each in role.batch for axis, *_ in each.cuts}
     axes = " and ".join(axis for axis in role.mesh.names if axis in cut)
@@ -54,6 +58,8 @@ def disagreement(found: Sequence[Found], role: Role) -> RunError:
         "piece" if (x.kind, bool(cut)) == ("input", True) else x.kind for x in found
     )
     kinds = dict.fromkeys("batch" if kind == "input" else kind for kind in kinds)
+    if own_rows:
+        kinds = dict.fromkeys("rows" if kind in ("batch", "piece") else kind for kind in kinds)
     return RunError(
         where="step",
         what="; ".join(map(str, found[:MOST])) + more,

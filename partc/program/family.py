@@ -42,6 +42,7 @@ from partc.program.family_errors import (
     too_many,
 )
 from partc.program.given import plain_inputs
+from partc.program.habits import LOG, Reseeded, tell_of_input_grads
 from partc.program.handshake import check_agreement
 from partc.program.loss_backward import check_scale
 from partc.program.members import Member
@@ -56,7 +57,6 @@ from partc.program.waiting import waiting
 from partc.program.wanted import Mode, Wanted
 from partc.trace.record import Kind
 
-LOG = logging.getLogger("partc")
 Run = Callable[[], Any]
 _CALLED: Mapping[Kind, str] = {"step": "step", "loss": "eval_step", "forward": "forward"}
 
@@ -88,6 +88,7 @@ class Family:
         self._pieces, self._uneven = Pieces.of(program), UnevenRows.of(program)
         varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
         self._same = SameChoice() if varies else None
+        self._reseeded = Reseeded()
         self._met = Counter[str]()  # calls of all ranks beside steps
 
     # asked -----------------------------------------------------------------------------------
@@ -160,6 +161,7 @@ class Family:
             if autocast and self._same is None:
                 raise inside_autocast(autocast)
             inputs, form = self._calls.tensors(kind, args, named)
+            tell_of_input_grads(self._plan, kind, [*self.first.program.inputs], inputs)
             inputs = plain_inputs(inputs, self.first.role, known=not form)
         except PartcError:
             self._refuse()
@@ -350,6 +352,7 @@ class Family:
         counts = trains or self.first.role.is_inference
         seed, step = self.state.seed
         if member.draws:  # programs count by themselves, and others have run meanwhile
+            self._reseeded.look(seed, trains=trains)
             member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
         if member.meets:
             self.meet_islands(member)

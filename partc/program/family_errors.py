@@ -133,11 +133,18 @@ def too_many(wanted: Wanted, most: int) -> RunError:
     return RunError(
         where=str(wanted),
         what=f"the stage has {most} programs already",
-        why="each takes seconds to compile",
-        do=f"Allow more, program.module(most_programs={most + 1}); or let the data loader pad "
-        "batches to few lengths. Another mode (eval), and another shape, are programs of their "
-        "own.",
+        why="each shape, and each mode, has a program of its own, which takes seconds to compile",
+        do=(_TOKENS if wanted.kind == "forward" and most > 1 else _LENGTHS)
+        + f" Or allow more: program.module(most_programs={most + 1}).",
     )
+
+
+_LENGTHS = "Let the data loader pad batches to few lengths (multiples of 64)."
+_TOKENS = (
+    "Pad what comes in many lengths to few: while generating token by token pad ids on the right "
+    "to the length that is wanted in the end, and read the logits of the last token that is there, "
+    "stage(padded)[:, n - 1], as docs/how-to/shapes-and-modes.md does."
+)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.manifest import sha256
 from partc.program.meeting import NotMetError, number_of
+from partc.program.other_programs import told_differences
 
 PART_BYTES = 8  # four parts make 32 bytes; they catch accidents, not attackers
 
@@ -65,12 +66,16 @@ def check_agreement(program: Program, device: torch.device) -> None:
     differing = [name for name in mine if len({row[name] for row in found}) > 1]
     if not differing:
         return
-    lines = [f"rank {r}: " + _row(row, differing) for r, row in enumerate(found)]
+    told = told_differences(program, device)
     error = RunError(
         where=f"rank {dist.get_rank()}",
-        what=f"the ranks do not run the same program: {', '.join(differing)} differ",
+        what=f"the ranks do not run the same program: {', '.join(differing)} differ"
+        + (f"; {told}" if told else ""),
         why="their collectives would be paired wrongly",
-        do="Copy one saved program to all hosts:\n  " + "\n  ".join(lines),
+        do="Copy one saved program to all hosts."
+        if program.recipe is None
+        else "Build the same model, loss and options on every rank, outside of `if rank == 0`; or "
+        "compile once, program.save(folder), and load that on all.",
     )
     print(error, file=sys.stderr, flush=True)
     raise error
@@ -89,7 +94,3 @@ def _as_bytes(parts: Mapping[str, str]) -> bytes:
 
 def _table(row: bytes, names: Mapping[str, str]) -> dict[str, str]:
     return {name: row[i * PART_BYTES : (i + 1) * PART_BYTES].hex() for i, name in enumerate(names)}
-
-
-def _row(row: Mapping[str, str], differing: list[str]) -> str:
-    return "  ".join(f"{name} {row[name]}" for name in differing)

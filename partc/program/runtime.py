@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
+from partc.plan import Plan
 from partc.plan.wires import is_residual
 from partc.program import Program, residuals
 from partc.program.agreement import Agreement
@@ -94,6 +95,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             self._tensors.holders,
             self._tensors.sources,
             draws=bool(program.draws) or residuals.draws(program.plan),
+            own_rows=Plan.parse(program.plan).batch == "local",
         )
         guard = Guard(
             self._tensors, self._loaded, raw, self.agreement, self.check_modules, RunState(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -14,18 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import UsageError
 from partc.program import Program
 from partc.program.copies import Writes
-from partc.program.family import Family
+from partc.program.exported import check_not_exported
+from partc.program.family import Family, Ready
 from partc.program.family_errors import late_gradients, untrained
+from partc.program.habits import LOG, once, without_inference
 from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
 from partc.program.same_model import check_same_model
 from partc.program.shown import Shown, begin_all, end_all
-from partc.program.step_loss import of_step
+from partc.program.step_loss import dropped, of_step
 from partc.wrong_calls import quoted
-
-LOG = logging.getLogger("partc")
-TOLD: set[str] = set()  # of what this process was told already
 
 
 class SeveralPrograms(nn.Module):
@@ -137,6 +135,7 @@ class SeveralPrograms(nn.Module):
         scale: float | Tensor | None = None,
     ) -> Any:  # fmt: skip
         """A training step by one of the families; gradients are multiplied by ``scale``."""
+        check_not_exported()
         self.writes.check()
         self._tell_of_habits()
         self.check_no_hooks()
@@ -145,27 +144,31 @@ class SeveralPrograms(nn.Module):
         ready = family.step(inputs, named, self._device_type)
         if ready is None:
             return None
+        with without_inference():
+            return ready.whole(of_step(self._run(ready, scale)))
+
+    def _run(self, ready: Ready, scale: float | Tensor | None) -> Tensor:
+        """The loss of a step, whose gradients are then in every ``.grad``."""
         if scale is not None:
             shown = list(self._shown.values())
-            loss = scaled_step(shown, ready.run, scale, is_half=ready.is_half)
-            return ready.whole(of_step(loss))
+            return scaled_step(shown, ready.run, scale, is_half=ready.is_half)
         begin_all(self._shown.values())
         try:
-            return ready.whole(of_step(ready.run()))
+            loss: Tensor = ready.run()
+            return loss
         finally:
             end_all(self._shown.values())
 
     def _tell_of_habits(self) -> None:
         """Tell, once, of a step whose gradients nobody wants, and of one that has none."""
         trains = any(each.param.requires_grad for each in self._shown.values())
-        if not trains and self._shown and self._tensors.pipeline is None and "frozen" not in TOLD:
-            TOLD.add("frozen")
+        alone = self._shown and self._tensors.pipeline is None
+        if not trains and alone and once("frozen"):
             warnings.warn(
                 "partc: no parameter has requires_grad, so that a step trains nothing",
                 stacklevel=4,
             )
-        if not torch.is_grad_enabled() and "no_grad" not in TOLD:
-            TOLD.add("no_grad")
+        if not torch.is_grad_enabled() and once("no_grad"):
             LOG.warning(
                 "partc: stage.step computes gradients under torch.no_grad() too. The loss alone, "
                 "in eval mode, is stage.eval_step(...)"
@@ -173,6 +176,7 @@ class SeveralPrograms(nn.Module):
 
     def _called(self, family: Family, inputs: Sequence[Any], named: dict[str, Any]) -> Any:
         """A call of one of the families: results in eval mode, else the loss for ``backward``."""
+        check_not_exported()
         self.writes.check()
         if family.infers:
             return family.forward(inputs, named, self._device_type)
@@ -180,7 +184,9 @@ class SeveralPrograms(nn.Module):
         if ready is None:
             return None
         shown = list(self._shown.values())
-        return ready.whole(loss_with_backward(shown, ready.run, is_half=ready.is_half))
+        with without_inference():
+            loss = loss_with_backward(shown, ready.run, is_half=ready.is_half)
+        return ready.whole(loss if loss.requires_grad else dropped(loss))
 
     def _apply_to_families(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Let all programs follow ``.to()``, once the stage's tensors have."""

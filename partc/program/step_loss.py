@@ -87,6 +87,79 @@ class Evaluated(_Told):
         )
 
 
+# What joins an extra and a loss to one that would train on both.
+_JOINED = {
+    Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_, torch.add,
+    Tensor.sub, Tensor.__sub__, Tensor.__rsub__, torch.sub, torch.stack,
+}  # fmt: skip
+
+
+class Extra(_Told):
+    """What a training step gives beside its loss, and what was computed from it: detached."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.autograd.grad:
+                raise _untrained_extra()
+            if func is Tensor.detach:  # said so by the script
+                return plain(args[0]).detach()
+            if func in _JOINED and torch.is_grad_enabled():
+                args = _refusing_backward(args)
+            result = func(*args, **(kwargs or {}))
+            trains = isinstance(result, Tensor) and result.requires_grad
+            if type(result) is Tensor and result.is_floating_point() and not trains:
+                return result.as_subclass(cls)
+            return plain(result) if isinstance(result, cls) and trains else result
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """RunError: a step has one loss."""
+        raise _untrained_extra()
+
+
+class _Refuses(torch.autograd.Function):
+    """Gives a tensor as it is, and refuses to be part of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+        raise _untrained_extra()
+
+
+def _refusing_backward(args: Any) -> Any:
+    """The operands of a sum, its extras so that the sum has no backward if another one trains."""
+    flat = [each for x in args for each in (x if isinstance(x, list | tuple) else [x])]
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+        return args
+    return tuple(
+        type(x)(map(_refusing, x)) if type(x) in (list, tuple) else _refusing(x) for x in args
+    )
+
+
+def _refusing(x: Any) -> Any:
+    if not isinstance(x, Extra) or x.dim():  # what is no number is a feature, and no loss
+        return x
+    apply: Any = _Refuses.apply
+    return apply(plain(x).detach().requires_grad_())
+
+
+def _untrained_extra() -> RunError:
+    return RunError(
+        where="backward()",
+        what="it is of something that the step gives beside its loss, without gradients",
+        why="a program computes gradients together with the loss that was compiled, the first that "
+        "loss_of returns; all else is to look at",
+        do="Add it to the loss inside of the loss that is compiled, return loss + aux, {'aux': "
+        "aux}; or train on it as a loss of its own, program.also(...) and stage.share(...). To "
+        "log their sum add extra.detach() behind loss.detach().",
+    )
+
+
 def plain(loss: Tensor) -> Tensor:
     """The same tensor, without what its class adds."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -108,3 +181,28 @@ def evaluated(results: Any) -> Any:
     if isinstance(results, dict):
         return {name: evaluated(each) for name, each in results.items()}
     return results.as_subclass(Evaluated) if type(results) is Tensor else results
+
+
+class Dropped(Evaluated):
+    """The loss of a call under ``torch.no_grad()``, which drops the gradients."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """RunError: they are gone."""
+        raise RunError(
+            where="loss.backward()",
+            what="the stage was called under torch.no_grad() or torch.inference_mode()",
+            why="such a call drops the gradients that the step has computed",
+            do="Call loss = stage(...) outside of it; stage.eval_step(...) gives a loss without "
+            "gradients.",
+        )
+
+
+def dropped(loss: Tensor) -> Tensor:
+    """The loss of a call whose gradients are not kept; the loss itself where none trains."""
+    return loss.as_subclass(Dropped) if type(loss) is Tensor else loss
+
+
+def extra(x: Tensor) -> Tensor:
+    """What a training step gives beside its loss, which says why it has no backward."""
+    x = x.detach()
+    return x.as_subclass(Extra) if type(x) is Tensor and x.is_floating_point() else x

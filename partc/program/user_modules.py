@@ -18,6 +18,7 @@ from torch.nn.modules import module as module_hooks
 
 from partc.errors import RunError, UsageError
 from partc.program.elsewhere import ElsewhereError, Table
+from partc.program.exported import no_export
 from partc.program.likeness import TABLES, Likeness
 from partc.program.read_numbers import ReadNumbers
 from partc.wrong_calls import did_you_mean
@@ -168,7 +169,8 @@ class UserModules(nn.Module):
             raise RunError(
                 where=f"stage[{key!r}]", what="this stage has no parts by number or name",
                 why=f"it has those of its model: {kind}",
-                do="Take stage.get_submodule(path), or an attribute.",
+                do="Pass stage.parameters() to what takes parameters (clip_grad_norm_, an "
+                "optimizer); a part is an attribute, or stage.get_submodule(path).",
             )  # fmt: skip
         return root[key]
 
@@ -218,6 +220,10 @@ class UserModules(nn.Module):
             do="Save stage.full_state_dict(), or call partc.save_checkpoint on all ranks; "
             "copy.deepcopy(stage) copies it.",
         )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What ``torch.jit.script`` asks of a module first."""
+        raise no_export("torch.jit.script")
 
 
 def _given_whole(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -127,6 +127,12 @@ def _check_letters(notation: Notation, where: str, text: str, makes_dims: bool) 
 def _check_exists(op: str) -> None:
     """RuleError for an op of torch that torch has not got; others may come later."""
     namespace, _, rest = op.partition(".")
+    if "::" in op:
+        raise RuleError(
+            where=f"rule({op!r}, ...)", what="it is not the name of an op here",
+            why="a rule is found by the name that an op has in torch.ops, with a dot",
+            do=f"Write {op.replace('::', '.')!r}, and import before what defines it.",
+        )  # fmt: skip
     if not rest:
         raise RuleError(
             where=f"rule({op!r}, ...)", what="an op's name has two parts",

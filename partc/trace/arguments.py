@@ -305,7 +305,11 @@ def _unbound(
     do = "Let the loss take the model and then the inputs." if loss is not None else (
         "Give inputs that the model takes, or a loss that does."
     )  # fmt: skip
-    if not args and not kwargs:
+    by_name = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if args and by_name and "positional" in str(error):
+        entries = ", ".join(f"{name!r}: ..." for name in by_name[: len(args)])
+        do = f"Its arguments go by name: pass inputs as a dict, {{{entries}}}."
+    elif not args and not kwargs:
         do = f"Pass example tensors for ({taken})."
     elif len(args) == 1 and isinstance(args[0], int | float | str):
         do += " Inputs are tensors of the shapes of a batch: (torch.zeros(8, 256), ...)."

@@ -42,6 +42,7 @@ from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
 from partc.trace.forward_lines import forward_noted
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.input_grads import by_inputs, notes_of_inputs
 from partc.trace.known_values import UnknownValueError, computed, needs_values
 from partc.trace.overwritten import overwrites_named
 from partc.trace.own_grads import grads_unread
@@ -54,6 +55,7 @@ from partc.trace.ran import not_noting_code, noting_code
 from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here
 from partc.trace.step_objects import StepObjects
+from partc.trace.swallowed import called, none_swallowed
 from partc.trace.unknown_masks import masks_read
 from partc.trace.untouched import untouched
 
@@ -220,7 +222,7 @@ class TracedStep:
         notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
         self.decided = history.contents.known.decided
         notes += *history.notes(), *idle_notes(self.idle), *padding_notes(padded)
-        notes += (*transfer_notes(asked),)
+        notes += *transfer_notes(asked), *notes_of_inputs(history.contents)
         return result, numbers, (*notes, *history.contents.known.notes())
 
     @contextmanager
@@ -266,9 +268,10 @@ class TracedStep:
             grads_unread(names.params, weights),
         ):
             objects = StepObjects(self.model, held, names.params)
-            with own:
+            with own, none_swallowed():
                 outcome = named_results(self.objective(self.model, *inputs))
             objects.check()
+            contents.differentiates |= by_inputs(inputs)
             self.results = list(outcome)
             if not self.with_own:
                 check_own(outcome.values(), contents, names.by_id(held))
@@ -381,7 +384,7 @@ class Origins(TorchDispatchMode):
             origin["site"] = self.sites.of(func, kwargs)
         call = self.contents.before(func, args, kwargs, origin["source"])
         with provenance.annotate(origin), forward_noted(origin["source"]):
-            result = func(*args, **kwargs)
+            result = called(func, args, kwargs)
         self.contents.behind(call, func, args, kwargs, result)
         return result
 

@@ -68,6 +68,7 @@ class Contents:
     ``outside`` has the tensors that the first run has closed over, by memory: no call made them,
     and they are no parameters, buffers or inputs. ``calls`` has the digests of the first run's
     calls. ``known`` has the values of what follows from constants in the latest run.
+    ``differentiates``: a run took derivatives by its inputs before the loss was there.
     """
 
     run: int = 0
@@ -78,6 +79,7 @@ class Contents:
     known: KnownValues = field(default_factory=KnownValues)
     alive: list[Any] = field(default_factory=list)  # so that no other memory gets the same number
     drawn: int = 0
+    differentiates: bool = False
 
     def begin(self, placeholders: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Begin a run on these parameters, buffers and inputs; ``buffers`` are the model's own."""

@@ -83,6 +83,11 @@ def _names(pattern: str, path: str) -> bool:
     return len(wanted) == len(parts) and all(w == p or (w == "*" and p.isdigit()) for w, p in pairs)
 
 
+def _of_all(path: str) -> str:
+    """The pattern of all blocks of a list: ``blocks.*.mlp`` of ``blocks.0.mlp``."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
 def _check(entry: str, pattern: str, paths: Collection[str]) -> None:
     if pattern in paths and any(part.isdigit() for part in pattern.split(".")):
         raise PlanError(
@@ -94,5 +99,6 @@ def _check(entry: str, pattern: str, paths: Collection[str]) -> None:
         raise PlanError(
             where=f"plan, hooks, {entry}", what="the model has no such module",
             why=f"it has {', '.join([*paths][:6])}{', ...' if len(paths) > 6 else ''}",
-            do=did_you_mean(pattern, paths) or "Name a module, with * for the number in a list.",
+            do=did_you_mean(pattern, map(_of_all, paths))
+            or "Name a module, with * for the number in a list.",
         )  # fmt: skip

@@ -14,6 +14,8 @@ from typing import Any
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.modules import transformer
 
+from partc.trace.swallowed import Refused
+
 NAME = "_detect_is_causal_mask"
 
 
@@ -26,7 +28,8 @@ def masks_read() -> Iterator[None]:
     def is_causal(*args: Any, **kwargs: Any) -> Any:
         try:
             return plain(*args, **kwargs)
-        except DataDependentOutputException:
+        except DataDependentOutputException as error:
+            Refused.forget(error)
             return False
 
     setattr(transformer, NAME, is_causal)

@@ -17,8 +17,8 @@ _VALUE = "Python code asks for the value of a tensor"
 # By what torch says, or by its class: what happened, and what to do. The first that fits counts.
 _KNOWN = (
     (r"item\(\)|numpy|DataDependentOutputException", _VALUE,
-     "Use torch.where instead of a branch, return the tensor itself beside the loss, or move this "
-     "code out of the step."),
+     "Use torch.where instead of a branch; to print or log it, return the tensor itself beside the "
+     "loss, (loss, extras), and do that behind the step; or move this code out of the step."),
     ("DynamicOutputShapeException", "the size of a result depends on the values of a tensor",
      "Use a mask or a fixed capacity instead of selecting elements."),
     ("use_reentrant", "a reentrant checkpoint cannot be traced",
@@ -30,6 +30,11 @@ _KNOWN = (
     ("backward through the graph a second time", "the loss computes gradients by itself",
      "Return the loss alone, without loss.backward() and optimizer.step(): a step computes the "
      "gradients."),
+    ("[Dd]efault process group",
+     "the code asks for the ranks of a process group, and there is none yet",
+     "Leave torch.distributed out of the model and its loss: they compute the whole batch, as one "
+     "process does, and the program does what ranks have to do together. Else start the process "
+     "group before compiling, and the number of ranks becomes part of the program."),
     (r"linked with support for \w+ devices|not compiled with CUDA|No CUDA GPUs|NVIDIA driver",
      "the code asks for a device that this machine has not got",
      "Leave devices out of the model and its loss, or take that of a tensor at hand "

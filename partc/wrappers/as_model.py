@@ -18,6 +18,7 @@ from partc.program.copies import copied
 from partc.program.not_a_stage import no_stage_yet
 from partc.program.reading import division_of, rank_or_own
 from partc.program.runtime import Stage
+from partc.wrappers.instead import wrapped_again
 from partc.wrappers.prepared import Prepared
 from partc.wrong_calls import check_whole_number
 
@@ -131,6 +132,8 @@ class AsModel(Prepared):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("_ddp_"):  # which DistributedDataParallel asks for first
+                raise wrapped_again("DistributedDataParallel") from None
             if self.stage is None and not name.startswith("_") and hasattr(Stage, name):
                 raise no_stage_yet(name) from None
             raise
@@ -150,6 +153,9 @@ class AsModel(Prepared):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         self._held.add_module(name, module)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise wrapped_again("DataParallel")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the stage, of which averages are made; all ranks call this together."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from partc.api import compile as compile_program
+from partc.errors import RunError
 from partc.wrong_calls import did_you_mean, told_elsewhere
 
 OF_COMPILE = tuple(inspect.signature(compile_program).parameters)
@@ -72,6 +73,15 @@ def instead(wrapper: str, name: str, known: Iterable[str], others: Mapping[str, 
         return near
     told = told_elsewhere("compile", name)
     return f"{_LEAVE}{told}." if told else "Leave it out."
+
+
+def wrapped_again(wrapper: str) -> RunError:
+    """The refusal of a wrapper of torch's around a model that ``parallelize`` has made."""
+    return RunError(
+        where=wrapper, what="it is given a model that partc.parallelize has made",
+        why="its steps run on all ranks and add up their gradients already",
+        do=f"Leave {wrapper} out, and call the model that parallelize gave.",
+    )  # fmt: skip
 
 
 def _of_lightning() -> Iterable[str]:

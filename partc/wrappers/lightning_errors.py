@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from partc.errors import RunError, UsageError
+from partc.errors import RunError, TraceError, UsageError
 
 
 def manual(module: Any) -> UsageError:
@@ -53,4 +54,18 @@ def sets(module: Any, name: str) -> RunError:
         why="a program computes tensors and runs no Python of the model",
         do=f'Return it beside the loss ({{"loss": loss, "{name}": ...}}), and set it in '
         "on_train_batch_end, which is given what training_step returns.",
+    )
+
+
+def logged_number(line: str, module: str) -> TraceError | None:
+    """The refusal of a line that logs the value of a tensor, and not the tensor; None of others."""
+    logs = re.search(r"\b(log|log_dict|print)\(", line)
+    if not logs or not re.search(r"\.(item|tolist|numpy)\(|\b(float|int)\(|:[.\d]+f\}", line):
+        return None
+    return TraceError(
+        where=f"{module}.training_step ({line})",
+        what="it logs the value of a tensor, which a step has when it is over",
+        why="a program is the same in every step, and no Python of training_step runs in it",
+        do="Log the tensor itself, self.log('loss', loss): its value is logged behind the step; "
+        "print in on_train_batch_end.",
     )

@@ -18,6 +18,8 @@ from torchmetrics import Metric, MetricCollection
 
 from partc.errors import PartcError, TraceError
 from partc.trace.source_lines import source_of
+from partc.trace.swallowed import OF_VALUES
+from partc.wrappers.lightning_errors import logged_number
 
 
 def loss_of(autocast: Callable[[], Any]) -> Callable[..., tuple[Any, Any]]:
@@ -51,7 +53,16 @@ def _naming_number(module: Any, *, given: bool) -> Iterator[None]:
         yield
     except Exception as error:
         line = source_of(error)
-        if isinstance(error, PartcError) or not re.search(rf"\b{name}\b", line) or not name:
+        logged = logged_number(line, type(module).__name__)
+        if logged and isinstance(error, OF_VALUES):
+            raise logged from error
+        of_floats = getattr(error, "of_floats", False)  # the number of a batch is a whole one
+        if (
+            isinstance(error, PartcError)
+            or of_floats
+            or not re.search(rf"\b{name}\b", line)
+            or not name
+        ):
             raise
         raise TraceError(
             where=f"{type(module).__name__}.training_step ({line})",

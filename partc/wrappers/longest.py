@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -104,6 +105,17 @@ def check_names_of_pad(pad: Mapping[str, float], known: Collection[str]) -> None
                 where=f"pad={{{name!r}: ...}}", what="there is no such input",
                 why=f"the inputs are {', '.join(sorted(known))}", do=meant,
             )  # fmt: skip
+
+
+def warn_of_pad(pad: Mapping[str, float], known: Collection[str]) -> None:
+    """Warn where a script says how inputs are filled up of which it has none by its first step."""
+    lost = [name for name in pad if name.partition(".")[0] not in known]
+    if lost and len(lost) == len(pad):
+        warnings.warn(
+            f"partc: pad={{{lost[0]!r}: ...}} fills up nothing: the inputs are "
+            f"{', '.join(sorted(known))}, by whose names pad goes ('batch.ids' of a dict)",
+            stacklevel=6,
+        )  # fmt: skip
 
 
 def _check_values(pad: Mapping[str, float], given: Given) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
 from partc.errors import RunError
+from partc.plan.sharding import dtype_name
 from partc.program.runtime import Stage
 from partc.wrappers.moved import move
 from partc.wrappers.prepared import Prepared
@@ -41,7 +42,7 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
                     prepared.moved.append(self.move)
                 return
         if mine and any(True for _ in models):
-            raise _of_no_model(type(self.optimizer).__name__)
+            raise _of_no_model(self.optimizer, set())
 
     def move(self, stage: Stage, names: Mapping[int, str]) -> None:
         """Take the stage's parameters in the place of the model's, with their states.
@@ -50,7 +51,7 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """
         inner = self.optimizer
         if any(id(p) not in names for group in inner.param_groups for p in group["params"]):
-            raise _of_no_model(type(inner).__name__)
+            raise _of_no_model(inner, names)
         move(inner, stage, names)
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,10 +102,17 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]
                 super().step(*args, **named)
 
 
-def _of_no_model(name: str) -> RunError:
+def _of_no_model(optimizer: Any, known: Container[int]) -> RunError:
+    """The refusal of an optimizer over parameters of which some are not the model's."""
+    each = [p for group in optimizer.param_groups for p in group["params"]]
+    stray = [p for p in each if id(p) not in known]
+    first = f"{dtype_name(stray[0].dtype)}{list(stray[0].shape)}"
     return RunError(
-        where=f"the optimizer {name}",
-        what="it has parameters that are not the model's",
-        why="its parameters become the stage's, by their names in the model",
-        do="Build one optimizer for each model, over model.parameters().",
+        where=f"the optimizer {type(optimizer).__name__}",
+        what=f"{len(stray)} of its {len(each)} parameters are not the model's, the first {first}",
+        why="its parameters become the stage's, by their names in the model: these are of another "
+        "model, or of this one before its parameters were replaced",
+        do="Make the optimizer over model.parameters() of the model that is prepared with it, "
+        "behind what makes or changes the model (from_pretrained, adapters, new layers); each "
+        "model has its own.",
     )

@@ -23,6 +23,7 @@ from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
 from partc.wrappers.as_model import AsModel
 from partc.wrappers.kept import Kept, check_not_stepping
+from partc.wrappers.longest import warn_of_pad
 from partc.wrappers.moved import move, optimizers_over
 from partc.wrappers.prepared import How
 from partc.wrappers.said import check_loss, check_outputs, check_said
@@ -186,6 +187,11 @@ class Parallel(AsModel):
             for name, before in zip(names, recipe.trained, strict=True)
         )
         return replace(program, recipe=replace(recipe, trained=now))
+
+    def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
+        if self.stage is None:
+            warn_of_pad(self.how.pad, {*self.how.inputs, *named})
+        return super()._begun(args, named, loss)
 
     def _trained(self, args: Any, named: Any) -> Any:
         return self._of_loss(self.how.loss, args, named)

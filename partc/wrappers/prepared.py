@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import partc
 from partc.errors import RunError
 from partc.plan.mesh import MeshLike
 from partc.program import Program
+from partc.program.exported import check_not_exported, no_export
 from partc.program.raw_model import empty_model
 from partc.program.runtime import Stage
 from partc.program.start import group_backend
@@ -110,6 +111,7 @@ class Prepared(nn.Module):
         """In train mode the step's loss, ready for ``backward``; in eval mode what the model
         returns, without gradients, for this rank's rows.
         """
+        check_not_exported()
         args, named = self._filled(args, named, self.how.loss if self.training else None)
         if not self.training:
             return self._evaluating(args, named)(*args, **named)
@@ -118,6 +120,9 @@ class Prepared(nn.Module):
             return found
         extras = {name: _without_gradient(x, name) for name, x in found[1].items()}
         return Outputs(loss=found[0], **extras)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise no_export("torch.jit.script")
 
     def eval_loss(self, *args: Any, **named: Any) -> Any:
         """The loss in eval mode of all ranks' rows, without gradients."""

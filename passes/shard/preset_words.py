@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from partc.errors import PlanError
+from partc.passes.shard.meant_preset import meant
 from partc.plan import Plan
 from partc.plan.axis_words import axis_instead
 from partc.plan.batch import DATA_AXES
@@ -26,7 +27,7 @@ def preset_words(preset: str) -> list[str]:
                 where=f"plan {quoted(preset)}",
                 what=f"there is no preset {quoted(word)}",
                 why=f"presets are {', '.join(PRESETS)}",
-                do=_meant(preset, word),
+                do=meant(preset, word, PRESETS),
             )
     twice = next((word for word in words if words.count(word) > 1), None)
     if twice is not None:
@@ -43,25 +44,6 @@ def preset_words(preset: str) -> list[str]:
                 do="Keep one.",
             )
     return words
-
-
-_OTHER_NAMES = {"zero3": "fsdp", "fsdp1": "fsdp", "fsdp2": "fsdp", "dp": "ddp", "tp": "megatron",
-                "sp": "megatron-sp", "zero": "zero1"}  # fmt: skip
-
-
-def _meant(preset: str, word: str) -> str:
-    """What somebody may have meant by a preset that there is not."""
-    joined = "+".join(preset.replace(",", " ").replace("+", " ").lower().split())
-    if joined != preset and joined and {*joined.split("+")} <= {*PRESETS}:
-        return f"Write {joined!r}."
-    if "auto" in preset.split("+"):
-        return "'auto' stands alone: it chooses among all presets."
-    if any(sign in preset for sign in "./\\"):
-        return "A plan in a file is named by a path that ends in .toml: 'build/plan.toml'."
-    if word.lower() in _OTHER_NAMES:
-        return f"Write {_OTHER_NAMES[word.lower()]!r}, as partc calls it."
-    near = did_you_mean(word, (*PRESETS, "auto"))
-    return near or "Name one of these, several joined by '+', or 'auto'."
 
 
 def axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[str]]:

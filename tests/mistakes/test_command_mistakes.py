@@ -72,6 +72,14 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("verify", "BUILD", "--model", MODELS + "right", "--tolerance", "-1"),
         ("above 0",),
     ),
+    "devices": (("simulate", "BUILD", "--devices", "0"), ("--devices 0", "from 1", "1 or more")),
+    "stages": ((*COMPILE, "--virtual-stages", "0"), ("--virtual-stages 0", "1 or more")),
+    "no bytes": ((*COMPILE, "--memory-bytes", "0"), ("--memory-bytes 0", "leave it out")),
+    "a preset by name": ((*COMPILE, "--preset", "ddp"), ("'--preset'", "--plan ddp")),
+    "a strategy": ((*COMPILE, "--strategy=ddp"), ("'--strategy=ddp'", "--plan fsdp")),
+    "a mesh in two words": ((*COMPILE, "tp=2"), ("'tp=2'", "--mesh dp=2,tp=2")),
+    "a plan's folder": ((*COMPILE, "--plan", "BUILD"), ("a folder", "build/plan.toml'")),
+    "another folder": ((*COMPILE, "--plan", "ABOVE"), ("a folder", "names a file in it")),
     "a factor": (("simulate", "BUILD", "--peak", "fast"), ("fast", "--peak 2")),
 }
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import partc
-from partc.program import several_programs
+from partc.program import habits
 from tests.mistakes.things import Net, batch_of, check, compiled, one_rank
 from tests.mistakes.things import program as two_ranks
 
@@ -307,7 +307,7 @@ def test_a_stage_moves_only_where_it_can() -> None:
 def test_a_step_that_trains_nothing_or_whose_gradients_nobody_wants_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(several_programs, "TOLD", set())
+    monkeypatch.setattr(habits, "TOLD", set())
     mine = one().module()
     mine.load_full(Net())
     with torch.no_grad():

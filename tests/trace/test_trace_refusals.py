@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -89,11 +90,48 @@ def test_what_follows_from_constants_alone_is_known() -> None:
         assert bool((mask == nn.Transformer.generate_square_subsequent_mask(4)).all())
         mask[0].fill_(3)
         assert mask.sum(1)[0].item() == 12
+
+    def overwritten(y: Tensor) -> None:
+        mask = torch.zeros(4, 4)
         mask[1].copy_(y.detach()[0])
-        with pytest.raises(RuntimeError):
-            mask.sum().item()
+        mask.sum().item()
 
     trace(nn.Sequential(Asks(asks)), (torch.randn(2, 4),))
+    with pytest.raises(TraceError, match=r"asks for the value of a tensor"):
+        trace(nn.Sequential(Asks(overwritten)), (torch.randn(2, 4),))
+
+
+def suppressed(ask: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+    """What asks for values, and goes on without them."""
+
+    def asks(y: Tensor) -> None:
+        with suppress(Exception):
+            ask(y)
+
+    return asks
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda y: float(y.max()), lambda y: bool(y.max() > 0), lambda y: y.nonzero(),
+        lambda y: y.detach().numpy(), lambda y: y.tolist(), lambda y: f"{y.sum():.3f}",
+        lambda y: y[y > 0],
+    ],
+)  # fmt: skip
+def test_a_value_that_was_asked_for_in_a_try_is_refused(ask: Callable[[Tensor], object]) -> None:
+    with pytest.raises(TraceError, match=r"asks for the value of a tensor, and catches"):
+        trace(nn.Sequential(nn.Linear(4, 4), Asks(suppressed(ask))), (torch.randn(2, 4),))
+
+
+def test_a_caught_error_of_other_kinds_is_the_models_own_affair() -> None:
+    def tries(y: Tensor) -> None:
+        with suppress(RuntimeError):
+            y @ y.new_zeros(7, 7)
+        with suppress(AttributeError):
+            getattr(y, "nothing")  # noqa: B009
+
+    trace(nn.Sequential(nn.Linear(4, 4), Asks(tries)), (torch.randn(2, 4),))
 
 
 class Latent(nn.Module):

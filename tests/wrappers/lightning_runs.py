@@ -211,6 +211,13 @@ class LogsNumber(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class LogsItem(Classifier):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log(f"loss {type(batch_idx)}", loss.item())
+        return loss
+
+
 class KeepsLoss(Classifier):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         self.last = super().training_step(batch, batch_idx)["loss"].detach()
@@ -231,7 +238,7 @@ class ChangesMode(Classifier):
 def refused() -> dict[str, str]:
     """What fitting each of these says, by the name of its class."""
     found = {}
-    for kind in (ReadsStep, LogsNumber, KeepsLoss, Manual, ChangesMode):
+    for kind in (ReadsStep, LogsNumber, LogsItem, KeepsLoss, Manual, ChangesMode):
         with _quietly():
             trainer, _ = _trainer("dp=1", {"plan": "ddp"})
             trainer.gradient_clip_val, trainer.accumulate_grad_batches = None, 1

@@ -74,6 +74,9 @@ def test_what_a_program_would_not_do_is_refused(world: Processes) -> None:
     said = world.run(refusals, num=1)[0]
     assert said["ReadsStep"].startswith("TraceError: ReadsStep, trainer.global_step:")
     assert said["LogsNumber"].startswith("TraceError: training_step, self.log('rate', ...):")
+    assert said["LogsItem"].startswith("TraceError: LogsItem.training_step (")
+    assert "it logs the value of a tensor" in said["LogsItem"]
+    assert "Log the tensor itself" in said["LogsItem"]
     assert said["KeepsLoss"].startswith("RunError: KeepsLoss.last: a step sets it")
     assert said["Manual"].startswith("UsageError: Manual, automatic_optimization = False:")
     assert said["ChangesMode"].startswith("RunError: training_step, body: its train() or eval()")
