@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from partc.api import Job
+from tests.compile_once import each_compiles
 
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """The steps that this process compiles, whoever asks for them."""
+    """The steps that this process compiles, whoever asks for them: it is handed none."""
     seen: list[str] = []
     compiled = Job.with_plan
 
@@ -21,6 +22,6 @@ def counted() -> Iterator[list[str]]:
         seen.append(f"{self.step.kind} in {'train' if self.step.model.training else 'eval'} mode")
         return compiled(self, *args, **named)
 
-    with pytest.MonkeyPatch.context() as patched:
+    with each_compiles(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(Job, "with_plan", with_plan)
         yield seen

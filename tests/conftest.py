@@ -92,7 +92,7 @@ def world() -> Iterator["Processes"]:
 def pytest_collection_finish() -> None:
     from partc.verification.processes import PRELOADED
 
-    PRELOADED.extend(["partc.api", "torch._dynamo"])
+    PRELOADED.extend(["partc.api", "torch._dynamo", "tests.warm"])
     gc.collect()
     gc.freeze()  # imported modules stay: to look through them at every collection takes long
     gc.set_threshold(GARBAGE)

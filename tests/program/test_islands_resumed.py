@@ -33,18 +33,24 @@ def held(stage: Stage) -> dict[str, Tensor]:
     return {name: piece.detach().clone() for name, (_, piece) in stage.pieces().items()}
 
 
+CUTS = range(2, 6)  # behind every step of a period
+
+
 def resumes(folder: Path, mesh: str, preset: str, own: str, kind: type[nn.Module]) -> None:
-    """Bit for bit, behind every step of a period."""
-    for cut in range(2, 6):
-        whole, first = begin(mesh, preset, own, kind), begin(mesh, preset, own, kind)
-        losses = train(*whole, range(8))
-        train(*first, range(cut))
-        first[0].full_state_dict()  # reading changes nothing
-        save_checkpoint(folder, *first, step=cut)
+    """Bit for bit, from checkpoints that one run saves as it goes."""
+    whole, saving = begin(mesh, preset, own, kind), begin(mesh, preset, own, kind)
+    losses = train(*whole, range(8))
+    theirs, saved = held(whole[0]), []
+    for step in range(max(CUTS)):
+        saved += train(*saving, range(step, step + 1))
+        if step + 1 in CUTS:
+            saving[0].full_state_dict()  # reading changes nothing
+            save_checkpoint(folder, *saving, step=step + 1)
+    assert saved == losses[: len(saved)]
+    for cut in CUTS:
         again = begin(mesh, preset, own, kind)
         assert load_checkpoint(folder / f"step-{cut:08d}", *again) == cut
         assert train(*again, range(cut, 8)) == losses[cut:]
-        theirs = held(whole[0])
         assert all(torch.equal(x, theirs[name]) for name, x in held(again[0]).items())
 
 

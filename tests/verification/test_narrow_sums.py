@@ -151,6 +151,7 @@ def tower() -> Case:
     return Case(model, (torch.randn(8, 6),), lambda m, x: m(x).square().mean())
 
 
+@cache
 def staged(
     own: str, mesh: str, case: Case | None = None, preset: str = "ddp", schedule: str = "1f1b"
 ) -> Program:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import partc
 from partc.verification.processes import Processes
+from tests.compile_once import each_compiles
 from tests.program.families import begun, close, compare_step
 
 pytestmark = pytest.mark.gloo
@@ -119,7 +120,9 @@ def test_a_network_with_frozen_norms_trains_as_in_one_process(
 def thawed() -> str:
     """What a script forgets: ``train()`` of the whole puts the norms into train mode too."""
     model = frozen()
-    stage = begun(partc.compile(model, "tp=2", images(0), loss=loss_of, plan="megatron"), model)
+    with each_compiles():  # each rank sees that the mode is another one
+        program = partc.compile(model, "tp=2", images(0), loss=loss_of, plan="megatron")
+    stage = begun(program, model)
     stage.step(*images(0))
     stage.train()
     try:
