@@ -102,12 +102,12 @@ class Compiled:
 
     def scattered(self, axis: str, dim: int) -> bool:
         """Whether an activation, of three dims or more, is reduce-scattered over an axis along a
-        dim.
+        dim, or summed and then cut so: where other axes cut the dim, too.
         """
         graph = self.local.graph
         gradients = ways_out(graph)
         return any(
-            node.target is collectives.reduce_scatter
+            node.target in (collectives.reduce_scatter, collectives.keep_piece)
             and (node.kwargs["axis"], node.kwargs["dim"]) == (axis, dim)
             and node not in gradients
             and len(value(node).shape) > 2
