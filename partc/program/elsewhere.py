@@ -62,6 +62,18 @@ class Table(dict[str, Any]):
             raise _elsewhere(*self.elsewhere[name])
         raise KeyError(name)
 
+    def __delitem__(self, name: str) -> None:
+        """RunError before torch takes a tensor away, to put another in its place (pruning, weight
+        norm): the stage is then as it was.
+        """
+        if super().__contains__(name):
+            raise RunError(
+                where=f"{name} of a stage's module", what="it was to be taken away",
+                why="the program computes with the tensors and modules that the model had when it "
+                "was compiled", do="Prune, or parametrize, the model, and compile it again.",
+            )  # fmt: skip
+        super().__delitem__(name)
+
     def clear(self) -> None:
         """Forget all."""
         super().clear()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from partc.errors import RunError
+from partc.program.elsewhere import Table
 from partc.program.read_numbers import ReadNumbers
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -115,7 +116,7 @@ def _like(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
     twin: nn.Module = object.__new__(kind)
     vars(twin).update(vars(module) if kind is type(module) else vars(nn.Module()))
     for name in TABLES:
-        vars(twin)[name] = {}
+        vars(twin)[name] = Table()
     vars(twin)["_non_persistent_buffers_set"] = set()
     made[module] = twin
     for child in module.children():

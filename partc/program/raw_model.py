@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from partc.errors import RunError
@@ -272,6 +273,17 @@ def _watch_saving() -> None:
         return plain(self, *args, **kwargs)
 
     nn.Module.state_dict = state_dict  # type: ignore[method-assign]
+    average = AveragedModel.update_parameters
+
+    @functools.wraps(average)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        params = [*model.parameters()]
+        if owner := _without_gradients(params):
+            do = "Average the stage: averaged = AveragedModel(stage), and update_parameters(stage)."
+            raise _of_model("AveragedModel.update_parameters", owner, do)
+        average(self, model)
+
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 
 
 def _check_before(name: str, modules: Sequence[ModuleType]) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import partc
@@ -271,3 +273,32 @@ def test_a_model_that_asks_for_ranks_is_told_to_leave_that_out() -> None:
         "check((lambda: compiled(model=Counts()), ('no', 'Leave torch.distributed out')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: prune.l1_unstructured(part, "weight", 0.3),
+        lambda part: nn.utils.spectral_norm(part),
+        lambda part: nn.utils.weight_norm(part),
+        lambda part: parametrizations.weight_norm(part),
+        lambda part: delattr(part, "bias"),
+    ],
+)
+def test_a_tensor_that_is_to_be_taken_away_stays(change: Callable[[nn.Module], Any]) -> None:
+    mine = compiled(mesh="dp=1").module()
+    names = [name for name, _ in mine.named_parameters()]
+    part = next(each for each in mine.modules() if isinstance(each, nn.Linear))
+    check((lambda: change(part), ("of a stage's module", "compile")))
+    assert [name for name, _ in mine.named_parameters()] == names
+    mine.step(X, Y)
+
+
+def test_an_average_of_the_model_is_refused_where_the_stage_is_trained() -> None:
+    model = Net()
+    mine = compiled(model=model, mesh="dp=1").module()
+    of_model, of_stage = AveragedModel(model), AveragedModel(mine)
+    mine.step(X, Y)
+    of_stage.update_parameters(mine)
+    check((lambda: of_model.update_parameters(model), ("which no step trains", "Average the stage")))
