@@ -237,8 +237,8 @@ class Job:
             return self.with_search(mesh, plan, microbatches, objective)
         self.tells = bool(said(plan))
         found = self.with_plan(mesh.settled(plan.mesh), plan)
-        assert self.printed is not None
-        warn_of_idle(plan, self.printed, self.step)
+        if self.printed is not None:  # else another process has compiled it
+            warn_of_idle(plan, self.printed, self.step)
         return found
 
     def with_search(

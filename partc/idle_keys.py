@@ -63,8 +63,8 @@ def _sends(step: Compiled, num: Any, way: str) -> bool:
 
 
 def _gathers(step: Compiled, num: int) -> bool:
-    """One is written of every step that gathers weights, also where no loop follows another."""
-    return not step.pipelined and step.gathers_ahead and (num == 1 or step.blocks)
+    """One is what a step does anyway."""
+    return num == 1 or (not step.pipelined and step.gathers_ahead and step.blocks)
 
 
 def _messages(step: Compiled, wanted: bool) -> bool:
@@ -147,7 +147,7 @@ KEYS: Mapping[str, Key] = {
         _no_gathers_ahead,
     ),
     "overlap_pieces": Key(
-        lambda step, num: step.awaited,
+        lambda step, num: num == 1 or step.awaited,  # one says that there are none
         "no block waits for a sum of activations",
     ),
     "flops_per_byte.*": Key(
@@ -200,9 +200,10 @@ def idle_keys(step: Compiled) -> Iterator[str]:
 
     What the plan's preset says anyway is no key of its own: a printed plan has both.
     """
+    alone = {axis for axis, size in step.state.mesh.axes if size == 1}  # of plans for more ranks
     of_preset = _said(said_by(step.asked, step.state.mesh.cutting_axes()))
     for name, (key, names, given) in said(step.asked).items():
-        if name in of_preset and of_preset[name][2] == given:
+        if alone & {*names} or (name in of_preset and of_preset[name][2] == given):
             continue
         if not key.read(step, given, *names):
             yield key.told(name, step, given, names)

@@ -14,7 +14,7 @@ from torch import fx
 from partc.cost.step_events import Move, StepEvents
 from partc.graph import Graph, collectives, value
 from partc.graph.draws import draws_of
-from partc.graph.moves import kind_of
+from partc.graph.moves import carried, kind_of
 from partc.passes.overlap.bucket_collectives import (
     Groups,
     copied_bytes,
@@ -107,7 +107,7 @@ class Compiled:
         graph = self.local.graph
         gradients = ways_out(graph)
         return any(
-            node.target in (collectives.reduce_scatter, collectives.keep_piece)
+            (node.target is collectives.reduce_scatter or _keeps_a_piece_of_a_sum(node))
             and (node.kwargs["axis"], node.kwargs["dim"]) == (axis, dim)
             and node not in gradients
             and len(value(node).shape) > 2
@@ -196,6 +196,16 @@ class Compiled:
     def gathers_ahead(self) -> bool:
         """Whether a loop over blocks gathers their weights."""
         return any(run.gathers for tape in self._tapes for run in tape.runs)
+
+
+def _keeps_a_piece_of_a_sum(node: fx.Node) -> bool:
+    """Whether a rank keeps its piece, along an axis, of what was summed over that axis before."""
+    if node.target is not collectives.keep_piece:
+        return False
+    before: fx.Node | None = node.all_input_nodes[0]
+    while before is not None and before.target is not collectives.all_reduce:
+        before = carried(before)
+    return before is not None and _axis(before) == _axis(node)
 
 
 def _axis(node: fx.Node) -> str:

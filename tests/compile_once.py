@@ -140,7 +140,10 @@ def _shared_plan(compiled: Callable[..., Program]) -> Callable[..., Program]:
 # what a compile reads ----------------------------------------------------------------------------
 def told(model: nn.Module, inputs: Any, loss: Any) -> tuple[Any, ...]:
     """All that can be told of a step: equal on two ranks that compile the same one."""
-    modules = [(n, type(m).__qualname__, _numbers(vars(m))) for n, m in model.named_modules()]
+    modules = [
+        (n, type(m).__qualname__, _text_of(type(m).forward), _numbers(vars(m)))
+        for n, m in model.named_modules()
+    ]  # fmt: skip
     tensors = [*model.named_parameters(), *model.named_buffers()]
     small = [_values(x) for x in model.buffers()]
     leaves = [_shown(each) for each in tree_leaves(inputs)]
@@ -177,9 +180,17 @@ def _number(value: Any, deep: int = DEEP) -> object:
 
 
 def _code(loss: Any) -> object:
-    """A function's name, and the numbers that it closes over."""
+    """A function's name and code, and the numbers that it closes over."""
     cells = getattr(loss, "__closure__", None) or ()
-    return _number(loss), [_number(cell.cell_contents) for cell in cells]
+    return _number(loss), _text_of(loss), [_number(cell.cell_contents) for cell in cells]
+
+
+def _text_of(function: Any) -> object:
+    """What a function's code says; of a function inside of it that there is one."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    return code.co_code, code.co_names, [_number(each) for each in code.co_consts]
 
 
 def _modes() -> tuple[object, ...]:

@@ -28,6 +28,7 @@ from partc.plan.plan_text import (
     quote,
     read_fields,
     section_lines,
+    sums_each_microbatch,
     word_lines,
     write_cuts,
 )
@@ -283,7 +284,8 @@ class Plan:
         lines += word_lines("backend", self.backend) if self.backend else []
         if self.messages is not None:
             lines += [f"messages = {str(self.messages).lower()}"]
-        if self.microbatches > 1:
+        left_to_preset = self.reduce == "step" and sums_each_microbatch(self.preset)
+        if self.microbatches > 1 and not left_to_preset:
             lines += [f'reduce = "{self.reduce}"']
         if self.schedule:
             lines += [f"schedule = {quote(self.schedule)}"]

@@ -71,14 +71,19 @@ def _check_reduce(table: Mapping[str, Any], where: str) -> None:
     """PlanError where a plan writes that gradients are summed once per step, and its preset says
     once per microbatch: the preset would win in silence.
     """
-    words = [word.strip() for word in table.get("preset", "").split("+")]
-    word = next((each for each in words if each in _EACH_MICROBATCH), "")
+    word = sums_each_microbatch(table.get("preset", ""))
     if word and table.get("reduce") == "step":
         raise plan_error(
             where, f'reduce = "step" contradicts preset = "{word}"',
             f"{word} keeps gradients in shards, and sums them once per microbatch",
             "Leave reduce out, or write the plan without preset.",
         )  # fmt: skip
+
+
+def sums_each_microbatch(preset: str) -> str:
+    """The word of a preset by which gradients are summed once per microbatch; "" without one."""
+    words = [word.strip() for word in preset.split("+")]
+    return next((each for each in words if each in _EACH_MICROBATCH), "")
 
 
 def _read_passes(text: str) -> dict[str, tuple[str, ...]]:

@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
-_LATE: Any = WeakIdKeyDictionary()  # parameters whose gradients are late
+_LATE = "_gradient_is_late"  # an attribute of parameters
 _DONE: list[str] = []
 
 
 def expect_none_at_first(params: Iterable[Tensor]) -> None:
     """Let a GradScaler take optimizers of these parameters while none of them has a gradient."""
-    _LATE.update(dict.fromkeys(params, True))
+    for param in params:
+        setattr(param, _LATE, True)
     if _DONE:
         return
     _DONE.append("GradScaler")
@@ -32,7 +32,7 @@ def expect_none_at_first(params: Iterable[Tensor]) -> None:
         self: GradScaler, optimizer: Optimizer, inverse: Tensor, found: Tensor, *args: Any
     ) -> Any:
         every = [p for group in optimizer.param_groups for p in group["params"]]
-        if every and all(p.grad is None and p in _LATE for p in every):
+        if every and all(p.grad is None and hasattr(p, _LATE) for p in every):
             return {found.device: found}
         return unscale(self, optimizer, inverse, found, *args)
 

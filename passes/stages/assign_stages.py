@@ -127,10 +127,11 @@ def _lies_in(node: fx.Node, point: str) -> bool:
 
 def _check_first(graph: Graph, point: str, start: fx.Node | None) -> None:
     """PlanError if stage 1 begins with the model's first call, so that stage 0 has none."""
-    calls = _staged_calls(graph)
-    if not calls or start is not calls[0]:
+    calls = [n for n in graph.calls() if value(n).phase == "F" and not is_weight(n)]
+    if not calls or start is None or not _lies_in(calls[0], point):
         return
-    later = [p for p in _blocks(graph) if not _lies_in(calls[0], p)]
+    behind = [p for node in calls for p in _blocks(graph) if _lies_in(node, p)]
+    later = [p for p in dict.fromkeys(behind) if not _lies_in(calls[0], p)]
     raise PlanError(
         where=f"stages, {point!r}",
         what="stage 0 would have nothing to compute",

@@ -227,6 +227,7 @@ def test_compile_writes_a_folder(
     assert main(["check", out]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:recompute says nothing here")  # the model has no blocks
 @pytest.mark.parametrize(("said", "written"), [("block", '"block"'), ("up,down", '["up", "down"]')])
 def test_what_is_computed_again_is_a_word_or_paths(
     tmp_path: Path, said: str, written: str, capsys: pytest.CaptureFixture[str]
