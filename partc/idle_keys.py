@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from partc.key_readers import Compiled
+from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.preset_words import said_by
 from partc.plan import Plan
 from partc.plan.allowed import ALLOWED_TABLES
@@ -103,6 +104,11 @@ def _without_table(step: Compiled, words: tuple[str, ...]) -> str:
 _NO_SUMS = "no several gradients of a block are summed over {0} together"
 
 KEYS: Mapping[str, Key] = {
+    "preset": Key(
+        lambda step, words: words in ("ddp", AUTO_PLAN) or step.has_axes,
+        lambda step, words: f"the mesh {step.state.mesh} has no axis over which it shards",
+        'Write preset = "ddp", or a mesh with such an axis beside the others: dp=2',
+    ),
     "gather.*": Key(
         lambda step, life, axis: step.stores_cut(axis),
         "no weight is stored in shards over {0}, so that none is gathered over it",
@@ -170,7 +176,6 @@ KEYS: Mapping[str, Key] = {
 
 ALWAYS: Mapping[str, str] = {
     "mesh": "the ranks themselves; a plan for another mesh is refused",
-    "preset": "what fills the plan",
     "params": "how a weight is stored; names and axes that there are not are refused",
     "inputs": "how the batch is dealt out; names and axes that there are not are refused",
     "values": "where a result lies; names and axes that there are not are refused",

@@ -96,6 +96,12 @@ class Compiled:
     def blocks(self) -> bool:
         return has_blocks(self.local.graph)
 
+    @property
+    def has_axes(self) -> bool:
+        """Whether the mesh has an axis along which tensors may be cut, or one rank alone."""
+        mesh = self.state.mesh
+        return mesh.num_ranks == 1 or bool(mesh.cutting_axes().axes)
+
     @cached_property
     def attention(self) -> bool:
         return has_attention(self.local.graph)

@@ -118,7 +118,14 @@ class Agreement:
         due = new or (self.every > 0 and number % self.every == 0)
         if due and role.mesh.num_ranks > 1:
             comparison = _Comparison(self, role, inputs, held, drawn, device)
-            comparison.run(first=number == 0, new=new)
+            refused = True
+            try:
+                comparison.run(first=number == 0, new=new)
+                refused = inputs is None
+            finally:
+                if refused:  # on all ranks: the next call compares again
+                    self.num_steps = number
+                    del self._seen[id(role)]
 
     @property
     def shards(self) -> Mapping[str, Shard]:

@@ -14,17 +14,22 @@ from partc.program.shown import Shown, begin_all, end_all
 from partc.wrong_calls import quoted
 
 Run = Callable[[], Tensor]
+Compare = Callable[[float | Tensor, str], None]  # the factors of all ranks
 
 
-def loss_with_backward(shown: Sequence[Shown], run: Run, *, is_half: bool = False) -> Tensor:
+def loss_with_backward(
+    shown: Sequence[Shown], run: Run, compare: Compare, *, is_half: bool = False
+) -> Tensor:
     """The loss of one step; its ``backward`` adds the gradients to those of the parameters.
 
     ``is_half``: the step computes in float16, so that ``backward`` refuses a scaled loss.
+    ``compare`` looks whether all ranks scale alike.
     """
     trained = [each for each in shown if each.trained and not each.is_frozen]
     params: list[Tensor] = [each.param for each in trained] or [_no_parameter()]
     apply: Any = _LossOfStep.apply
-    loss: Tensor = apply(lambda: _fresh_grads(shown, trained, run), trained, is_half, *params)
+    known = trained, is_half, compare
+    loss: Tensor = apply(lambda: _fresh_grads(shown, trained, run), *known, *params)
     return loss
 
 
@@ -34,14 +39,16 @@ def is_of_step(node: Any) -> bool:
 
 
 def scaled_step(
-    shown: Sequence[Shown], run: Run, scale: float | Tensor, *, is_half: bool = False
-) -> Tensor:
+    shown: Sequence[Shown], run: Run, scale: float | Tensor, compare: Compare, *,
+    is_half: bool = False,
+) -> Tensor:  # fmt: skip
     """The loss of one step, whose gradients are added ``scale`` times.
 
     RunError for a scale other than 1 if the step computes in float16.
     """
     if is_half and float(scale) != 1.0:
         raise _scaled("step(scale=...)", float(scale))
+    compare(scale, "step(scale=...)")
     trained = [each for each in shown if each.trained and not each.is_frozen]
     loss, grads = _fresh_grads(shown, trained, run)
     for each, grad in zip(trained, grads, strict=True):
@@ -92,15 +99,16 @@ class _LossOfStep(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, run: Callable[[], tuple[Tensor, list[Any]]], trained: Any, is_half: bool,
-        *params: Tensor,
+        compare: Compare, *params: Tensor,
     ) -> Tensor:  # fmt: skip
         loss, ctx.grads = run()
-        ctx.trained, ctx.is_half = trained, is_half
+        ctx.trained, ctx.is_half, ctx.compare = trained, is_half, compare
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise _no_graph()
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise RunError(
@@ -111,10 +119,20 @@ class _LossOfStep(torch.autograd.Function):
             )
         if ctx.is_half and float(d_loss) != 1.0:
             raise _scaled("loss.backward()", float(d_loss))
+        ctx.compare(d_loss, "loss.backward()")
         scaled = [None if g is None else g.mul_(d_loss.to(g.dtype)) for g in grads]
         pairs = zip(ctx.trained, scaled, strict=True)
         handed = [None if g is None else each.like_param(g) for each, g in pairs]
-        return None, None, None, *(handed or [None])
+        return None, None, None, None, *(handed or [None])
+
+
+def _no_graph() -> RunError:
+    return RunError(
+        where="create_graph=True", what="it is asked of the gradients of a step",
+        why="they are there, computed by a program, and nothing can be derived from them",
+        do="Compute what is made of gradients, such as a penalty on their norm, inside of the loss "
+        "that is compiled, by torch.autograd.grad(..., create_graph=True) there.",
+    )  # fmt: skip
 
 
 def _scaled(where: str, factor: float) -> RunError:

@@ -20,6 +20,7 @@ from partc.program.habits import LOG, once, without_inference
 from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
+from partc.program.same_factor import SameFactor
 from partc.program.same_model import check_same_model
 from partc.program.shown import Shown, begin_all, end_all
 from partc.program.step_loss import dropped, of_step
@@ -33,6 +34,7 @@ class SeveralPrograms(nn.Module):
     """
 
     _families: list[Family]
+    _factors: SameFactor
     _shown: dict[str, Shown]
     _tensors: RankTensors
     _device_mesh: DeviceMesh | None
@@ -123,6 +125,7 @@ class SeveralPrograms(nn.Module):
     def _begin(self, family: Family) -> None:
         """Run these programs, in the mode in which the first was compiled."""
         self._families = [family]
+        self._factors = SameFactor(self._tensors.mesh, self._tensors.device)
         self.begin_mode(family.mode_now == "train")
 
     def _follow(self, other: SeveralPrograms) -> None:
@@ -151,7 +154,7 @@ class SeveralPrograms(nn.Module):
         """The loss of a step, whose gradients are then in every ``.grad``."""
         if scale is not None:
             shown = list(self._shown.values())
-            return scaled_step(shown, ready.run, scale, is_half=ready.is_half)
+            return scaled_step(shown, ready.run, scale, self._factors.check, is_half=ready.is_half)
         begin_all(self._shown.values())
         try:
             loss: Tensor = ready.run()
@@ -185,7 +188,7 @@ class SeveralPrograms(nn.Module):
             return None
         shown = list(self._shown.values())
         with without_inference():
-            loss = loss_with_backward(shown, ready.run, is_half=ready.is_half)
+            loss = loss_with_backward(shown, ready.run, self._factors.check, is_half=ready.is_half)
         return ready.whole(loss if loss.requires_grad else dropped(loss))
 
     def _apply_to_families(self, fn: Callable[[Tensor], Tensor]) -> None:

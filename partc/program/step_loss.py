@@ -67,6 +67,8 @@ class Evaluated(_Told):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if func in _JOINED and torch.is_grad_enabled():
+                args = _refusing_backward(args)
             result = func(*args, **(kwargs or {}))
             trains = isinstance(result, Tensor) and result.requires_grad
             if type(result) is Tensor and result.is_floating_point() and not trains:
@@ -78,13 +80,17 @@ class Evaluated(_Told):
         if self.requires_grad:
             plain(self).backward(*args, **kwargs)
             return
-        raise RunError(
-            where="backward()",
-            what="it was computed from what stage(...) gives in eval mode, without gradients",
-            why="a program computes the gradients together with the loss that was compiled",
-            do="Train by stage.train() and stage.step(...), or loss = stage(...) and "
-            "loss.backward(), with the arguments of that loss.",
-        )
+        raise _of_eval_mode()
+
+
+def _of_eval_mode() -> RunError:
+    return RunError(
+        where="backward()",
+        what="it was computed from what stage(...) gives in eval mode, without gradients",
+        why="a program computes the gradients together with the loss that was compiled",
+        do="Train by stage.train() and stage.step(...), or loss = stage(...) and "
+        "loss.backward(), with the arguments of that loss.",
+    )
 
 
 # What joins an extra and a loss to one that would train on both.
@@ -123,16 +129,19 @@ class _Refuses(torch.autograd.Function):
     """Gives a tensor as it is, and refuses to be part of a backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, error: Callable[[], RunError]) -> Tensor:
+        ctx.error = error
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> NoReturn:
-        raise _untrained_extra()
+        raise ctx.error()
 
 
 def _refusing_backward(args: Any) -> Any:
-    """The operands of a sum, its extras so that the sum has no backward if another one trains."""
+    """The operands of a sum; of those without gradients, where another one trains, so that the sum
+    has no backward.
+    """
     flat = [each for x in args for each in (x if isinstance(x, list | tuple) else [x])]
     if not any(isinstance(x, Tensor) and x.requires_grad for x in flat):
         return args
@@ -142,10 +151,11 @@ def _refusing_backward(args: Any) -> Any:
 
 
 def _refusing(x: Any) -> Any:
-    if not isinstance(x, Extra) or x.dim():  # what is no number is a feature, and no loss
+    if not isinstance(x, Extra | Evaluated) or x.dim():  # what is no number is no loss
         return x
     apply: Any = _Refuses.apply
-    return apply(plain(x).detach().requires_grad_())
+    error = _untrained_extra if isinstance(x, Extra) else _of_eval_mode
+    return apply(plain(x).detach().requires_grad_(), error)
 
 
 def _untrained_extra() -> RunError:

@@ -125,6 +125,7 @@ LAID = [
 ]  # fmt: skip
 
 VALUES: dict[str, list[Any]] = {
+    "preset": [],  # which is what is varied around the other keys
     "gather.*": ["step", "use"], "scatter.*": [1, 0, 7], "batch_norm": ["local"],
     "random": ["single-device"], "recompute": ["block", "attention"], "bucket_mb": [0],
     "bucket_copy_mb.*.*": [0, 1e3], "grad_parts.*": [2], "hierarchical.*.*": [0],
