@@ -156,7 +156,9 @@ class Narrow:
         how = Plan.parse(plan).compress
         if how is None:
             return None
-        [axis] = [a for a, size in role.mesh.axes if size > 1 and a not in (ISLAND, PP, TP)]
+        stored = {axis for shard in role.params for axis, *_ in shard.cuts}
+        axes = [a for a, size in role.mesh.axes if size > 1 and a not in (ISLAND, PP, TP)]
+        [axis] = [a for a in axes if a not in stored]
         place, num = role.mesh.coords(rank)[axis], role.mesh.size(axis)
         name = WIRES[how.wire].helper
         classes = {n: made for n, made in classes_of(role).items() if n == name}
