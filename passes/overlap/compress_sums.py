@@ -189,7 +189,7 @@ def _sends_less(node: fx.Node, how: Compress) -> bool:
 
 
 def _sums(graph: Graph, axis: str) -> Iterator[fx.Node]:
-    """The sums over an axis of data ranks whose results are gradients that nothing but the optimizer reads."""
+    """The sums over an axis whose results are gradients that nothing but the optimizer reads."""
     outputs, end = graph.outputs, graph.fx.output_node()
     times = Counter(outputs.grads.values())
     others = {outputs.loss, *outputs.buffers.values(), *outputs.results.values()}

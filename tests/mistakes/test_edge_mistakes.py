@@ -301,4 +301,6 @@ def test_an_average_of_the_model_is_refused_where_the_stage_is_trained() -> None
     of_model, of_stage = AveragedModel(model), AveragedModel(mine)
     mine.step(X, Y)
     of_stage.update_parameters(mine)
-    check((lambda: of_model.update_parameters(model), ("which no step trains", "Average the stage")))
+    check(
+        (lambda: of_model.update_parameters(model), ("which no step trains", "Average the stage"))
+    )
