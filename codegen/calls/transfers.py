@@ -161,6 +161,8 @@ class Transfers(Expressions):
         if grads in self.joint.rooms:
             done = self._summed(node, self.joint.rooms[grads], f"[*{grads}.values()]")
             return Statement([*lines, Line(f"reduced.append(({grads}, {done}))")])
+        if wire_of(node):
+            return self._joined(node, grads, lines)
         call = self._moved(node, grads)
         if self._waited(node) is not None:
             remark = comment(typed(node)) if is_tensor(node) else ""
@@ -172,6 +174,13 @@ class Transfers(Expressions):
         self.seen |= {n: Text(entry) for n, entry in self.joint.results(node)}
         self.scope.taken.add(f"{grads}_done")
         return Statement([*lines, Line(f"{grads}, {grads}_done = {call}")], binds=[node])
+
+    def _joined(self, node: fx.Node, grads: str, lines: list[Line]) -> Statement:
+        """The start of a sum with fewer bytes of gradients that do not lie in one memory yet."""
+        flat = self.scope.passing("flat")
+        done = self._summed(node, flat, f"[*{grads}.values()]")
+        joined = Line(f"{flat}, {grads} = {self.helpers.use('joined')}({grads})")
+        return Statement([*lines, joined, Line(f"reduced.append(({grads}, {done}))")])
 
     def _summed(self, node: fx.Node, flat: str, grads: str) -> str:
         """The call that starts to sum gradients in the memory named ``flat``; ``grads``: a list."""

@@ -43,7 +43,8 @@ def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
     known |= {RANK: how.rank} if WIRES[how.wire].entry == RANK else {}
     known |= {"stages": [*found.stages]} if found.stages else {}
     known |= {"several microbatches": True} if found.microbatches > 1 else {}
-    return {**known, TP: dict(mesh.axes).get(TP, 1)}
+    inside = {axis: mesh.size(axis) for axis in found.gather if axis in mesh.names}
+    return {**known, TP: dict(mesh.axes).get(TP, 1), **inside}
 
 
 @lru_cache(maxsize=8)  # a checkpoint asks for each of its tensors

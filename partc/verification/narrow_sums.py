@@ -24,6 +24,7 @@ from partc.program.role import Role
 from partc.verification.defined_sums import Key, Site
 from partc.verification.same_draws import SEED
 
+GRADIENT = "rounded gradient"
 STEPS = 3  # in which what is left over is sent twice
 
 
@@ -156,7 +157,9 @@ class Narrow:
         how = Plan.parse(plan).compress
         if how is None:
             return None
-        [axis] = [a for a, size in role.mesh.axes if size > 1 and a not in (ISLAND, PP, TP)]
+        stored = {axis for shard in role.params for axis, *_ in shard.cuts}
+        axes = [a for a, size in role.mesh.axes if size > 1 and a not in (ISLAND, PP, TP)]
+        [axis] = [a for a in axes if a not in stored]
         place, num = role.mesh.coords(rank)[axis], role.mesh.size(axis)
         name = WIRES[how.wire].helper
         classes = {n: made for n, made in classes_of(role).items() if n == name}
@@ -175,7 +178,7 @@ class Narrow:
         classes and of the definition. ``run`` takes a step of a number, from the same weights on
         the same batch.
         """
-        yield "rounded gradient", "the first step that has any", 0.0 if self._begins(run) else inf
+        yield GRADIENT, "the first step that has any", 0.0 if self._begins(run) else inf
         names = [shard.name for shard in self.role.params]
         dist = self.role.module.__dict__["dist"]
         defined = Definition(dist, self.how, self.num, self.place, names)
@@ -187,7 +190,9 @@ class Narrow:
         mine = self._after(step, at, self.classes, lambda finite: None)
         wanted = self._after(step, at, dict.fromkeys(self.classes, defined), defined.end)
         for (kind, name), tensor in wanted.items():
-            yield kind, name, _error(mine[kind, name], tensor)
+            # what one sum has left over may be rounding noise, beside what others have
+            beside = [tensor] if kind == GRADIENT else _of_kind(wanted, kind)
+            yield kind, name, _error(mine[kind, name], tensor, max(map(_largest, beside)))
 
     def _begins(self, run: Callable[[int], object]) -> bool:
         """Whether the text's sums are exact in so many steps as the plan says, and no more."""
@@ -219,7 +224,7 @@ class Narrow:
             run(number)
             end(True)
         grads = {n: x.grad.clone() for n, x in held.items() if x.grad is not None}
-        found = {("rounded gradient", name): x for name, x in grads.items()}
+        found = {(GRADIENT, name): x for name, x in grads.items()}
         found |= {("left over", name): x.clone() for name, x in left.items()}
         counts = {name: each.count // STEPS for name, each in spoiled.items()}
         for last in (False, True):  # a rank without such sums takes part in those of others
@@ -231,8 +236,15 @@ class Narrow:
         return found | {("left over behind inf", name): x.clone() for name, x in left.items()}
 
 
-def _error(mine: Tensor, wanted: Tensor) -> float:
-    """The largest difference over the largest value; infinite where one is not finite."""
-    most = float((mine - wanted).abs().max())
-    largest = float(wanted.abs().max()) or 1.0
-    return most / largest if isfinite(most) else inf
+def _of_kind(found: Mapping[tuple[str, str], Tensor], kind: str) -> list[Tensor]:
+    return [tensor for (each, _), tensor in found.items() if each == kind]
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _error(mine: Tensor, wanted: Tensor, scale: float) -> float:
+    """The largest difference over a scale; infinite where one is not finite."""
+    most = _largest(mine - wanted)
+    return most / (scale or 1.0) if isfinite(most) else inf

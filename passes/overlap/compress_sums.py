@@ -69,27 +69,39 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
         return  # a forward has no gradients; it shares its stage with a program that has
     axes = [axis for axis, size in mesh.axes if size > 1]
     data = [axis for axis in axes if axis in DATA_AXES and axis in plan.batch_axes]
+    over = compressed_axes(plan, mesh)
     if not data and not axes:
         raise _refused(
             f"the mesh {mesh} has one rank", "nothing is sent that could be compressed",
             "Leave it out, or compile for more ranks.",
         )  # fmt: skip
-    if len(data) != 1 or {*axes} - {ISLAND, PP, TP, *data}:
+    if data and not over:
+        raise _refused(
+            f"parameters or their optimizer states are sharded over {' and '.join(data)}",
+            "a rank would keep whole residuals beside its piece, which none of zero1, zero2 and "
+            "fsdp is for", 'Take preset = "ddp"; or shard inside of machines alone, and compress '
+            'between them: preset = "hsdp" on a mesh such as "dp_replicate=2,dp_shard=8".',
+        )  # fmt: skip
+    if len(over) != 1 or {*axes} - {ISLAND, PP, TP, *data}:
         raise _refused(
             f"the mesh is {mesh}", "sums are compressed over one data axis, beside which there may "
-            "be tp and pp, and no other axis of several ranks", "Use such a mesh, or leave it out.",
+            "be tp, pp, and data axes over which parameters are sharded",
+            'Use such a mesh, with preset = "hsdp" for two data axes, or leave it out.',
         )  # fmt: skip
-    if plan.gather or any({*data} & {*plan.stored(name)} for name in graph.params):
-        raise _refused(
-            f"parameters or their optimizer states are sharded over {data[0]}",
-            "a rank would keep whole residuals beside its piece, which none of zero1, zero2 and "
-            "fsdp is for", 'Take preset = "ddp", or leave it out.',
-        )  # fmt: skip
-    if plan.reduce == "microbatch":
+    if plan.reduce == "microbatch" and plan.microbatches > 1:
         raise _refused(
             "gradients are summed in every microbatch", "sums are compressed once a step, as each "
             "loses something", 'Write reduce = "step", or leave [compress] out.',
         )  # fmt: skip
+
+
+def compressed_axes(plan: Plan, mesh: Mesh) -> list[str]:
+    """The data axes of several ranks over which nothing is sharded: of these one is compressed."""
+    stored = {axis for cuts in plan.params.values() for axis in cuts} | {*plan.gather}
+    return [
+        axis for axis, size in mesh.axes
+        if size > 1 and axis in DATA_AXES and axis in plan.batch_axes and axis not in stored
+    ]  # fmt: skip
 
 
 def _refused(what: str, why: str, do: str) -> PlanError:
@@ -109,7 +121,8 @@ def compress_sums(
             "a stage has no parameters that are trained", "it sees no sums, and so not whether "
             "those of a step are finite", "Move the stages' beginnings, or leave [compress] out.",
         )  # fmt: skip
-    sums = [[*_sums(each)] for each in graphs]
+    [axis] = compressed_axes(plan, mesh)
+    sums = [[*_sums(each, axis)] for each in graphs]
     chosen = [[node for node in nodes if _is_chosen(node, how)] for nodes in sums]
     one_of_many = bool(plan.stages) and len(graphs) == 1  # a trial of it alone
     if not any(chosen) and not one_of_many:
@@ -175,15 +188,15 @@ def _sends_less(node: fx.Node, how: Compress) -> bool:
     return narrow < exact and all(each)
 
 
-def _sums(graph: Graph) -> Iterator[fx.Node]:
-    """The sums over data ranks whose results are gradients that nothing but the optimizer reads."""
+def _sums(graph: Graph, axis: str) -> Iterator[fx.Node]:
+    """The sums over an axis whose results are gradients that nothing but the optimizer reads."""
     outputs, end = graph.outputs, graph.fx.output_node()
     times = Counter(outputs.grads.values())
     others = {outputs.loss, *outputs.buffers.values(), *outputs.results.values()}
     for node in graph.calls():
         if node.target not in SUMS or node.kwargs.get("op", "sum") != "sum":
             continue
-        if node.kwargs["axis"] not in DATA_AXES:
+        if node.kwargs["axis"] != axis:
             continue
         ends = [node] if is_tensor(node) else list(node.users)
         picks = all(x is node or x.target is operator.getitem for x in ends)

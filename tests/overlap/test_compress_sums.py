@@ -172,6 +172,11 @@ REFUSED = {
     "two data axes beside pp": (PLAN, "pp=2,dp_replicate=2,dp_shard=2", "over one data axis"),
     "fsdp": (PLAN.replace("ddp", "fsdp"), "dp=4", "sharded over dp"),
     "zero1": (PLAN.replace("ddp", "zero1"), "dp=4", "sharded over dp"),
+    "hsdp in every microbatch": (
+        f"microbatches = 2\n{PLAN.replace('ddp', 'hsdp')}",
+        "dp_replicate=2,dp_shard=2",
+        "once a step",
+    ),
     "in every microbatch": (
         f'microbatches = 2\nreduce = "microbatch"\n{PLAN}',
         "dp=4",

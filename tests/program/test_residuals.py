@@ -35,6 +35,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 def begin(num: int, plan: str) -> Began:
     mesh = "dp=2,tp=2" if "megatron" in plan else f"dp={num}"
     mesh = "pp=2,dp=2" if "microbatches" in plan else mesh
+    mesh = "dp_replicate=2,dp_shard=2" if "hsdp" in plan else mesh
     stage = compile(model(), mesh, (torch.ones(8, 12),), loss=loss, plan=plan).module()
     stage.load_full(model())
     return stage, torch.optim.AdamW(stage.parameters(), lr=1e-2)
@@ -92,6 +93,7 @@ def resumes(folder: Path) -> None:
 def resumes_with(folder: Path, own: str) -> None:
     """Bit for bit, where sums draw numbers or keep more than what they have not sent."""
     exact = EXACT.replace("ddp", "ddp+megatron") if "block" in own else EXACT
+    exact = EXACT.replace("ddp", "hsdp").replace("dp =", "dp_shard =") if "fp8" in own else exact
     exact = f"microbatches = 2\n{EXACT}" if "fp16" in own or "start_step" in own else exact
     plan = f'{exact}allow = ["compress"]\n[compress]\nleast_mb = 0\n{own}\n'
     whole, first = begin(4, plan), begin(4, plan)
@@ -152,6 +154,7 @@ def test_training_resumes(world: Processes, tmp_path: Path) -> None:
         'wire = "top-k"\nshare = 0.1',
         'wire = "int8-stochastic"\nblock = 8',  # beside tp, as what follows
         'wire = "sign"\nblock = 8',
+        'wire = "fp8"\nblock = 16',  # between machines
         'wire = "int8"\nblock = 8',
     ],
 )

@@ -142,6 +142,25 @@ def test_pieces_over_tp_are_summed_apart(wire: str, preset: str) -> None:
         verified(replace(program, sources=dict.fromkeys(program.sources, text)), case)
 
 
+@pytest.mark.parametrize("preset", ["hsdp", "zero1", "zero2"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_sums_between_machines_are_compressed_alone(preset: str, wire: str) -> None:
+    """Inside of a machine gradients are scattered as they are, each rank sends its shard on."""
+    case, entry = tower(), WIRES[wire].entry
+    own = f'"{wire}"\n' + (f"{entry} = {SIZES[entry]}" if entry else "")
+    plan = f"{PLAN}{own}".replace('"ddp"', f'"{preset}"').replace("0.0001", "0")
+    mesh = "dp_replicate=2,dp_shard=2"
+    program = compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
+    verified(program, case)
+    sent = [each for each in program.cost.as_json()["traffic"] if " in " in each["kind"]]
+    assert {each["axis"] for each in sent} == {"dp_replicate"}
+    if WIRES[wire].needs_rest or wire == "int8":
+        text = program.source().replace("reduced.finish(self.dp_shard)", "reduced.finish()")
+        assert text != program.source()
+        with pytest.raises((CheckError, RuntimeError)):
+            verified(replace(program, sources=dict.fromkeys(program.sources, text)), case)
+
+
 @cache
 def tower() -> Case:
     """Eight equal blocks between two layers of other sizes."""
