@@ -280,7 +280,9 @@ def with_model(
     if not isinstance(program, Program):
         raise UsageError(
             where="with_model", what=f"the program is {quoted(program)}",
-            why="it is given a model", do="Pass with_model(program, model, loss).",
+            why="it is given a model", do="Load it first: partc.with_model(partc.load(folder), "
+            "model, loss)." if isinstance(program, str | Path) else
+            "Pass with_model(program, model, loss).",
         )  # fmt: skip
     check_given(model, "with_model")
     check_model(None, program.fingerprint, model)

@@ -22,7 +22,13 @@ def check_number(where: str, number: Any, most: float) -> None:
 def check_whole(where: str, number: Any, most: float) -> None:
     """PlanError unless ``number`` is a whole one from 1 to ``most``."""
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most:
-        raise refusal(where, f"{number!r} cannot be", f"it is a whole number from 1 to {most:g}")
+        do = "Correct the figure."
+        if isinstance(number, str):
+            do = "Write a whole number, without a unit and quotation marks: 16_000_000_000."
+        elif isinstance(number, float) and number.is_integer() and 1 <= number <= most:
+            do = f"Write it as a whole number: {int(number):_}."
+        why = f"it is a whole number from 1 to {most:g}"
+        raise refusal(where, f"{number!r} cannot be", why, do)
 
 
 def check_name(where: str, name: Any) -> None:

@@ -145,7 +145,8 @@ def _made(kind: type[T], entry: Mapping[str, Any]) -> T:
     for one in known:
         optional = one.default is not MISSING or one.default_factory is not MISSING
         if one.name not in entry and not optional:
-            raise refusal(where, f"{one.name} is missing", f"every {kind.__name__.lower()} has it")
+            what, why = f"{one.name} is missing", f"every {kind.__name__.lower()} has it"
+            raise refusal(where, what, why, f"Write a line {one.name} = ... below it.")
     return kind(**entry)
 
 

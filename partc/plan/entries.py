@@ -58,6 +58,8 @@ class Entries:
 
     def _meant(self, name: str, given: Any) -> str:
         """What somebody may have meant: a number in quotation marks, a word next to one."""
+        if isinstance(given, float) and given.is_integer() and not self.flaws[name](int(given)):
+            return f"Write it as a whole number: {name} = {int(given)}."
         if not isinstance(given, str):
             return ""
         number = number_in(given)

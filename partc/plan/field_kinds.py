@@ -104,6 +104,8 @@ def _no_word(name: str, given: Any, where: str, words: Iterable[str]) -> PlanErr
     do = did_you_mean(given, words) or f"Write one of {listed}."
     if name == "batch" and not isinstance(given, str):
         do = "Pass example inputs as the third argument, or as inputs=."
+    if name == "random" and isinstance(given, int):
+        do = f"A seed is said to the stage: stage.seed({int(given)}). {do}"
     what = f"{name} = {quoted(given)} means nothing"
     return plan_error(where, what, f"it is one of {listed}", do)
 
@@ -196,7 +198,10 @@ def _decided(name: str, given: Any, where: str) -> None:
     if flaw := flaw_of(name, given):
         do = f"Write it as docs/reference/plan.md shows, or leave {name} out: it is then chosen."
         do = meant_by(name, given) or do
-        raise plan_error(where, f"{name} = {quoted(given)} means nothing", flaw, do)
+        entries = given.items() if isinstance(given, Mapping) else ()
+        odd = next(((k, v) for k, v in entries if flaw_of(name, {k: v})), None)
+        what = f"{name} = {quoted(given)}" if odd is None else f"{name}.{odd[0]} = {quoted(odd[1])}"
+        raise plan_error(where, f"{what} means nothing", flaw, do)
 
 
 def _flag(name: str, given: Any, where: str) -> None:

@@ -368,6 +368,8 @@ def _size_instead(name: str, size: object) -> str:
         return f'Count the ranks: "{name}=4" for 4 processes, as a program is made for so many.'
     if isinstance(size, str) and size.isascii() and size.isdigit():
         return f"Write {int(size)}, without quotation marks."
+    if name in ("machine", "name", "library", "notes"):  # of a mesh.toml
+        return f"Write the line {name} = ... above the line [axes]."
     return "Give a whole number from 1."
 
 

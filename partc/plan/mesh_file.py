@@ -28,7 +28,8 @@ def read_mesh(path: Path) -> Mesh:
     table, where = read_toml(path), str(path)
     axes = table.pop("axes", {})
     if not isinstance(axes, Mapping):
-        raise refusal(f"{where}, axes", f"{axes!r} are no axes", "axes are a table of sizes")
+        do = "Write a line [axes], and the sizes below it: dp = 2."
+        raise refusal(f"{where}, axes", f"{axes!r} are no axes", "axes are a table of sizes", do)
     if "machine" in table:
         return Mesh(tuple(axes.items()), _machine(table, axes, where))
     if set(table) & set(TOPOLOGY_KEYS):

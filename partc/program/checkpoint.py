@@ -191,6 +191,10 @@ def latest(folder: str | Path) -> Path:
     steps = [p for p in path.glob("step-*") if STEP.match(p.name) and (p / MANIFEST).is_file()]
     if not steps:
         why, do = "there is no committed step in it", "Name the folder that was saved to."
+        if not path.exists():
+            why, do = "there is no such folder", "Name the folder that was saved to."
+            if str(path).startswith("~"):
+                do = f"Write {path.expanduser()}: a shell reads ~, and Python does not."
         if path.is_file():
             why = "it is a file, and a checkpoint is the folder that save_checkpoint makes"
             do = "Name that folder; weights alone go through stage.load_full(torch.load(path))."

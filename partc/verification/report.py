@@ -9,6 +9,7 @@ from typing import Any
 from partc.errors import CheckError, UsageError
 from partc.wrong_calls import known_arguments, quoted
 
+ROUNDING = 1e-4  # in float32 errors below it may be those of another order of sums
 TOLERANCE = 1e-9  # for float64; one matmul with a sharded sum has an error of 2e-15
 
 
@@ -68,6 +69,8 @@ class Report:
         last = f"look at what is yours. {self.suspects}" if self.suspects else (
             "report it with the plan."
         )  # fmt: skip
+        if "float64" not in self.title and wrong and wrong[0].error < ROUNDING:
+            last = f"rounding may be all: check(tolerance={10 * wrong[0].error:.0e})."
         hint = "" if isfinite(least) else " No number of them is finite: are weights and batch?"
         raise CheckError(
             where=self.title,

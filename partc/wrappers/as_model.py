@@ -20,7 +20,7 @@ from partc.program.reading import division_of, rank_or_own
 from partc.program.runtime import Stage
 from partc.wrappers.instead import wrapped_again
 from partc.wrappers.prepared import Prepared
-from partc.wrong_calls import check_whole_number
+from partc.wrong_calls import check_whole_number, known_arguments
 
 _OWN = ("module", "model", "how", "device_type", "stage", "evaluated", "moved", "draws",
         "training", "program", "losses", "_seen", "_device", "_called")  # fmt: skip
@@ -73,12 +73,14 @@ class AsModel(Prepared):
         """The model's state dict with whole tensors, as of a ``Stage``."""
         return super().state_dict()
 
+    @known_arguments
     def full_optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as of one process, as of a ``Stage``."""
         if self.stage is None:
             return optimizer.state_dict()
         return dict(self.stage.full_optim_state_dict(optimizer))
 
+    @known_arguments
     def load_full_optim_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take a state as of one process, as of a ``Stage``."""
         if self.stage is None:
