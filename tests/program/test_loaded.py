@@ -124,6 +124,7 @@ def doubled_data(model: Scaled) -> None:
 def changed_too_late() -> None:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     for change in (doubled_buffer, another_buffer, doubled_data):
+        torch.manual_seed(0)
         model = Scaled()
         program = partc.compile(model, "dp=4", (x,), loss=square_of, plan="ddp")
         stage = program.module()
