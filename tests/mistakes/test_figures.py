@@ -47,7 +47,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "no parts": (planned('preset = "ddp"\ngrad_parts = { dp = 0 }'), ("grad_parts.dp = 0",)),
     "a seed": (planned('preset = "ddp"\nrandom = 42'), ("stage.seed(42)",)),
     "a float of bytes": (of_device("16e9", "watts = 9"), ("16_000_000_000",)),
-    "bytes with a unit": (of_device('"16GB"', "watts = 9"), ("without a unit and quotation marks",)),
+    "bytes with a unit": (of_device('"16GB"', "watts = 9"),
+        ("without a unit and quotation marks",)),
     "no watts": (of_device("16_000_000_000"), ("watts is missing", "Write a line watts = ...")),
     "axes as a text": (lambda folder: mesh_of('axes = "dp=2"', folder), ("Write a line [axes]",)),
     "a machine among axes": (
