@@ -240,7 +240,7 @@ def test_stages_of_equal_blocks_are_compiled_once(
     assert str(once.cost) == str(every.cost)
 
 
-@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "ddp"), ("pp=2", "zero1")])
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "ddp"), ("pp=2", "ddp")])
 def test_a_block_that_no_rank_trains_is_found(mesh: str, plan: str) -> None:
     """The tables of a program of folded blocks, without the last block of each list."""
     step = deep("llama").step

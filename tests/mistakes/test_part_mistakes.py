@@ -83,7 +83,6 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda s: s.last.weight.register_post_accumulate_grad_hook(lambda p: None),
         "last.weight: it has a gradient",
     ),
-    "part taken away": (lambda s: s.blocks.__delitem__(1), "blocks.1: it was taken away"),
     "forward of a part": (lambda s: replaced(s.last), "forward of last: it was taken away"),
     "forward of the whole": (replaced, "stage.forward: it was taken away"),
 }  # fmt: skip
@@ -100,6 +99,13 @@ def test_what_the_program_would_ignore_is_refused_in_the_next_step(name: str, st
     with pytest.raises(RunError) as error:
         one.step(X)
     assert str(error.value).startswith(said)
+
+
+def test_a_part_that_is_to_be_taken_away_stays() -> None:
+    one = stage()
+    with pytest.raises(RunError, match="1 of a stage's module: it was to be taken away"):
+        del one.blocks[1]
+    one.step(X)
 
 
 def test_monte_carlo_dropout_is_refused() -> None:
