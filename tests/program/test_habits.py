@@ -168,7 +168,9 @@ IGNORED: dict[str, Callable[[Any], Any]] = {
     "up of a stage's module: a Linear": assign_module,
     "extra of a stage's module": assign_at_the_top,
     "more of a stage's module": lambda stage: stage.add_module("more", nn.Identity()),
-    "registered, assigned|to be taken away": lambda stage: parametrizations.weight_norm(at(stage, "down")),
+    "registered, assigned|to be taken away": lambda stage: parametrizations.weight_norm(
+        at(stage, "down")
+    ),
     "cannot be moved or cast by itself": lambda stage: stage.head.double(),
     "it computes nothing by itself": lambda stage: stage.head(torch.ones(1, 12)),
     "a stage cannot be pickled": lambda stage: torch.save(stage, io.BytesIO()),
