@@ -14,6 +14,8 @@ from partc.errors import LoadError
 CLASS = "optimizer"  # of a saved group: the name of the optimizer's class
 PLAIN = (bool, int, float, str, tuple)  # hyperparameters that are saved
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+# How an optimizer computes its step, not what: a training that began on GPUs goes on on CPUs.
+HOW = {"capturable", "differentiable", "foreach", "fused"}
 Optimizer = torch.optim.Optimizer
 
 
@@ -74,7 +76,7 @@ def plain_values(group: Mapping[str, Any]) -> dict[str, Any]:
 def take_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Give a group the hyperparameters of a checkpoint; one that is a tensor stays one."""
     for name, value in values.items():
-        if name in (CLASS, "params"):
+        if name in (CLASS, "params") or (name in HOW and name in group):
             continue
         if isinstance(group.get(name), Tensor):
             group[name].fill_(value)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from partc.errors import LoadError, PartcError, RunError, UsageError
 from partc.program.checkpoint import latest, load_checkpoint, save_checkpoint
+from partc.program.same_optimizer import plain_values, take_values
 from partc.program.saved_checkpoint import Saved
 from partc.program.tensorfile import TensorFile
 from partc.verification.processes import Processes
@@ -199,3 +200,14 @@ def test_values_that_an_optimizer_does_not_know_are_refused(
     world: Processes, tmp_path: Path
 ) -> None:
     world.run(other_values, tmp_path, num=2)
+
+
+def test_how_an_optimizer_computes_is_its_own() -> None:
+    """A checkpoint of GPUs may say ``capturable``, with which no step runs on a CPU."""
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    [group] = optimizer.param_groups
+    take_values(group, {**plain_values(group), "capturable": True, "fused": True, "lr": 0.5})
+    assert (group["capturable"], group["fused"], group["lr"]) == (False, None, 0.5)
+    weight.sum().backward()
+    optimizer.step()
