@@ -12,6 +12,7 @@ The class that it derives from is a step as without islands.
 from __future__ import annotations
 
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypedDict
@@ -40,7 +41,7 @@ class Head(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Islands:
+class Islands(ABC):
     """How many islands there are, and what their last class does.
 
     ``frozen``: the parameters that are not trained. ``running``: the buffers that steps change,
@@ -55,10 +56,11 @@ class Islands:
     apart: ClassVar[str] = ""  # from one to the next of which islands keep something
 
     @property
+    @abstractmethod
     def calls(self) -> tuple[str, ...]:
         """The helper functions and classes that the class names."""
-        raise NotImplementedError
 
+    @abstractmethod
     def text(
         self, graphs: Sequence[Graph],
         attributes: Mapping[fx.Node, str], head: Head, *, draws: bool, shards: str = "SHARDS",
@@ -67,7 +69,6 @@ class Islands:
 
         ``shards``: the expression that reads the table of a rank's parameters.
         """
-        raise NotImplementedError
 
     def tables(self, ranks: str = "") -> list[str]:
         """The table of what islands keep of trained parameters, as BUFFERS has buffers.

@@ -59,8 +59,8 @@ class StepLoss(_Told):
         )
 
 
-class Evaluated(_Told):
-    """What a forward gives without gradients, and what was computed from it alone."""
+class _Detached(_Told):
+    """What has no gradients, and what was computed from it alone."""
 
     @classmethod
     def __torch_function__(
@@ -74,6 +74,10 @@ class Evaluated(_Told):
             if type(result) is Tensor and result.is_floating_point() and not trains:
                 return result.as_subclass(cls)
             return plain(result) if isinstance(result, cls) and trains else result
+
+
+class Evaluated(_Detached):
+    """What a forward gives without gradients, and what was computed from it alone."""
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """RunError where nothing is there to train."""
@@ -100,25 +104,18 @@ _JOINED = {
 }  # fmt: skip
 
 
-class Extra(_Told):
+class Extra(_Detached):
     """What a training step gives beside its loss, and what was computed from it: detached."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.autograd.grad:
-                raise _untrained_extra()
-            if func is Tensor.detach:  # said so by the script
-                return plain(args[0]).detach()
-            if func in _JOINED and torch.is_grad_enabled():
-                args = _refusing_backward(args)
-            result = func(*args, **(kwargs or {}))
-            trains = isinstance(result, Tensor) and result.requires_grad
-            if type(result) is Tensor and result.is_floating_point() and not trains:
-                return result.as_subclass(cls)
-            return plain(result) if isinstance(result, cls) and trains else result
+        if func is torch.autograd.grad:
+            raise _untrained_extra()
+        if func is Tensor.detach:  # said so by the script
+            return plain(args[0]).detach()
+        return super().__torch_function__(func, types, args, kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """RunError: a step has one loss."""

@@ -45,10 +45,10 @@ class LateGradients:
         for taken in range(first, self.how.start_step + self.how.steps + BEHIND):
             self._move(step)
             where = {name: p.detach().clone() for name, p in self._params(step).items()}
-            mean = self._mean(step, self._gradients(step, alone, taken))
+            mean = self._mean(step, gradients_of(self.role, step, alone, taken))
             at_once = taken < self.how.start_step
             late = mean if at_once else self._due(sent, where)
-            found = self._gradients(step, run, taken)
+            found = gradients_of(self.role, step, run, taken)
             if not at_once:
                 sent.append((mean, where))
             for name in mean:
@@ -80,14 +80,15 @@ class LateGradients:
             grad /= self.role.mesh.islands
         return own
 
-    def _gradients(self, step: Any, run: Run, taken: int) -> Gradients:
-        """This rank's gradients of a step behind so many, by name."""
-        held = self.role.tensors(step)
-        for x in held.values():
-            x.grad = None
-        step.taken = taken
-        run()
-        return {name: x.grad.clone() for name, x in held.items() if x.grad is not None}
+
+def gradients_of(role: Role, step: Any, run: Run, taken: int) -> Gradients:
+    """A rank's gradients of a step behind so many, by name."""
+    held = role.tensors(step)
+    for x in held.values():
+        x.grad = None
+    step.taken = taken
+    run()
+    return {name: x.grad.clone() for name, x in held.items() if x.grad is not None}
 
 
 def _error(mine: Tensor | None, wanted: Tensor | None) -> float:

@@ -26,7 +26,7 @@ from partc.program.expected import seeded_weight
 from partc.program.role import Role, Shard
 from partc.verification.defined_sums import Site
 from partc.verification.differences import difference, largest
-from partc.verification.late_gradients import LateGradients
+from partc.verification.late_gradients import LateGradients, gradients_of
 
 MET, SHARED = "meeting of islands", "gradient of islands"
 TURNS = 2  # of all parts of the model
@@ -90,23 +90,14 @@ class Meetings:
             for shard in self.role.params:
                 held[shard.name].mul_(1 + self.role.mesh.coords(self.rank)[ISLAND] / 8)
         for taken in range(max(0, start - 1), start + 1):
-            wanted = self._gradients(step, alone, taken)
+            wanted = gradients_of(self.role, step, alone, taken)
             if taken < start:
                 for grad in wanted.values():
                     self.role.module.__dict__["dist"].all_reduce(grad, group=step.island)
                     grad /= self.role.mesh.islands
-            found = self._gradients(step, run, taken)
+            found = gradients_of(self.role, step, run, taken)
             for name, grad in wanted.items():
                 yield SHARED, name, _error(found.get(name), grad)
-
-    def _gradients(self, step: Any, run: Run, taken: int) -> Wholes:
-        """This rank's gradients of a step behind so many, by name."""
-        held = self.role.tensors(step)
-        for x in held.values():
-            x.grad = None
-        step.taken = taken
-        run()
-        return {name: x.grad.clone() for name, x in held.items() if x.grad is not None}
 
     # parameters ----------------------------------------------------------------------------------
     def _met(self, step: Any, params: list[Shard], running: list[Shard]) -> Iterator[Compared]:

@@ -70,6 +70,17 @@ class Deep(nn.Module):
         return result
 
 
+LAYOUTS: list[tuple[str, str, type[nn.Module]]] = [
+    ("island=2,dp=2", "ddp", Net),
+    ("island=2,dp=2", "fsdp", Net),
+    ("island=2,tp=2", "megatron", Net),
+    ("island=4", "ddp", Net),
+    ("island=2,dp=2", "ddp", Both),
+    ("island=2,pp=2", "ddp;microbatches = 2", Deep),
+    ("island=2,dp=2", 'zero1;microbatches = 2', Deep),
+]  # fmt: skip
+
+
 def made(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()

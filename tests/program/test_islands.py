@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from partc.verification.processes import Processes
 from tests.program.island_runs import (
     DILOCO,
+    LAYOUTS,
     MEAN,
     STEPS,
     STREAMING,
-    Both,
     Deep,
     Net,
     batch,
@@ -151,17 +151,6 @@ def trains_as_defined(
     assert list(whole) == list(made(kind).state_dict())
     for name, tensor in whole.items():
         torch.testing.assert_close(tensor.double(), reference.mean(name), atol=least, rtol=0)
-
-
-LAYOUTS: list[tuple[str, str, type[nn.Module]]] = [
-    ("island=2,dp=2", "ddp", Net),
-    ("island=2,dp=2", "fsdp", Net),
-    ("island=2,tp=2", "megatron", Net),
-    ("island=4", "ddp", Net),
-    ("island=2,dp=2", "ddp", Both),
-    ("island=2,pp=2", "ddp;microbatches = 2", Deep),
-    ("island=2,dp=2", 'zero1;microbatches = 2', Deep),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("own", [MEAN, DILOCO, STREAMING], ids=["mean", "diloco", "streaming"])

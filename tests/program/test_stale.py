@@ -18,8 +18,8 @@ from partc.program.runtime import Stage
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
 from tests.program.island_runs import (
+    LAYOUTS,
     STEPS,
-    Both,
     Deep,
     Net,
     batch,
@@ -96,17 +96,6 @@ def trains_as_defined(mesh: str, preset: str, own: str, kind: type[nn.Module]) -
     whole = stage.full_state_dict()
     for name, param in reference.trained().items():
         torch.testing.assert_close(whole[name], param.detach(), atol=1e-11, rtol=0)
-
-
-LAYOUTS: list[tuple[str, str, type[nn.Module]]] = [
-    ("island=2,dp=2", "ddp", Net),
-    ("island=2,dp=2", "fsdp", Net),
-    ("island=2,tp=2", "megatron", Net),
-    ("island=4", "ddp", Net),
-    ("island=2,dp=2", "ddp", Both),
-    ("island=2,pp=2", "ddp;microbatches = 2", Deep),
-    ("island=2,dp=2", "zero1;microbatches = 2", Deep),
-]
 
 
 @EVERY
