@@ -15,7 +15,7 @@ LONGEST = 80  # characters of a line that a message quotes
 # A dotted key of many parts, which a TOML reader takes very long for.
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:["']?[\w-]++["']?\s*+\.\s*+){50}""", re.ASCII)
 _NAMES = re.compile(
-    r"""\s*(?:\[+([^\]=]+)\]|((?:[\w.-]|"[^"]*"|'[^']*')+?)\s*=)"""
+    r"""\s*(?:\[{1,2}+((?:[^][='"]|"[^"]*"|'[^']*')++)\]|((?:[\w.-]|"[^"]*"|'[^']*')+?)\s*=)"""
 )  # at a line's head
 _OTHERS = (  # signs of other formats in a line, and what TOML has in their place
     (r"\b(True|False)\b", "TOML writes true and false"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from partc.errors import PlanError, UsageError
 from partc.machines.topology import Topology
-from partc.machines.topology_text import shipped
+from partc.plan.wrong_meshes import check_axis, no_axes, no_axis, no_mesh
 from partc.wrong_calls import known_arguments, known_fields, quoted
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ ISLAND = "island"  # the axis whose ranks train copies of the model apart, and m
 MOST_RANKS = 2**20
 MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?", re.ASCII)
-_OTHERWISE = re.compile(r"([A-Za-z]\w*?)\s*[:=x*]?\s*(\d{1,18})\s*(?:[,;]\s*|\Z)")  # of name=size
-_AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)  # "$" would allow a line break
 
 
 @known_fields
@@ -48,9 +46,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not isinstance(self.axes, tuple) or not all(map(_is_axis, self.axes)):
-            raise _no_axes(self.axes)
+            raise no_axes(self.axes)
         for name, size in self.axes:
-            _check_axis(name, size)
+            check_axis(name, size)
         if len(set(self.names)) != len(self.axes):
             raise PlanError(
                 where=f"mesh {self}",
@@ -119,19 +117,19 @@ class Mesh:
         names = getattr(mesh, "mesh_dim_names", None)
         if names is not None:
             return cls(tuple(zip(names, map(int, mesh.mesh.shape), strict=True)))
-        raise _no_mesh(mesh)
+        raise no_mesh(mesh)
 
     @classmethod
     @known_arguments
     def parse(cls, text: str) -> Mesh:
         """Read ``"dp=2,tp=4"`` (commas or blanks between axes)."""
         if not isinstance(text, str):
-            raise _no_mesh(text)
+            raise no_mesh(text)
         axes: list[tuple[str, Any]] = []
         for part in re.split(r"[,\s]+", text.strip()):
             name, equals, size = part.partition("=")
             if not equals or not re.fullmatch(_NUMBER, size):
-                raise _no_axis(text, part)
+                raise no_axis(text, part)
             axes.append((name, float(size) if "." in size else int(size)))
         return cls(tuple(axes))
 
@@ -304,73 +302,8 @@ def _most_units(stride: int, size: int, unit: int, num_ranks: int) -> int:
     return max((begin + span) // unit for begin in latest) + 1
 
 
-def _no_mesh(given: object) -> PlanError:
-    """The refusal of what names no axes, with what to write in its place."""
-    do = 'Give a Mesh, a DeviceMesh with names, a dict, "dp=2,tp=4" or a .toml path.'
-    sizes = given if isinstance(given, list | tuple) else [given]
-    if all(isinstance(size, int) and size > 0 for size in sizes) and 0 < len(sizes) < 3:
-        axes = ",".join(f"{name}={size}" for name, size in zip((DP, TP), sizes, strict=False))
-        do = f"Name the axes, for example {axes!r}."
-    elif hasattr(given, "mesh_dim_names"):
-        do = 'Name its axes: init_device_mesh(..., mesh_dim_names=("dp",)).'
-    elif not isinstance(given, int | type(None)):
-        do += " Inputs come behind it: compile(model, mesh, inputs, loss=loss)."
-    return PlanError(
-        where="mesh", what=f"{quoted(given)} does not describe a mesh",
-        why="no named axes could be read from it", do=do,
-    )  # fmt: skip
-
-
 def _is_axis(given: object) -> bool:
     return isinstance(given, tuple) and len(given) == 2
-
-
-def _no_axes(given: object) -> PlanError:
-    return PlanError(
-        where="Mesh(axes)", what=f"the axes are {quoted(given)}",
-        why='they are pairs, such as (("dp", 2), ("tp", 4))',
-        do='Write Mesh.of("dp=2,tp=4"), or Mesh.of({"dp": 2}).',
-    )  # fmt: skip
-
-
-def _no_axis(text: str, part: str) -> PlanError:
-    do = 'Write for example "dp=2,tp=4"; a file ends in .toml, and Mesh.load(name) takes a machine.'
-    if not _OTHERWISE.sub("", text):  # blanks, colons, semicolons
-        do = f"Write {','.join(f'{n}={size}' for n, size in _OTHERWISE.findall(text))!r}."
-    if text in shipped():
-        do = f"Pass partc.Mesh.load({text!r}, devices), of which the plan chooses the axes."
-    return PlanError(
-        where=f"mesh {text!r}", what=f"{quoted(part)} is not an axis",
-        why="an axis is written name=size", do=do,
-    )  # fmt: skip
-
-
-def _check_axis(name: str, size: int) -> None:
-    if not isinstance(name, str) or not _AXIS_NAME.match(name):
-        raise PlanError(
-            where="mesh",
-            what=f"{name!r} cannot name an axis",
-            why="axis names become Python identifiers",
-            do="Use letters, digits and _ only, a letter first.",
-        )
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise PlanError(
-            where=f"mesh axis {name}",
-            what=f"{quoted(size)} is not a size",
-            why="an axis has one rank or more",
-            do=_size_instead(name, size),
-        )
-
-
-def _size_instead(name: str, size: object) -> str:
-    """What to write in the place of what is no size; -1 means the rest in other libraries."""
-    if size == -1:
-        return f'Count the ranks: "{name}=4" for 4 processes, as a program is made for so many.'
-    if isinstance(size, str) and size.isascii() and size.isdigit():
-        return f"Write {int(size)}, without quotation marks."
-    if name in ("machine", "name", "library", "notes"):  # of a mesh.toml
-        return f"Write the line {name} = ... above the line [axes]."
-    return "Give a whole number from 1."
 
 
 def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:

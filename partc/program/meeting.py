@@ -119,12 +119,12 @@ def open_store(seconds: float, keeps: bool, number: int = 0) -> PrefixStore:
         raise NotMetError(f"{what} at {address}:{port}: {why} {do}") from None
 
 
-def tell(why: str) -> None:
-    """Tell the other ranks that this one does not come."""
+def tell(why: str, seconds: float = LINGER_S) -> None:
+    """Tell the other ranks, which wait for so long at most, that this one does not come."""
 
     def told() -> None:
         store.compare_set("refused", "", f"rank {os.environ['RANK']} cannot begin: {why}")
-        linger(store, beat)
+        linger(store, seconds, beat)
 
     try:
         store, beat = open_store(LINGER_S, keeps_store()), Beat()
@@ -133,12 +133,13 @@ def tell(why: str) -> None:
         pass  # nobody waits any more
 
 
-def linger(store: PrefixStore, beat: Beat) -> None:
+def linger(store: PrefixStore, seconds: float, beat: Beat) -> None:
     """Say that this rank knows why; who keeps the store waits until all others do.
 
-    Not for those that have not come in time: they do not come to read.
+    Not for those that have not come in time: they do not come to read. Nor for longer than a rank
+    waits for others, as WORLD_SIZE may count ranks that are not there.
     """
-    deadline = time.monotonic() + LINGER_S
+    deadline = time.monotonic() + min(seconds, LINGER_S)
     others = store.add("here", 0) if store.check(["late"]) else int(os.environ["WORLD_SIZE"])
     known = store.add("read", 1)
     while keeps_store() and known < others and time.monotonic() < deadline:
@@ -191,7 +192,7 @@ def wait_for_all(
         beat.rest(LOOK_S / 10)
     if store.check(["refused"]):
         refusal = store.get("refused").decode()
-        linger(store, beat)
+        linger(store, seconds, beat)
         raise NotMetError(refusal)
 
 

@@ -17,6 +17,7 @@ from tests.mistakes.things import batch_of, check, compiled, loss_of
 VALUES = ("5", "-1", "1.5", "nan", "true", '"x"', "[1]", "[[1], [2]]", "{ a = 1 }", "1979-05-27")
 TEXTS = {
     "brackets": ("a = " + "[" * 100_000, "nested too deeply"),
+    "brackets at the head of a line": ("[" * 100_000, "at line 1"),
     "tables": ("a = " + "{a=" * 20_000, "nested too deeply"),
     "a deep key": (".".join("a" * 20_000) + " = 1", "more than 50 parts"),
     "a long number": ("microbatches = " + "9" * 5000, "4300 digits"),

@@ -107,6 +107,19 @@ def test_all_ranks_are_told_why_they_do_not_begin(
     assert {text for text in found if text != "there is no such file."} == {words}
 
 
+def test_who_keeps_the_store_waits_no_longer_than_the_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """WORLD_SIZE may count ranks that are not there, which never read why."""
+    where_it_is = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in where_it_is.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "LINGER_S", 10 * patience())
+    started = time.monotonic()
+    tell("it has another number of ranks", 0.5)
+    assert time.monotonic() - started < patience()
+
+
 def weights_on_0(rank: int) -> dict[str, str]:
     return {"--weights": "a.safetensors"} if rank == 0 else {}
 
