@@ -186,11 +186,26 @@ class Meetings:
             copy[name] = new
 
     def _write(self, step: Any, shards: list[Shard]) -> None:
-        """Give the rank its pieces of its island's copy."""
+        """Give the rank its pieces of its island's copy, and of what it keeps between meetings.
+
+        What it has kept was compared, and may differ in its last bit: of two ways that differ so,
+        one may be rounded up and the other down.
+        """
+        held = self.role.tensors(step)
+        for name, piece in self._pieces(shards).items():
+            if name in held:
+                held[name].copy_(piece)
+
+    def _pieces(self, shards: list[Shard]) -> Wholes:
+        """This rank's pieces, by name, of its island's copy and of what it keeps."""
         mesh = self.role.mesh
-        coords, held = mesh.coords(self.rank), self.role.tensors(step)
-        for s in shards:
-            held[s.name].copy_(s.take(self.copies[coords[ISLAND]][s.name], mesh, coords))
+        coords = mesh.coords(self.rank)
+        copy = self.copies[coords[ISLAND]]
+        found = {s.name: s.take(copy[s.name], mesh, coords) for s in shards}
+        for s in shards if self.how.keeps else ():
+            for word, whole in zip(self.how.keeps, self.outer.get(s.name, ()), strict=False):
+                found[f"{s.name}_{word}@{ISLAND}"] = s.take(whole, mesh, coords)
+        return found
 
     def _compared(self, step: Any, shards: list[Shard], behind: int) -> Iterator[Compared]:
         """What meeting behind so many steps has made of the rank's pieces of its copy."""
@@ -200,16 +215,10 @@ class Meetings:
 
     def _again(self, step: Any, shards: list[Shard], behind: int) -> Iterator[Compared]:
         """The same of the pieces as they are, and of what the rank keeps."""
-        mesh = self.role.mesh
-        coords, held = mesh.coords(self.rank), self.role.tensors(step)
+        held = self.role.tensors(step)
         step.taken = behind
         step.meet()
-        copy = self.copies[coords[ISLAND]]
-        wanted = {s.name: s.take(copy[s.name], mesh, coords) for s in shards}
-        for s in shards if self.how.keeps else ():
-            for word, whole in zip(self.how.keeps, self.outer.get(s.name, ()), strict=False):
-                wanted[f"{s.name}_{word}@{ISLAND}"] = s.take(whole, mesh, coords)
-        for name, tensor in wanted.items():
+        for name, tensor in self._pieces(shards).items():
             yield MET, name, _error(held.get(name), tensor)
 
 

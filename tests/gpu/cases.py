@@ -49,7 +49,23 @@ ISLANDS: dict[str, Layout] = {
     "islands of fsdp": ("island=2,dp=2", {"plan": f'preset = "fsdp"\n{_OUTER}'}),
     "islands of tp": ("island=2,tp=2", {"plan": f'preset = "megatron"\n{_OUTER}'}),
     "islands of pp": ("island=2,pp=2", {"plan": f"microbatches = 2\n{_OUTER}"}),
+    "islands in int8": ("island=2,dp=2", {"plan": f'preset = "ddp"\n{_OUTER}wire = "int8"\n'}),
+    "islands in fp8": ("island=2,dp=2", {"plan": f'preset = "fsdp"\n{_OUTER}wire = "fp8"\n'}),
 }
+_LATE = 'allow = ["stale"]\n[stale]\nsteps = 1\n'
+LATE: dict[str, Layout] = {
+    "late, of ddp": ("island=2,dp=2", {"plan": f'preset = "ddp"\n{_LATE}compensation = 0.5\n'}),
+    "late, of fsdp": ("island=2,dp=2", {"plan": f'preset = "fsdp"\n{_LATE}'}),
+    "late, of tp": ("island=2,tp=2", {"plan": f'preset = "megatron"\n{_LATE}'}),
+    "late, of pp": ("island=2,pp=2", {"plan": f"microbatches = 2\n{_LATE}"}),
+}
+_BETWEEN = 'allow = ["compress"]\n[compress]\nleast_mb = 0.0001\nwire = '
+MACHINES: dict[str, Layout] = {
+    f"{wire} between machines, {preset}": (
+        "dp_replicate=2,dp_shard=2", {"plan": f'preset = "{preset}"\n{_BETWEEN}"{wire}"\n'}
+    )
+    for preset in ("hsdp", "zero1", "zero2") for wire in WIRES
+}  # fmt: skip
 ROUNDED: Layout = ("dp=2,tp=2", {"plan": "fsdp+megatron"})
 ROUNDING = 3.0  # times the error of the model's own step
 
@@ -130,14 +146,14 @@ def cases() -> dict[str, Case]:
         for name in STYLES:
             made = partial(hand_written, name)
             found[f"{name}, {layout}, style"] = partial(equal, made, how, "nccl")
-    for layout, how in ISLANDS.items():
+    for layout, how in (ISLANDS | LATE).items():
         for name in MODELS:
             made = partial(family, name)
             found[f"{name} {layout} float64"] = partial(equal, made, how, "nccl")
         if "pp" not in layout:  # gloo sends no tensors of a GPU from rank to rank
             made = partial(family, "llama")
             found[f"llama {layout} processes"] = partial(equal, made, how, "gloo")
-    for wire, how in NARROW.items():
+    for wire, how in (NARROW | MACHINES).items():
         made = partial(family, "llama")
         found[f"llama {wire} float64"] = partial(equal, made, how, "nccl")
         found[f"llama {wire} processes"] = partial(equal, made, how, "gloo")
