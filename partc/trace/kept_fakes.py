@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -43,9 +43,9 @@ def check_none_kept(graph: fx.Graph | None = None) -> None:
         gc.collect(*_young())  # what only refers to itself
         left = _left(mode, own)
     _PASSING.clear()  # they are told once
-    for fake in left:
-        for holder in sorted(_holders(fake, _DEEP)):
-            raise _refusal(fake, holder[1])
+    if left and (holders := sorted(_holders(left), key=lambda each: each[:2])):
+        _, name, fake = holders[0]
+        raise _refusal(fake, name)
 
 
 def _young() -> tuple[int, ...]:
@@ -60,25 +60,45 @@ def _left(mode: FakeTensorMode | None, own: Mapping[int, Tensor]) -> list[Tensor
     return [each for each in fakes if each.fake_mode is mode or each.fake_mode in _PASSING]
 
 
-def _holders(held: Any, deep: int) -> Iterator[tuple[int, str]]:
-    """The names of what holds an object, ``ropes.CACHE`` or ``an attribute of a Rope``.
+def _holders(fakes: Sequence[Tensor]) -> Iterator[tuple[int, str, Tensor]]:
+    """The names of what holds one of some fakes, ``ropes.CACHE`` or ``an attribute of a Rope``.
 
-    Before each stands how little it says. Frames, as those of a kept error, are none.
+    Before each stands how little it says. Frames, as those of a kept error, are none. All are
+    looked for at once: to ask who refers to something takes a look at every object there is.
     """
-    for each in gc.get_referrers(held):
-        owner = _owner(each)
-        if isinstance(owner, ModuleType):
-            yield 0, f"{owner.__name__}.{next(k for k, v in vars(owner).items() if v is held)}"
-        elif owner is not None or any(v is held for v in getattr_dict(each).values()):
-            yield 1, f"an attribute of a {type(each if owner is None else owner).__qualname__}"
-        elif deep and isinstance(each, dict | list | tuple):
-            yield from _holders(each, deep - 1)
+    level = {id(fake): (fake, fake) for fake in fakes}  # what is looked for, and the fake in it
+    for _ in range(_DEEP + 1):
+        around = {id(each): each for each in _referrers([held for held, _ in level.values()])}
+        owners = _owners([each for each in around.values() if type(each) is dict])
+        containers: dict[int, tuple[Any, Tensor]] = {}
+        for key, each in around.items():
+            found = (level[id(x)] for x in gc.get_referents(each) if id(x) in level)
+            held, fake = next(found, (None, fakes[0]))
+            owner = owners.get(key)
+            if isinstance(owner, ModuleType):
+                name = next(k for k, v in vars(owner).items() if v is held)
+                yield 0, f"{owner.__name__}.{name}", fake
+            elif owner is not None or any(v is held for v in getattr_dict(each).values()):
+                of = type(each if owner is None else owner).__qualname__
+                yield 1, f"an attribute of a {of}", fake
+            elif isinstance(each, dict | list | tuple):
+                containers[key] = each, fake
+        level = containers
 
 
-def _owner(table: Any) -> Any:
-    """The object whose attributes a table has; None if it is no such table."""
-    around = gc.get_referrers(table) if type(table) is dict else ()
-    return next((each for each in around if getattr_dict(each) is table), None)
+def _referrers(objects: list[Any]) -> list[Any]:
+    """What refers to one of some objects, but for frames and what is here alone."""
+    if not objects:
+        return []
+    found = gc.get_referrers(*objects)
+    return [each for each in found if each is not objects and not isinstance(each, FrameType)]
+
+
+def _owners(tables: list[dict[Any, Any]]) -> dict[int, Any]:
+    """By the id of a table the object whose attributes it has, for those that are such tables."""
+    known = {id(table) for table in tables}
+    around = _referrers(tables)
+    return {key: each for each in around if (key := id(getattr_dict(each))) in known}
 
 
 def _refusal(fake: Tensor, holder: str) -> TraceError:

@@ -96,6 +96,7 @@ class Source:
                 recording = record(
                     self.model, self.given.tensors, self.objective, self.train, left_out
                 )
+            torch.clear_autocast_cache()  # of casts of weights, which is kept until autocast ends
             check_none_kept(recording.module.graph)  # once what skipped blocks return is gone
         except PartcError:
             raise

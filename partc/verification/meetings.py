@@ -51,6 +51,7 @@ class Meetings:
     copies: list[Wholes] = field(default_factory=list)
     outer: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # of parameters, by their keys
+    device: torch.device | str = "cpu"
 
     @classmethod
     def of(cls, program: Program, role: Role, rank: int) -> Meetings | LateGradients | None:
@@ -74,6 +75,7 @@ class Meetings:
         """
         held = self.role.tensors(step)
         before = {name: x.clone() for name, x in held.items()}
+        self.device = next(step.parameters()).device
         yield from self._shared(step, run, alone)
         running = [s for s in self.role.buffers if not torch.equal(before[s.name], held[s.name])]
         params = [s for s in self.role.params if held[s.name].requires_grad]
@@ -104,19 +106,19 @@ class Meetings:
         apart = self.how.period // self.how.fragments
         shards = [*params, *running]
         self.copies = [
-            {s.name: seeded_weight(f"{s.name} of {i}", s.shape, s.dtype) for s in shards}
+            {s.name: self._drawn(f"{s.name} of {i}", s) for s in shards}
             for i in range(self.role.mesh.islands)
         ]
         self._write(step, shards)
         for s in shards:  # islands begin as one
             self._give(s.name, self._mean(s.name))
-        self.outer = {s.name: (self._mean(s.name), torch.zeros(s.shape)) for s in params}
+        self.outer = {s.name: (x := self._mean(s.name), torch.zeros_like(x)) for s in params}
         step.met = -1
         yield from self._again(step, shards, self.how.start_step)
         for turn in range(1, TURNS * self.how.fragments + 1):
             for island, copy in enumerate(self.copies):
                 for s in shards:
-                    way = seeded_weight(f"{s.name} {island} {turn}", s.shape, s.dtype)
+                    way = self._drawn(f"{s.name} {island} {turn}", s)
                     copy[s.name] = copy[s.name] + 0.1 * way
             behind = self.how.start_step + turn * apart
             if apart > 1:
@@ -126,6 +128,13 @@ class Meetings:
             step.met = -1
             yield from self._again(step, shards, behind)
             yield from self._again(step, shards, behind)
+
+    def _drawn(self, name: str, shard: Shard) -> Tensor:
+        """Numbers of a whole tensor, which follow from a name, on the device of the text: a GPU
+        divides by a number of Python otherwise than a CPU does, and what is to be rounded may
+        be at an edge.
+        """
+        return seeded_weight(name, shard.shape, shard.dtype).to(self.device)
 
     def _define(self, params: list[Shard], running: list[Shard], part: int) -> None:
         """The definition: a part of the model, and all running statistics, become one."""

@@ -146,7 +146,7 @@ def scaled(model: nn.Module, device: str) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(kind, init_scale=2.0**10)
     for ids, targets in batches(device):
-        with torch.autocast(kind, torch.float16 if kind == "cuda" else torch.bfloat16):
+        with torch.autocast(kind, torch.bfloat16):
             if isinstance(model, Model):
                 loss, _ = loss_of(model, ids, targets)
             else:

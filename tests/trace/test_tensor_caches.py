@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from partc.api import compile
 from partc.errors import TraceError
 from partc.lowering import trace
 from partc.trace import kept_fakes
@@ -180,3 +181,32 @@ def test_operands_that_a_recording_notes_are_not_looked_for(
     """
     monkeypatch.delattr(kept_fakes, "_holders")
     trace(Net(lambda x: halved(x.exp())), (X,))
+
+
+def test_casts_that_torch_keeps_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until autocast ends torch keeps a weight's cast, and with it the fake that was cast."""
+    monkeypatch.delattr(kept_fakes, "_holders")
+    with torch.autocast("cpu", torch.bfloat16):
+        compile(nn.Linear(6, 6), "dp=2", (X,), loss=lambda model, x: model(x).float().sum())
+
+
+def test_many_that_are_kept_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, referrers = [], kept_fakes._referrers
+
+    def counted(objects: list[Any]) -> list[Any]:
+        looks.append(len(objects))
+        return referrers(objects)
+
+    monkeypatch.setattr(kept_fakes, "_referrers", counted)
+    far = ModuleType("far")
+    far.rows = {}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "far", far)
+
+    def hidden(x: Tensor) -> Tensor:
+        rows: Any = sys.modules["far"]
+        rows.rows["all"] = [torch.full((6,), 1.0 * i) for i in range(40)]
+        return x
+
+    with pytest.raises(TraceError, match=r"far\.rows: the step keeps a tensor"):
+        trace(Net(hidden), (X,))
+    assert len(looks) <= 2 * (kept_fakes._DEEP + 1)
