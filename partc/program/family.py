@@ -44,6 +44,7 @@ from partc.program.family_errors import (
 from partc.program.given import plain_inputs
 from partc.program.habits import LOG, Reseeded, tell_of_input_grads
 from partc.program.handshake import check_agreement
+from partc.program.island_turns import IslandTurns
 from partc.program.loss_backward import check_scale
 from partc.program.members import Member
 from partc.program.other_ranks import of_other_ranks
@@ -81,6 +82,7 @@ class Family:
         program = first.program
         self.programs = {each.wanted: each for each in (program, *program.others)}
         self.members = {program.wanted: first}
+        self.islands = IslandTurns(first, self.members, self.state)
         self._plan = Plan.parse(program.plan)
         self._calls = Calls(program, lambda: self.programs.values())
         forward = program.forward_batch.layouts
@@ -354,10 +356,7 @@ class Family:
         if member.draws:  # programs count by themselves, and others have run meanwhile
             self._reseeded.look(seed, trains=trains)
             member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
-        if member.meets:
-            self.meet_islands(member)
-        if member.is_late:
-            self._go_on_late(member)
+        self.islands.begin(member)
         try:
             with (
                 torch.no_grad(),
@@ -367,38 +366,12 @@ class Family:
                 result = (member.run.step if trains else member.run)(*inputs)
         finally:
             waiting().end()
-        self.state.met = member.run.met if member.is_late else self.state.met
+        self.islands.end(member)
         if counts:
             self.state.seed = seed, step + 1
         else:
             self.state.num_evaluations += 1
         return result
-
-    def meet_islands(self, member: Member | None = None) -> None:
-        """Do what is due with other islands behind the last step, unless that has happened.
-
-        All ranks call this together. A step of the program does it by itself; here first, as the
-        next step may be one of another program.
-        """
-        member = member or self.first
-        if member.meets:
-            run, (seed, step) = member.run, self.state.seed
-            run.seed(seed, step)
-            run.met = self.state.met
-            run.meet()
-            self.state.met = run.met
-        self.drain()
-
-    def drain(self, other_than: Member | None = None) -> None:
-        """Wait for the gradients of islands that are under way, so that they stand in buffers."""
-        for member in self.members.values():
-            if member.is_late and member is not other_than:
-                member.run.drain()
-
-    def _go_on_late(self, member: Member) -> None:
-        """Let a program go on where another one, of another shape, may have sent gradients."""
-        self.drain(other_than=member)
-        member.run.met = self.state.met
 
     # changed ---------------------------------------------------------------------------------
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -39,6 +39,7 @@ from partc.program.role import Role, Shard
 from partc.program.run_state import Guard, RunState
 from partc.program.several_programs import SeveralPrograms
 from partc.program.shown import Shown, register_at
+from partc.program.stage_islands import StageIslands
 from partc.program.stage_optimizers import StageOptimizers
 from partc.program.step_checks import can_be_moved, check_default_dtype
 from partc.program.user_modules import UserModules
@@ -49,7 +50,7 @@ from partc.wrong_calls import check_flag, check_whole_number, known_arguments
 FIRST_CLIPS = 3  # calls of clip_grad_norm_ that make sure all ranks are in one
 
 
-class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
+class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralPrograms):
     """One rank's part of a training step, as an nn.Module.
 
     Its parameters are DTensors over the memory of this rank's pieces, under their names in the
@@ -193,12 +194,6 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         self._own.state.met = met
 
     @property
-    def islands(self) -> dict[str, Any]:
-        """How islands meet, and behind how many steps they have met last; empty without any."""
-        known = residuals.of_islands(self._program.plan)
-        return {**known, residuals.MET: self._own.state.met} if known else {}
-
-    @property
     def seeded(self) -> tuple[int, int]:
         """The seed of the random numbers, and how many steps have been taken since it was set."""
         return self._own.state.seed
@@ -262,16 +257,6 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         whole = {first: tensors.whole(first).to("cpu", copy=True) for first in firsts}
         return {name: whole[tensors.first_name(name)] for name in names}
 
-    def meet_islands(self) -> None:
-        """Do what is due with the other islands behind the last step; all ranks call this together.
-
-        The next step does it else. To evaluate what islands have made together, call this behind
-        the optimizer's step where the number of steps is a multiple of the period. Without islands
-        it does nothing.
-        """
-        self.check_together("meet_islands")
-        self._own.meet_islands()
-
     @property
     def sums(self) -> Mapping[str, Any]:
         """Of which gradients this stage's rounded sums are, which its checkpoints have to say."""
@@ -300,7 +285,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
 
     def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
         """This rank's shards by name, each with its cuts from the whole tensor."""
-        self._own.drain()
+        self._own.islands.drain()
         held = self._tensors.held
         return {name: (shard, held[name]) for name, shard in self._tensors.shards.items()}
 
@@ -332,7 +317,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             state[prefix + name] = self._tensors.as_dtensor(name)
             if not self._tensors.shares_memory(name):
                 state[prefix + name] = copied(state[prefix + name], name, self.writes)
-        self._own.drain()
+        self._own.islands.drain()
         for name in filter(is_residual, self._tensors.shards):
             state[prefix + name] = self._tensors.as_dtensor(name)
         return state
@@ -349,7 +334,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     def _begin_loading(self) -> None:
         """Gradients that are under way belong to the weights that were there before."""
         self.writes.forget()
-        self._own.drain()
+        self._own.islands.drain()
         self._own.state.met = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
@@ -359,7 +344,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             self._program, self._device_mesh, self.device, choices, self.like_model,
             self.read_numbers,
         )  # fmt: skip
-        self._own.drain()
+        self._own.islands.drain()
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()
@@ -374,7 +359,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
         missing = self._loaded.missing(self._tensors.held)
-        self._own.drain()
+        self._own.islands.drain()
         with can_be_moved():
             self._rank_step._apply(fn, recurse)
         self._tensors.apply(fn)

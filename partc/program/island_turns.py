@@ -1,0 +1,50 @@
+"""What is due between steps where islands train apart: to meet, to wait for what is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from partc.program.members import Member
+from partc.program.run_state import RunState
+
+
+class IslandTurns:
+    """What is due with other islands before a step of one of several programs."""
+
+    def __init__(self, first: Member, members: Mapping[Any, Member], state: RunState) -> None:
+        self.first, self.members, self.state = first, members, state
+
+    def begin(self, member: Member) -> None:
+        """Do what is due before a step of a program, or let it go on where another has sent."""
+        if member.meets:
+            self.meet(member)
+        if member.is_late:
+            self.drain(other_than=member)
+            member.run.met = self.state.met
+
+    def end(self, member: Member) -> None:
+        """Note behind how many steps a program's islands have met."""
+        if member.is_late:
+            self.state.met = member.run.met
+
+    def meet(self, member: Member | None = None) -> None:
+        """Do what is due behind the last step, unless that has happened.
+
+        All ranks call this together. A step of the program does it by itself; here first, as the
+        next step may be one of another program.
+        """
+        member = member or self.first
+        if member.meets:
+            run, (seed, step) = member.run, self.state.seed
+            run.seed(seed, step)
+            run.met = self.state.met
+            run.meet()
+            self.state.met = run.met
+        self.drain()
+
+    def drain(self, other_than: Member | None = None) -> None:
+        """Wait for the gradients of islands that are under way, so that they stand in buffers."""
+        for member in self.members.values():
+            if member.is_late and member is not other_than:
+                member.run.drain()
