@@ -29,6 +29,7 @@ from partc.program.autocast import within
 from partc.program.batch_fit import Rows
 from partc.program.forward_batch import example_of, guessed
 from partc.program.holders import Holders
+from partc.program.parametrized import give_own_classes
 from partc.program.wanted import Mode, Wanted, warn_of_mode
 from partc.schedules.csv_form import CSV, read_csv, write_csv
 from partc.trace.arguments import Arguments, Given, check_loss
@@ -93,6 +94,7 @@ class Recipe:
             }
             with suppress(Exception):  # of a model that cannot be copied
                 self.twin.append(copy.deepcopy(model, bare))
+                give_own_classes(self.twin[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as None: another process has not got the model."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from partc.errors import RunError
 from partc.program.elsewhere import Table
+from partc.program.parametrized import class_of_copy
 from partc.program.read_numbers import ReadNumbers
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -41,6 +42,7 @@ class Likeness:
         made: dict[nn.Module, nn.Module] = {}
         self.root, self.read = _like(model, made), read
         self._tables = {twin: _tables(module, made) for module, twin in made.items()}
+        self._own_tensors = _own_tensors(model, made)
         self._plain = {twin: dict(_numbers(twin)) for twin in made.values()}
         self._parts = {path: made[module] for path, module in model.named_modules()}
         self._modes = {path: flag for path, flag in read.modes.items() if path in self._parts}
@@ -55,6 +57,14 @@ class Likeness:
             for name, entries in tables.items():
                 vars(twin)[name].clear()
                 vars(twin)[name].update(entries)
+
+    def show(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put the stage's tensors where modules have their own (an LSTM its flat weights, a model a
+        list of what decays), by name; None for one of another pipeline rank.
+        """
+        for twin, attribute, value, names in self._own_tensors:
+            found = {key: tensors.get(name) for key, name in names.items()}
+            vars(twin)[attribute] = _exchanged(value, found)
 
     def follow(self, mode: bool) -> None:
         """The whole was brought into a mode. In that in which it was compiled every part has to be
@@ -112,9 +122,9 @@ def _like(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
     """A module like this one, with empty tables; ``made`` has those that were made, by original."""
     if module in made:
         return made[module]
-    kind = _class_of(module)
-    twin: nn.Module = object.__new__(kind)
-    vars(twin).update(vars(module) if kind is type(module) else vars(nn.Module()))
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    twin: nn.Module = object.__new__(nn.Module if is_script else class_of_copy(module))
+    vars(twin).update(vars(nn.Module() if is_script else module))
     for name in TABLES:
         vars(twin)[name] = Table()
     vars(twin)["_non_persistent_buffers_set"] = set()
@@ -133,8 +143,41 @@ def _tables(module: nn.Module, made: dict[nn.Module, nn.Module]) -> dict[str, di
     }  # fmt: skip
 
 
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    return nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)
+def _own_tensors(
+    model: nn.Module, made: Mapping[nn.Module, nn.Module]
+) -> list[tuple[nn.Module, str, Any, dict[Any, str]]]:
+    """What modules have of the model's tensors beside their tables.
+
+    The likeness, the attribute, its value without these tensors, and by key (None for the value
+    itself) the name of each.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    names = {id(tensor): name for name, tensor in named}
+    found = []
+    for module, twin in made.items():
+        for attribute, value in vars(module).items():
+            own = {key: names[id(x)] for key, x in _entries(value) if id(x) in names}
+            if own and attribute not in TABLES:
+                found.append((twin, attribute, _exchanged(value, dict.fromkeys(own)), own))
+    return found
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Tensor):
+        yield None, value
+    elif type(value) is dict:
+        yield from value.items()
+    elif type(value) in (list, tuple):
+        yield from enumerate(value)
+
+
+def _exchanged(value: Any, new: Mapping[Any, Any]) -> Any:
+    """A list, dict, tuple or tensor with some entries exchanged, by key."""
+    if type(value) is dict:
+        return {**value, **new}
+    if type(value) in (list, tuple):
+        return type(value)(new.get(i, x) for i, x in enumerate(value))
+    return new[None]
 
 
 def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:

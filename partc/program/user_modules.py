@@ -9,11 +9,11 @@ module, so hooks, new tensors and new modules would do nothing: they are refused
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from partc.errors import RunError, UsageError
@@ -92,9 +92,14 @@ class UserModules(nn.Module):
         root = self.like_model
         if root is not None:
             vars(root).update({name: _Refused(name, "") for name in OF_PARTS})
+            self.__dict__["_likeness"].show(dict(self._every_tensor()))
             self.__dict__["_likeness"].keep()
         _KEPT.update(self.modules())
         _watch_registrations()
+
+    def _every_tensor(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.named_parameters(remove_duplicate=False)
+        yield from self.named_buffers(remove_duplicate=False)
 
     def begin_mode(self, mode: bool) -> None:
         """Begin in the mode of the first program."""
