@@ -147,22 +147,16 @@ def rounded(x: Tensor, how: Compress, size: int, up: Tensor) -> Tensor:
     """
     if how.wire in CASTS:
         return x.to(CASTS[how.wire]).to(x.dtype)
-    blocks = zip(x.split(how.block), up.split(how.block), strict=True)
-    return torch.cat([
-        _block(each, how.wire, size - i * how.block, u) for i, (each, u) in enumerate(blocks)
-    ])  # fmt: skip
-
-
-def _block(block: Tensor, wire: str, size: int, up: Tensor) -> Tensor:
-    if wire == "sign":
-        real = block[: max(size, 0)]
-        mean = real.abs().mean() if len(real) else block.new_zeros(())
-        return torch.where(block >= 0, mean, -mean)
-    most = LARGEST[wire]
-    scale = block.abs().max() / most
-    if scale == 0:
-        return torch.zeros_like(block)
-    small = block / scale
-    if wire == "fp8":
-        return small.clamp(-most, most).to(torch.float8_e4m3fn).to(block.dtype) * scale
-    return torch.floor(small + up).clamp(-most, most) * scale
+    blocks = x.reshape(-1, how.block)
+    if how.wire == "sign":
+        real = torch.arange(len(x), device=x.device).view(blocks.shape) < size
+        mean = blocks.abs().where(real, 0).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(1)
+        return torch.where(blocks >= 0, mean, -mean).flatten()
+    most = LARGEST[how.wire]
+    scale = blocks.abs().amax(1, keepdim=True) / most
+    small = blocks / torch.where(scale == 0, 1, scale)
+    if how.wire == "fp8":
+        whole = small.clamp(-most, most).to(torch.float8_e4m3fn).to(x.dtype)
+    else:
+        whole = torch.floor(small + up.view(blocks.shape)).clamp(-most, most)
+    return (whole * scale).flatten()

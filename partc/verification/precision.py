@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -27,6 +28,7 @@ GPU_ATTENTION = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{backward}").default
     for kernel, backward in product(("flash", "cudnn", "efficient"), ("", "_backward"))
 }
+APART = GPU_ATTENTION | {torch.ops.aten._grouped_mm.default, torch.ops.aten.full.default}
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
 WIDE = dict.fromkeys(NARROW, torch.float64) | {torch.complex64: torch.complex128}
 
@@ -53,10 +55,11 @@ class Raised(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func.namespace != "aten" or func._schema.is_mutable:
-            return func(*args, **kwargs)
-        raised = {name: _raise(value) for name, value in kwargs.items()}
+        if not _is_raised(func):
+            return func(*args, **(kwargs or {}))
+        raised = {name: _raise(value) for name, value in kwargs.items()} if kwargs else {}
+        if func not in APART:
+            return _raise(func(*map(_raise, args), **raised))
         if func is torch.ops.aten._grouped_mm.default:
             return grouped_products(*map(_raise, args), **raised)
         if func in GPU_ATTENTION:
@@ -87,10 +90,17 @@ class EpsAsBuilt(TorchFunctionMode):
         return func(**given)
 
 
+@cache
+def _is_raised(func: Any) -> bool:
+    """Whether an op is one of ``aten`` that changes none of its arguments."""
+    return func.namespace == "aten" and not func._schema.is_mutable
+
+
 def _raise(value: Any) -> Any:
     """An op's argument or result (tensor, dtype or sequence) with float64 for narrower floats."""
     if isinstance(value, Tensor):
-        return value.to(WIDE[value.dtype]) if value.dtype in WIDE else value
+        wide = WIDE.get(value.dtype)
+        return value if wide is None else value.to(wide)
     if isinstance(value, torch.dtype):
         return WIDE.get(value, value)
     if isinstance(value, list | tuple):

@@ -198,9 +198,12 @@ def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int
     narrow = Narrow.of(printed, job.program.plan, rank)
     if narrow is not None:
         sum_exactly(role)
-    with nullcontext() if role.compiles else _raised(job):
-        found = [*_Rank(job, role, _built(job, role, mesh), rank).rows()]
-        if meetings is not None:
+    raised = not role.compiles
+    with _raised(job, raised):
+        one = _Rank(job, role, _built(job, role, mesh), rank, raised)
+    found = [*one.rows()]
+    if meetings is not None:
+        with _raised(job, raised):
             one = _Rank(job, role, _built(job, role, mesh), rank)
             one._fill()
             met = meetings.rows(one.step, one._run_with_others, one._run)
@@ -210,9 +213,9 @@ def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int
     if not narrow.rounds_in_float64 and job.device.type == "cpu":
         job = replace(job, dtype=None)
     with _raised(job):
-        one = _Rank(job, printed, _built(job, printed, mesh), rank)
-        one._fill()
-        compared = [*narrow.rows(one.step, one._run)]
+        one = _Rank(job, printed, _built(job, printed, mesh), rank, raised=True)
+    one._fill()
+    compared = narrow.rows(one.step, one._run)
     return [*found, *(Row(error, kind, name, rank) for kind, name, error in compared)]
 
 
@@ -222,18 +225,23 @@ def _built(job: _Job, role: Role, mesh: RankMesh | None) -> nn.Module:
     return step if job.dtype is None else convert(step, job.dtype)
 
 
-def _raised(job: _Job) -> AbstractContextManager[Any]:
-    return Raised() if job.dtype == torch.float64 else nullcontext()
+def _raised(job: _Job, raised: bool = True) -> AbstractContextManager[Any]:
+    return Raised() if raised and job.dtype == torch.float64 else nullcontext()
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank that runs its step and compares the results."""
+    """One rank that runs its step and compares the results.
+
+    ``raised``: whether each step runs in float64 where that was asked for. What is compared is so
+    anyway, and takes longer to compare under a mode.
+    """
 
     job: _Job
     role: Role
     step: nn.Module
     rank: int
+    raised: bool = False
 
     def rows(self) -> Iterator[Row]:
         """The errors of a forward program's results, or of a step's loss, gradients and tensors."""
@@ -275,8 +283,9 @@ class _Rank:
             alone.seed(step, SEED, number - 1)
 
     def _run(self, number: int = STEP) -> tuple[Tensor | None, Tensors]:
-        self._seed(number)
-        return self.role.run(self.step, self._inputs())
+        with _raised(self.job, self.raised):
+            self._seed(number)
+            return self.role.run(self.step, self._inputs())
 
     def _run_with_others(self) -> object:
         """A step of an island among others, which have nothing to do before it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from partc.api import compile
 from partc.errors import LoadError
+from partc.program import Program
 from partc.program.checkpoint import load_checkpoint, save_checkpoint
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
@@ -32,11 +34,17 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return mean
 
 
-def begin(num: int, plan: str) -> Began:
+@cache
+def program(num: int, plan: str) -> Program:
+    """What a rank compiles once; each stage is a module of its own."""
     mesh = "dp=2,tp=2" if "megatron" in plan else f"dp={num}"
     mesh = "pp=2,dp=2" if "microbatches" in plan else mesh
     mesh = "dp_replicate=2,dp_shard=2" if "hsdp" in plan else mesh
-    stage = compile(model(), mesh, (torch.ones(8, 12),), loss=loss, plan=plan).module()
+    return compile(model(), mesh, (torch.ones(8, 12),), loss=loss, plan=plan)
+
+
+def begin(num: int, plan: str) -> Began:
+    stage = program(num, plan).module()
     stage.load_full(model())
     return stage, torch.optim.AdamW(stage.parameters(), lr=1e-2)
 
