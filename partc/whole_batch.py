@@ -71,7 +71,7 @@ class _Pieces:
     ) -> _Pieces:  # fmt: skip
         """PlanError if the mesh is open: nobody knows how many pieces there are."""
         if mesh.is_open and plan.mesh is None:
-            raise _open(mesh)
+            raise axes_open(mesh)
         return cls(model, inputs, loss, mesh.settled(plan.mesh), plan, rows)
 
     def first(self) -> Traced:
@@ -163,13 +163,14 @@ def _times(x: Tensor, cuts: Cuts, mesh: Mesh) -> Tensor:
     return made.permute([order.index(dim) for dim in range(x.dim())])
 
 
-def _open(mesh: Mesh) -> PlanError:
+def axes_open(mesh: Mesh) -> PlanError:
+    """The refusal of one rank's piece on a mesh whose axes are to be chosen."""
     return PlanError(
         where=f"mesh {mesh}",
         what='its axes are open, and the inputs are one rank\'s piece (batch="local")',
         why="how large the global batch is follows from the number of data ranks, which the search "
         "would choose",
-        do='Give the mesh axes ("dp=8"), or compile a partc.Traced of the global batch.',
+        do='Give the mesh axes ("dp=8"), or all ranks the whole batch (batch="global").',
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from partc.errors import RunError
 from partc.program.shown import Shown, begin_all, end_all
@@ -117,6 +118,8 @@ class _LossOfStep(torch.autograd.Function):
                 why="a step's gradients are handed out once, to save memory",
                 do="Call the stage again.",
             )
+        if isinstance(d_loss, DTensor):  # where the loss was added to what parameters have given
+            d_loss = d_loss.full_tensor()
         if ctx.is_half and float(d_loss) != 1.0:
             raise _scaled("loss.backward()", float(d_loss))
         ctx.compare(d_loss, "loss.backward()")

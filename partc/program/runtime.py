@@ -17,6 +17,7 @@ from partc.plan import Plan
 from partc.plan.wires import is_residual
 from partc.program import Program, residuals
 from partc.program.agreement import Agreement
+from partc.program.assigned_data import serve_assignments
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.clip import check_norm, clip_gradients
 from partc.program.copies import Writes, copied
@@ -69,6 +70,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
     ) -> None:  # fmt: skip
         super().__init__()
         leave_garbage_to_ranks()
+        serve_assignments()
         self._role: Role = program.role(dist.get_rank())
         check_compiler(self._role)
         check_default_dtype()

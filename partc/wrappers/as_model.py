@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partc.data.share import Division
+from partc.errors import UsageError
 from partc.plan.batch import data_axes
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.sharding import cut
@@ -55,7 +56,7 @@ class AsModel(Prepared):
             return division_of(self.program)
         mesh = Mesh.of(self.how.mesh)
         if mesh.is_open:
-            raise no_stage_yet("data_rank")
+            raise _open(mesh)
         return Division(mesh, {axis: cut(0) for axis in data_axes(mesh) if axis != ISLAND})
 
     def state_dict(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -164,3 +165,12 @@ class AsModel(Prepared):
         if self.stage is None:
             raise no_stage_yet("a deep copy")
         return copy.deepcopy(self.stage, memo)
+
+
+def _open(mesh: Mesh) -> UsageError:
+    return UsageError(
+        where=f"mesh {mesh}", what="its axes are open",
+        why="into how many pieces ranks divide the batch follows from axes that the first step "
+        "chooses",
+        do='Give the mesh axes, as "dp=8"; or compile at once: model.compile_for(*batch).',
+    )  # fmt: skip

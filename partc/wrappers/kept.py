@@ -104,6 +104,6 @@ def _kept(name: str) -> RunError:
         why="the model has other parameters from now on. They are put into optimizers, lists and "
         "dicts; what else has the old ones would read and write what is not trained",
         do="Take parameters and modules of the model behind its first step; or compile before they "
-        "are taken: model.compile_for(*batch), with any batch of the same shapes. A loop's "
-        "variable keeps the last one, too: del it.",
+        "are taken: model.compile_for(*batch), with any batch of the same shapes. Variables keep "
+        "them too, that of a loop the last one: del them (del net) before that.",
     )

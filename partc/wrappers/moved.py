@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Collection, Mapping
+from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from partc.errors import RunError
@@ -40,7 +42,15 @@ def move(optimizer: Optimizer, stage: Stage, names: Mapping[int, str]) -> None:
     with contextlib.suppress(RunError):  # not elementwise: it steps on DTensors
         stage.step_on_pieces(optimizer)
     if state["state"]:
-        stage.load_full_optim_state_dict(optimizer, state)
+        stage.load_full_optim_state_dict(optimizer, state | {"state": _whole(state["state"])})
+
+
+def _whole(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """States as of one process: those that a script has saved of a stage are this rank's pieces."""
+    return {
+        i: {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in state.items()}
+        for i, state in states.items()
+    }
 
 
 def _params(optimizer: Optimizer) -> list[object]:

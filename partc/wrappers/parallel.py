@@ -21,6 +21,7 @@ from partc.program.start import device_of, join
 from partc.recipe import Recipe
 from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
+from partc.whole_batch import axes_open
 from partc.wrappers.as_model import AsModel
 from partc.wrappers.kept import Kept, check_not_stepping
 from partc.wrappers.longest import warn_of_pad
@@ -94,6 +95,8 @@ def parallelize(
     check_fillers("parallelize", pad)
     if not (at := Mesh.of(mesh)).is_open:
         check_world(at, world_size())
+    elif batch == "local":
+        raise axes_open(at)
     how = How(mesh, plan, loss, outputs, pad or {}, {"batch": batch, **options})
     return Parallel(model, how, device)
 

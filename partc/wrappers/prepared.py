@@ -62,7 +62,9 @@ class How:
             return self.loss(model, *args, **named)
         results = model(*args, **named)
         if isinstance(results, Tensor):
-            raise no_loss(type(model).__name__, "a tensor")
+            if results.dim() or self.outputs:
+                raise no_loss(type(model).__name__, f"a tensor of shape {tuple(results.shape)}")
+            return results
         if isinstance(results, Mapping) and "loss" not in results:
             raise no_loss(type(model).__name__, ", ".join(results))
         loss = results["loss"] if isinstance(results, Mapping) else results[0]
@@ -116,7 +118,7 @@ class Prepared(nn.Module):
         if not self.training:
             return self._evaluating(args, named)(*args, **named)
         found = self._trained(args, named)(*args, **named)
-        if self.how.loss is not None:
+        if self.how.loss is not None or isinstance(found, Tensor):
             return found
         extras = {name: _without_gradient(x, name) for name, x in found[1].items()}
         return Outputs(loss=found[0], **extras)
@@ -128,7 +130,7 @@ class Prepared(nn.Module):
         """The loss in eval mode of all ranks' rows, without gradients."""
         args, named = self._filled(args, named, self.how.loss)
         found = self._trained(args, named).eval_step(*args, **named)
-        return found[0] if self.how.loss is None else found
+        return found[0] if self.how.loss is None and isinstance(found, tuple) else found
 
     # compiled --------------------------------------------------------------------------------
     def _trained(self, args: Any, named: Any) -> Any:

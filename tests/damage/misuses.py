@@ -121,6 +121,8 @@ def load(rng: random.Random, built: Built, place: Path) -> Made:
 
     def judge(program: Program, given: Given) -> Verdict | None:
         model = (given.get("model") or model_of()).train()  # another mode was warned of
+        if isinstance(model, torch.jit.ScriptModule):  # which stays in the mode of its trace
+            model = model_of()
         return is_right(program, {"inputs": batch_of(), "loss": loss_of, "model": model})
 
     what, read = mistaken(rng, partc.load, right, judge)
