@@ -168,6 +168,13 @@ KEYS: Mapping[str, Key] = {
         _reduces,
         "the step has one microbatch, or no gradient is kept in shards over the axes of the batch",
     ),
+    **dict.fromkeys(
+        ("compress", "local_steps", "stale"),
+        Key(
+            lambda step, table: table is None or step.trains,
+            "the step computes no gradients, and optimizers take no steps behind it",
+        ),
+    ),
     "allow": Key(
         lambda step, words: all(getattr(step.asked, word) is not None for word in words),
         _without_table,
@@ -189,9 +196,6 @@ ALWAYS: Mapping[str, str] = {
     "stages": "refused on a mesh without pp",
     "notes": "words for people",
     "hooks": "modules that there are not are refused",
-    "compress": "refused where no sum is sent so; entries that a scheme does not have, too",
-    "local_steps": "refused without islands; entries that a way of meeting does not have, too",
-    "stale": "refused without islands",
     "apart": "no key: what no pattern may fit",
     "of_another": "no key: whose plan it is",
     "homes": "no key: where another program's parameters lie",

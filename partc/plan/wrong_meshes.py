@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from partc.errors import PlanError
 from partc.machines.topology_text import shipped
 from partc.wrong_calls import LONGEST, quoted
@@ -21,6 +23,8 @@ def no_mesh(given: object) -> PlanError:
         do = f"Name the axes, for example {axes!r}."
     elif hasattr(given, "mesh_dim_names"):
         do = 'Name its axes: init_device_mesh(..., mesh_dim_names=("dp",)).'
+    elif isinstance(given, torch.optim.Optimizer):
+        do += " An optimizer is made over the parameters of what this call gives."
     elif not isinstance(given, int | type(None)):
         do += " Inputs come behind it: compile(model, mesh, inputs, loss=loss)."
     return PlanError(
