@@ -86,7 +86,7 @@ class Family:
         self._plan = Plan.parse(program.plan)
         self._calls = Calls(program, lambda: self.programs.values())
         forward = program.forward_batch.layouts
-        self._rows = Rows.of(self._plan, program.mesh, list(program.inputs), forward)
+        self._rows = Rows.of(self._plan, program.mesh, program.inputs, forward)
         self._pieces, self._uneven = Pieces.of(program), UnevenRows.of(program)
         varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
         self._same = SameChoice() if varies else None
