@@ -195,12 +195,12 @@ def compile(
     kept = cache_of(cache, model)
     if kept is None or isinstance(model, Traced) or dump is not None:
         step, program = made()
-        return made_by(step, rows.left_out, strict, kept, program)
+        return made_by(step, rows.left_out, strict, kept, program, wanted.inputs)
     step = first_step(model, inputs, loss, at, wanted, rows)
     piece = None if wanted.batch == "global" else Traced(model, inputs, loss)
     asked = Request(step, piece, at, wanted, rows, (strict, microbatches, aim))
     program = kept.program(asked, lambda: made()[1])
-    return made_by(step, rows.left_out, strict, kept, program)
+    return made_by(step, rows.left_out, strict, kept, program, wanted.inputs)
 
 
 @no_collecting()

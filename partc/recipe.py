@@ -20,6 +20,7 @@ from partc.compile_cache import CompileCache, Request, cache_of
 from partc.errors import RunError, TraceError, UsageError
 from partc.graph import Graph
 from partc.lowering import table
+from partc.other_inputs import plan_for
 from partc.passes.shard.find_batch import batch_of_forward
 from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
@@ -51,6 +52,7 @@ class Recipe:
     The model is the script's: when nothing else holds it, its memory is freed. ``twin`` is then in
     its place, a copy without weights. ``training``: the mode of every module then, in the order of
     ``modules()``. ``trained``: which parameters had gradients, in the order of ``parameters()``.
+    ``pinned``: the entries of ``[inputs]`` in the plan that the script gave.
     """
 
     held: Callable[[], nn.Module | None]
@@ -59,6 +61,7 @@ class Recipe:
     training: tuple[bool, ...]
     trained: tuple[bool, ...]
     twin: list[nn.Module] = field(default_factory=list)
+    pinned: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -109,8 +112,13 @@ class Recipe:
         with self.as_wanted(wanted.mode, first):
             given = self._given(wanted, first)
             cuts = first.forward_batch.entries(given.names, wanted)
-            plan = plan if cuts is None else plan.changed(inputs=cuts)
             step = Traced(self.model, given, self.loss, wanted.kind)
+            if cuts is not None:
+                plan = plan.changed(inputs=cuts)
+            elif not wanted.replicated:
+                shapes = (shape for shape, _ in wanted.inputs)
+                now = dict(zip(given.names, shapes, strict=True))
+                plan = plan_for(step, plan, first, now, self.pinned)
             made = self.compile(step, first.mesh, plan)
         return replace(made, made_for=wanted, recipe=self, hooks=first.hooks)
 
@@ -127,7 +135,7 @@ class Recipe:
             inputs = _batch(self.model, given, loss)
             step, plan = step_of(self.model, inputs, loss, first.mesh, plan, table())
             made = self.compile(step, first.mesh, plan)
-        mine = replace(self, loss=loss)
+        mine = replace(self, loss=loss, pinned=())
         asked = replace(made.wanted, kind="step", mode=mode)
         return replace(made, made_for=asked, recipe=mine, hooks=first.hooks)
 
@@ -227,12 +235,13 @@ class Recipe:
 
 def made_by(
     step: Traced, left_out: Iterable[str], strict: bool, cache: CompileCache | None,
-    program: Program,
+    program: Program, pinned: Iterable[str] = (),
 ) -> Program:  # fmt: skip
     """A program with the recipe for others of its model, which keep its weights where they are."""
     mode: Mode = "train" if step.model.training else "eval"
     made_for = replace(program.wanted, kind=step.kind or kind_of(step.loss), mode=mode)
     recipe = Recipe.of(step.model, step.loss, compile_again(left_out, cache, strict=strict))
+    recipe = replace(recipe, pinned=(*pinned,))
     return replace(program, made_for=made_for, recipe=recipe)
 
 
@@ -343,7 +352,7 @@ def _meta(wanted: Wanted) -> tuple[Tensor, ...]:
 def _plan_of(first: Program, wanted: Wanted) -> Plan:
     """The first program's plan for another batch or kind: parameters stay where they are."""
     plan = _kept(first)
-    rows = Rows.of(plan, first.mesh, list(first.inputs))
+    rows = Rows.of(plan, first.mesh, first.inputs)
     before = plan.microbatches
     num = rows.microbatches(wanted, before) if wanted.kind == "step" else 1
     inputs: Mapping[str, Cuts] = {"*": {}} if wanted.replicated else plan.inputs

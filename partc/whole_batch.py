@@ -85,6 +85,9 @@ class _Pieces:
         try:
             graph = self._graph(step)
         except PartcError as error:
+            for_all = self._with_one_for_all(usual)
+            if for_all is not None:
+                return self._of(for_all), self._planned(for_all, ())
             found = self._found(self._graph(self._of({})), usual)
             if found is None:
                 raise _not_along_dim_0(error) from error
@@ -96,6 +99,22 @@ class _Pieces:
         # Again on the right shapes: [0, 35] of flat targets has the number of steps in it.
         cuts = self._found(self._graph(step), usual) or found
         return step, self._planned(cuts, notes_on(cuts))
+
+    def _with_one_for_all(self, usual: Mapping[str, Cuts]) -> dict[str, Cuts] | None:
+        """The entries where what has one row, as a mask ``bool[1,5,5]``, is for all samples; None
+        where the model does not run so, or dim 0 is not the batch then.
+        """
+        given = self.source.given
+        sizes = {n: x.shape[0] for n, x in zip(given.names, given.tensors, strict=True) if x.dim()}
+        ones = [n for n, num in sizes.items() if num == 1 and not is_pinned(n, self.plan)]
+        if not ones or len(ones) == len(sizes):
+            return None
+        cuts = {**usual, **{name: {} for name in ones}}
+        try:
+            graph = self._graph(self._of(cuts))
+        except PartcError:
+            return None
+        return cuts if self._found(graph, cuts) is None else None
 
     @cached_property
     def source(self) -> Source:

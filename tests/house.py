@@ -70,6 +70,7 @@ _TOP_NAMES = [
     "idle_keys",
     "key_readers",
     "lowering",
+    "other_inputs",
     "pass_calls",
     "printing",
     "recipe",

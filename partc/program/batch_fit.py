@@ -14,12 +14,16 @@ from partc.errors import RunError
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, R
+from partc.program.other_shape import is_for_all, rows_now
 from partc.program.wanted import Wanted
 
 if TYPE_CHECKING:
     from partc.program import Program
 
 
+Dims = Mapping[int, int]  # of an input: into how many pieces each dim is cut
+Shapes = Sequence[Sequence[int]]
+Inputs = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype, by name
 Forward = Callable[[Wanted], Sequence[Layout] | None]
 
 
@@ -31,18 +35,20 @@ def _usual(wanted: Wanted) -> None:
 class Rows:
     """How the rows of a batch are shared, by the plan of a stage's first program.
 
-    ``cuts``: of each input, by name and in order, into how many pieces data ranks cut each dim.
+    ``cuts``: of each input, by name and in order, into how many pieces data ranks cut each dim;
+    ``first``: the shape that it has in the first program.
     ``most``: pieces of an input that the first program does not have, on dim 0, or as ``forward``
     says.
     """
 
     cuts: Mapping[str, Mapping[int, int]]
+    first: Shapes
     most: int
     forward: Forward = _usual
 
     @classmethod
-    def of(cls, plan: Plan, mesh: Mesh, names: Sequence[str], forward: Forward = _usual) -> Rows:
-        tables = {name: plan.stored(name, plan.inputs) for name in names}
+    def of(cls, plan: Plan, mesh: Mesh, inputs: Inputs, forward: Forward = _usual) -> Rows:
+        tables = {name: plan.stored(name, plan.inputs) for name in inputs}
         cuts = {
             name: {
                 dim: prod(mesh.size(a) for a in _axes(table) if table[a].dim == dim)
@@ -51,7 +57,7 @@ class Rows:
             for name, table in tables.items()
         }
         most = max((num for dims in cuts.values() for num in dims.values()), default=1)
-        return cls(cuts, most, forward)
+        return cls(cuts, [shape for shape, _ in inputs.values()], most, forward)
 
     def sizes(self, wanted: Wanted) -> Iterator[tuple[int, int, int, int]]:
         """Of every dim that data ranks cut: number of the input, dim, rows, pieces."""
@@ -61,7 +67,7 @@ class Rows:
                 if each != R:
                     yield i, each.dim, shape[each.dim], self.most
             return
-        by_name = list(self.cuts.values())
+        by_name = of_rows([*self.cuts.values()], self.first, wanted)
         if wanted.kind == "forward" or len(by_name) != len(wanted.inputs):
             by_name = [{0: self.most}] * len(wanted.inputs)
         first = max((shape[0] for shape, _ in wanted.inputs if shape), default=1)
@@ -94,10 +100,12 @@ class Pieces:
     """How a batch of one rank and that of all are related: the same, or the rank has a piece.
 
     ``of``: of each input, by name and in order, how many pieces ranks have along each dim; empty
-    where all have the whole batch. ``forward``: along which dims forwards have it, if not dim 0.
+    where all have the whole batch. ``first``: the shapes of the first program's. ``forward``: along
+    which dims forwards have it, if not dim 0.
     """
 
     of_each: tuple[Mapping[int, int], ...] = ()
+    first: Shapes = ()
     forward: Forward = _usual
 
     @classmethod
@@ -106,7 +114,8 @@ class Pieces:
             {dim: prod(program.mesh.size(a) for a, d, _ in cuts if d == dim) for _, dim, _ in cuts}
             for cuts in (program.dealt.get(name, ()) for name in program.inputs)
         ]
-        return cls(tuple(found) if any(found) else (), program.forward_batch.layouts)
+        first = [shape for shape, _ in program.inputs.values()]
+        return cls(tuple(found) if any(found) else (), first, program.forward_batch.layouts)
 
     def whole(self, wanted: Wanted) -> Wanted:
         """The batch of all ranks, where each has one like this."""
@@ -131,7 +140,7 @@ class Pieces:
         if wanted.kind != "forward" or (
             not wanted.form and len(self.of_each) == len(wanted.inputs)
         ):
-            yield from self.of_each
+            yield from with_more(of_rows(self.of_each, self.first, wanted), self.first, wanted)
             return
         most = max(num for dims in self.of_each for num in dims.values())
         layouts = self.forward(wanted)
@@ -141,6 +150,28 @@ class Pieces:
         first = max((shape[0] for shape, _ in wanted.inputs if shape), default=1)
         for shape, _ in wanted.inputs:
             yield {0: most} if shape and (shape[0] > 1 or first == 1) else {}
+
+
+def of_rows(cuts: Sequence[Dims], first: Shapes, wanted: Wanted) -> list[Dims]:
+    """The cuts of each input without those of what is one for all rows: ``bool[1,5,5]``."""
+    if len(cuts) != len(wanted.inputs):
+        return [*cuts]
+    each = list(zip(cuts, first, (shape for shape, _ in wanted.inputs), strict=True))
+    pairs = [(a[d], b[d]) for dims, a, b in each for d in dims if d < min(len(a), len(b))]
+    return [
+        {d: n for d, n in dims.items() if d >= len(b) or not is_for_all(b[d], a[d], pairs)}
+        for dims, a, b in each
+    ]
+
+
+def with_more(cuts: Sequence[Dims], first: Shapes, wanted: Wanted) -> list[Dims]:
+    """The cuts also of what was one for all rows, and has a row for each now."""
+    shapes = [shape for shape, _ in wanted.inputs]
+    rows = [(d, b[d]) for dims, b in zip(cuts, shapes, strict=True) for d in dims if d < len(b)]
+    most = max((num for dims in cuts for num in dims.values()), default=1)
+    found = (rows_now(b, a, rows) for a, b in zip(first, shapes, strict=True))
+    pairs = zip(cuts, found, strict=True)
+    return [{dim: most} if dim is not None and not dims else dims for dims, dim in pairs]
 
 
 def _axes(table: Mapping[str, object]) -> list[str]:

@@ -86,7 +86,7 @@ class Family:
         self._plan = Plan.parse(program.plan)
         self._calls = Calls(program, lambda: self.programs.values())
         forward = program.forward_batch.layouts
-        self._rows = Rows.of(self._plan, program.mesh, list(program.inputs), forward)
+        self._rows = Rows.of(self._plan, program.mesh, program.inputs, forward)
         self._pieces, self._uneven = Pieces.of(program), UnevenRows.of(program)
         varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
         self._same = SameChoice() if varies else None
@@ -249,11 +249,14 @@ class Family:
     def _cuts_of_results(self, whole: Wanted) -> Results:
         """How results are cut where ranks share the rows, of a program with these arguments."""
         assert self._uneven is not None
-        if whole.kind != "forward":
-            return self.first.program.results
-        shared = [w for w in self.programs if (w.kind, w.form) == (whole.kind, whole.form)]
-        wanted = next((w for w in shared if not w.replicated), self._uneven.example(whole))
-        return self._member(wanted).program.results
+        example, results = self._uneven.example(whole), self.first.program.results
+        if whole.kind == "forward":
+            shared = [w for w in self.programs if (w.kind, w.form) == (whole.kind, whole.form)]
+            wanted = next((w for w in shared if not w.replicated), example)
+            results = self._member(wanted).program.results
+        if any(outer > 1 for cuts in results.values() for *_, outer in cuts):  # of its length
+            results = self._member(example).program.results
+        return results
 
     def _may_differ(self, wanted: Wanted) -> bool:
         """Whether the batch has as many inputs as the first one, of the same dtypes."""

@@ -46,15 +46,15 @@ class ForwardBatch:
         """
         if self.usual or wanted.kind != "forward" or wanted.replicated:
             return None
-        key = f"{wanted.form} {_kinds(wanted)}"
-        if key not in self.known:
-            found = (
-                self._saved(wanted, _kinds) or self._traced(wanted) or self._saved(wanted, _dims)
-            )
+        alike, same = f"{wanted.form} {_kinds(wanted)}", f"{wanted.form} {wanted.inputs}"
+        found = self.known.get(alike) or self.known.get(same)
+        if found is None:
+            found = self._saved(wanted, _kinds) or self._traced(wanted)
+            found = found or self._saved(wanted, _dims, blocks=True)
             if found is None:
                 return None
-            self.known[key] = found
-        return self.known[key]
+            self.known[same if _has_blocks(found) else alike] = found
+        return found
 
     def entries(self, names: Sequence[str], wanted: Wanted) -> dict[str, Cuts] | None:
         """The same as entries of ``[inputs]``."""
@@ -64,13 +64,21 @@ class ForwardBatch:
         pairs = zip(names, found, strict=True)
         return {n: {} if lay == R else dict.fromkeys(self.axes, lay) for n, lay in pairs}
 
-    def _saved(self, wanted: Wanted, seen: Callable[[Wanted], object]) -> Layouts | None:
-        """Those of a forward that the stage has for arguments that look alike."""
+    def _saved(
+        self, wanted: Wanted, seen: Callable[[Wanted], object], *, blocks: bool = False
+    ) -> Layouts | None:
+        """Those of a forward that the stage has for arguments that look alike.
+
+        Not where they have blocks, as those of flat inputs, which another shape has otherwise;
+        with ``blocks`` all the same, for what their dims tell.
+        """
         for each in (self.first, *self.first.others):
             one = each.wanted
             alike = (one.kind, one.form) == (wanted.kind, wanted.form) and not one.replicated
             if alike and seen(one) == seen(wanted):
-                return [layout_of(table) for table in _tables(each).values()]
+                found = [layout_of(table) for table in _tables(each).values()]
+                if blocks or not _has_blocks(found) or one.inputs == wanted.inputs:
+                    return found
         return None
 
     def _traced(self, wanted: Wanted) -> Layouts | None:
@@ -84,9 +92,10 @@ def guessed(names: Sequence[str], wanted: Wanted, steps: Mapping[str, Layout]) -
     """
     dims = {name: len(shape) for name, (shape, _) in zip(names, wanted.inputs, strict=True)}
     same = {n: each for n, each in steps.items() if n in dims and each.dim < dims[n]}
+    plain = {n: each for n, each in same.items() if each.outer == 1}
     first = next(iter(steps.values()))
     other = next((name for name in names if dims[name] > first.dim), None)
-    return same or ({other: first} if other else {})
+    return plain or same or ({other: first} if other else {})
 
 
 def example_of(names: Sequence[str], wanted: Wanted, guess: Mapping[str, Layout]) -> Wanted:
@@ -102,6 +111,10 @@ def example_of(names: Sequence[str], wanted: Wanted, guess: Mapping[str, Layout]
 def _tables(program: Program) -> dict[str, Cuts]:
     plan = Plan.parse(program.plan)
     return {name: plan.stored(name, plan.inputs) for name in program.inputs}
+
+
+def _has_blocks(layouts: Layouts) -> bool:
+    return any(each.outer > 1 for each in layouts)
 
 
 def _dims(wanted: Wanted) -> list[int]:

@@ -51,8 +51,8 @@ def _with_others(
 
     recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
     calls, pieces = Calls(program, others.values), Pieces.of(program)
-    forward, names = program.forward_batch.layouts, list(program.inputs)
-    rows = Rows.of(Plan.parse(program.plan), program.mesh, names, forward)
+    forward = program.forward_batch.layouts
+    rows = Rows.of(Plan.parse(program.plan), program.mesh, program.inputs, forward)
     _check_modes(modes)
     _check_batches(program, batches, modes)
     for mode in modes:

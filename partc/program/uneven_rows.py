@@ -95,7 +95,7 @@ class UnevenRows:
             found = {}
             for name, value in results.items():
                 cut = cuts.get(name)
-                found[name] = value.narrow(cut[0][1], begin, num) if cut else value
+                found[name] = _narrowed(value, cut[0], begin, num) if cut else value
             return found
 
         result = run()
@@ -128,6 +128,13 @@ class UnevenRows:
                 shape[dim] = 0
         pairs = zip(shapes, wanted.inputs, strict=True)
         return replace(wanted, inputs=tuple((tuple(s), dtype) for s, (_, dtype) in pairs))
+
+
+def _narrowed(value: Tensor, cut: tuple[str, int, int], begin: int, num: int) -> Tensor:
+    """These rows of a result; of a flat one, ``f32[30,9]`` of 6 steps, those of every step."""
+    _, dim, outer = cut
+    blocks: Tensor = value.unflatten(dim, (outer, -1))
+    return blocks.narrow(dim + 1, begin, num).flatten(dim, dim + 1)
 
 
 Results = Mapping[str, Dealt]  # of a program whose ranks have pieces of the same size

@@ -251,8 +251,9 @@ def _near(name: str, names: list[str]) -> list[str]:
 
 
 def _check_cuts(plan: Plan, graph: Graph, mesh: Mesh) -> None:
+    inputs = {*graph.inputs.values()}
     for node, cuts in _all_cuts(plan, graph):
-        _check_divides(node, cuts, mesh)
+        _check_divides(node, cuts, mesh, is_input=node in inputs)
 
 
 def _all_cuts(plan: Plan, graph: Graph) -> Iterator[tuple[fx.Node, Cuts]]:
@@ -262,7 +263,7 @@ def _all_cuts(plan: Plan, graph: Graph) -> Iterator[tuple[fx.Node, Cuts]]:
         yield node, plan.stored(name, plan.inputs)
 
 
-def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
+def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh, *, is_input: bool) -> None:
     """ShardingError, with the sizes that would do, where an axis does not divide its dim."""
     known, taken = value(node), {}
     for axis, layout in cuts.items():
@@ -284,10 +285,27 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
             pieces = prod(mesh.size(a) for a, each in taken.items() if each.dim == layout.dim)
             why = f"{size} is not a multiple of {pieces * layout.outer}"
             could = "microbatches" if axis == MICROBATCH_AXIS else axis
-            why += f"; {could} could be {_divisors(size * num // pieces)}"
+            if layout.outer > 1:
+                why += f": {layout.outer} blocks, each in {pieces} pieces"
+            else:
+                why += f"; {could} could be {_divisors(size * num // pieces)}"
+            if is_input:
+                do = _for_input(known.name, size, layout) or do
         else:
             continue
         raise ShardingError(where=known.name, what=what, why=why, do=do)
+
+
+def _for_input(name: str, size: int, layout: Layout) -> str:
+    """What helps with an input that is no longer cut as the plan says; empty: what always does."""
+    if layout.outer > 1:
+        return "Leave the entry out of the plan: the blocks of this shape are then found."
+    if size == 1:
+        return (
+            "Leave the entry out of the plan, so that every rank has it whole; or give a row for "
+            f"each sample: {name}.expand(...)."
+        )
+    return ""
 
 
 def _divisors(size: int) -> str:
