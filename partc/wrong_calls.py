@@ -84,6 +84,8 @@ _SURPLUS = {  # what somebody means who passes more by place than there is
     "graph_pass": '@graph_pass(after="insert_collectives") says behind which pass yours runs',
     "parallelize": "The first step compiles for its batch, parallelize(model, mesh, "
     "loss=loss_of), and what follows goes by name",
+    "loader": "How many rows a step has follows from the plan: loader(dataset, rows_per_step=16) "
+    "counts those of all ranks, and what follows the dataset goes by name",
     "load": "partc.with_model(program, model, loss) gives a loaded program the loss of the model",
 }
 MOST_NAMED = 6
@@ -145,7 +147,7 @@ def _unbound(
         if RENAMED.get(unknown) in each:
             do = f"It is called {RENAMED[unknown]!r}."
     return UsageError(
-        where=f"{name}()", what=what, why=f"it takes {', '.join(each)}",
+        where=f"{name}()", what=what, why=f"it takes {', '.join(each) or 'nothing'}",
         do=do or f"Leave it out, or see {help_on(call)}.",
     )  # fmt: skip
 

@@ -16,14 +16,22 @@ def check_number(where: str, number: Any, most: float) -> None:
     if not is_number or not 0 < number <= most:  # NaN is neither
         do = "Write a number, without a unit and quotation marks: 2.5e10." * (not is_number)
         why = f"it is a number above 0 and at most {most:g}"
-        raise refusal(where, f"{number!r} cannot be", why, do or "Correct the figure.")
+        raise refusal(where, f"{number!r} cannot be", why, do or _instead(where))
+
+
+def _instead(where: str) -> str:
+    if where.endswith("_s") and not where.endswith("per_s"):
+        return "The unit is seconds: 6 us are 6e-6."
+    return "Correct the figure."
 
 
 def check_whole(where: str, number: Any, most: float) -> None:
     """PlanError unless ``number`` is a whole one from 1 to ``most``."""
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most:
         do = "Correct the figure."
-        if isinstance(number, str):
+        if isinstance(number, str) and number.isdecimal() and 1 <= int(number) <= most:
+            do = f"Write {int(number):_}, without quotation marks."
+        elif isinstance(number, str):
             do = "Write a whole number, without a unit and quotation marks: 16_000_000_000."
         elif isinstance(number, float) and number.is_integer() and 1 <= number <= most:
             do = f"Write it as a whole number: {int(number):_}."

@@ -45,7 +45,7 @@ def no_axes(given: object) -> PlanError:
 def no_axis(text: str, part: str) -> PlanError:
     """The refusal of a part of a mesh's text that is not name=size, with what it may mean."""
     do = 'Write for example "dp=2,tp=4"; a file ends in .toml, and Mesh.load(name) takes a machine.'
-    if len(text) <= LONGEST and not _OTHERWISE.sub("", text):  # blanks, colons, semicolons
+    if 0 < len(text) <= LONGEST and not _OTHERWISE.sub("", text):  # blanks, colons, semicolons
         do = f"Write {','.join(f'{n}={size}' for n, size in _OTHERWISE.findall(text))!r}."
     if text in shipped():
         do = f"Pass partc.Mesh.load({text!r}, devices), of which the plan chooses the axes."

@@ -127,6 +127,14 @@ class Agreement:
                     self.num_steps = number
                     del self._seen[id(role)]
 
+    def compare_weights(
+        self, role: Role, held: Mapping[str, Tensor], drawn: tuple[int, int], device: torch.device
+    ) -> None:
+        """Compare what ranks hold, of no batch; as ``compare``, whenever all ranks call it."""
+        if role.mesh.num_ranks > 1:
+            comparison = _Comparison(self, role, (), held, drawn, device)
+            comparison.run(first=False, new=False)
+
     @property
     def shards(self) -> Mapping[str, Shard]:
         """How each tensor of the model is sharded."""

@@ -59,6 +59,7 @@ from partc.program.saved_checkpoint import (
     refuse,
     sha256_of,
 )
+from partc.program.saved_position import go_to_position
 from partc.program.tensorfile import write_tensors
 from partc.program.together import Together
 from partc.wrong_calls import as_path, known_arguments
@@ -106,6 +107,7 @@ def save_checkpoint(
     folder = as_path(folder, "save_checkpoint")
     of.writes.check()
     of.check_together("save_checkpoint")
+    of.check_alike()
     ranks = Together("save_checkpoint", of.device, RunError)
     target = ranks.do(lambda: _target(folder, of, optimizer, step))
     ranks.check_alike(_facts(of, optimizer, loader) | {"step": step})
@@ -157,9 +159,7 @@ def load_checkpoint(
     given = {"optimizer": _class(optimizer), "loader": loader is not None}
     ranks.check_alike({"step": saved.step, "content of a step": saved.digest, **given})
     ranks.do(lambda: saved.verify(_wanted(saved, of, optimizer), of))
-    if loader is not None:
-        ranks.do(lambda: _check_saved_position(saved))
-        ranks.do(lambda: loader.load_state_dict(saved.data or {}))
+    ranks.do(lambda: go_to_position(saved, loader))
     for key, (shard, piece) in _model(of).items():
         with torch.no_grad():
             piece.copy_(saved.piece(key, shard, of))
@@ -172,15 +172,6 @@ def load_checkpoint(
         saved.islands.get(MET, saved.random[1]) if alike else saved.random[1],
     )  # fmt: skip
     return saved.step
-
-
-def _check_saved_position(saved: Saved) -> None:
-    """LoadError for a loader where the checkpoint was saved without one."""
-    if not saved.data:
-        refuse(
-            saved.path, "it was saved without a loader, so that it has no position in the data",
-            "Leave loader= out, or save with it: save_checkpoint(..., loader=loader).",
-        )  # fmt: skip
 
 
 def latest(folder: str | Path) -> Path:

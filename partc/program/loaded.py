@@ -28,6 +28,10 @@ class Loaded:
     def __init__(self, held: Mapping[str, Tensor], read: Iterable[str]) -> None:
         self._read = set(read)
         self._versions: dict[str, int] = {}  # of the tensors that nobody has written to yet
+        self.empty(held)
+
+    def empty(self, held: Mapping[str, Tensor]) -> None:
+        """Take all tensors for unwritten, and let them look so."""
         self._found_all = False
         with torch.no_grad():
             for tensor in held.values():

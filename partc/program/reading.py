@@ -19,7 +19,7 @@ from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.holders import exchange_texts
 from partc.program.no_dataset import check_loader, of_dataloader
-from partc.wrong_calls import check_flag, check_whole_number, quoted
+from partc.wrong_calls import check_flag, check_whole_number, known_arguments, quoted
 
 if TYPE_CHECKING:
     from partc.program import Program
@@ -55,6 +55,7 @@ def rows_of(
     return Division.of(plan, program.mesh).share(rank, per_step, batch)
 
 
+@known_arguments
 def loader(
     self: Stage,
     dataset: Any,

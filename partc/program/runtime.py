@@ -245,6 +245,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         self._begin_loading()
         self._tensors.load(whole_tensors(source), strict, self.shards)
 
+    @known_arguments
     @of_other_ranks("full_state_dict")
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's own state dict with whole tensors on the CPU; all ranks call this together.
@@ -285,6 +286,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
             return {}
         return dict(stand_ins(self, self._tensors.holders))
 
+    @known_arguments
     def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
         """This rank's shards by name, each with its cuts from the whole tensor."""
         self._own.islands.drain()
@@ -362,7 +364,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
         missing = self._loaded.missing(self._tensors.held)
         self._own.islands.drain()
-        with can_be_moved():
+        with can_be_moved(fn):
             self._rank_step._apply(fn, recurse)
         self._tensors.apply(fn)
         self._show_tensors()

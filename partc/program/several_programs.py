@@ -17,6 +17,7 @@ from partc.program.exported import check_not_exported
 from partc.program.family import Family, Ready
 from partc.program.family_errors import late_gradients, untrained
 from partc.program.habits import LOG, once, without_inference
+from partc.program.loaded import Loaded
 from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
@@ -24,7 +25,7 @@ from partc.program.same_factor import SameFactor
 from partc.program.same_model import check_same_model
 from partc.program.shown import Shown, begin_all, end_all
 from partc.program.step_loss import dropped, of_step
-from partc.wrong_calls import quoted
+from partc.wrong_calls import known_arguments, quoted
 
 
 class SeveralPrograms(nn.Module):
@@ -37,6 +38,7 @@ class SeveralPrograms(nn.Module):
     _factors: SameFactor
     _shown: dict[str, Shown]
     _tensors: RankTensors
+    _loaded: Loaded
     _device_mesh: DeviceMesh | None
     check_no_hooks: Callable[[], None]  # of a Stage
     writes: Writes
@@ -72,6 +74,7 @@ class SeveralPrograms(nn.Module):
         self.writes.check()
         return self._own.loss(inputs, named, self._device_type)
 
+    @known_arguments
     def share(self, program: Program) -> SharedProgram:
         """Another loss of the same model over this stage's weights, gradients and buffers.
 
@@ -108,10 +111,22 @@ class SeveralPrograms(nn.Module):
         self._families.append(Family(member, self._device_mesh, own.choices, own.guard))
         return SharedProgram(self, self._families[-1])
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """New memory, which has no values until it is loaded; as of any module."""
+        super().to_empty(device=device, recurse=recurse)
+        self._loaded.empty(self._tensors.held)
+        return self
+
     # inside ----------------------------------------------------------------------------------
     def check_together(self, call: str) -> None:
         """RunError on all ranks if some of them run something else than this call of all ranks."""
         self._own.meet(call)
+
+    def check_alike(self) -> None:
+        """RunError on all ranks if some of them hold other weights than others must have too."""
+        guard, tensors = self._own.guard, self._tensors
+        role = self._own.first.role
+        guard.agreement.compare_weights(role, tensors.held, guard.state.seed, tensors.device)
 
     @property
     def _own(self) -> Family:

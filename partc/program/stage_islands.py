@@ -9,6 +9,7 @@ from torch import nn
 
 from partc.program import Program, residuals
 from partc.program.family import Family
+from partc.wrong_calls import known_arguments
 
 
 class StageIslands(nn.Module):
@@ -18,6 +19,7 @@ class StageIslands(nn.Module):
     _program: Program
     check_together: Callable[[str], None]
 
+    @known_arguments
     def meet_islands(self) -> None:
         """Do what is due with the other islands behind the last step; all ranks call this together.
 

@@ -20,6 +20,7 @@ from partc.program.optimizers import (
 from partc.program.rank_tensors import RankTensors
 from partc.program.shown import Shown
 from partc.program.try_optimizer import check_elementwise, check_per_tensor
+from partc.wrong_calls import known_arguments
 
 Stepped = TypeVar("Stepped", bound=torch.optim.Optimizer)
 
@@ -36,6 +37,7 @@ class StageOptimizers(nn.Module):
         """The process group of the ranks with the other stages; None if there is none."""
         return self._tensors.pipeline
 
+    @known_arguments
     def step_on_pieces(self, optimizer: Stepped) -> Stepped:
         """Let an elementwise optimizer (SGD, Adam, ...) step on this rank's plain pieces.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -113,9 +113,11 @@ def check_world_stands(world: Any) -> None:
 
 
 @contextmanager
-def can_be_moved() -> Iterator[None]:
+def can_be_moved(move: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """RunError where ``.to()`` of a stage asks for what this process has not got."""
     try:
+        if move(torch.empty(0)).is_meta:
+            raise RuntimeError("a stage computes, and tensors on meta have no values")
         yield
     except (AssertionError, RuntimeError) as error:
         raise RunError(

@@ -201,7 +201,8 @@ def _ended(rank: int, code: int | None) -> RunError:
         where=f"rank {rank}",
         what="its process ended",
         why=f"exit code {code}",
-        do="Look at what it printed last; -9 often means that memory ran out.",
+        do="Look at what it printed last; -9 often means that memory ran out. A process of a rank "
+        "runs the script anew: what starts it stands under if __name__ == '__main__'.",
     )
 
 

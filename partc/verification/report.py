@@ -36,11 +36,13 @@ class Report:
     """The result of a verification: one row per compared tensor; the title says how they ran.
 
     ``suspects``: passes and rules of others, of which one may be at fault where tensors differ.
+    ``mode``: that of the program, ``"train"`` or ``"eval"``, if the model is in the other one.
     """
 
     title: str
     rows: tuple[Row, ...]
     suspects: str = ""
+    mode: str = ""
 
     @property
     def worst(self) -> Row:
@@ -71,13 +73,14 @@ class Report:
         )  # fmt: skip
         if "float64" not in self.title and wrong and wrong[0].error < ROUNDING:
             last = f"rounding may be all: check(tolerance={10 * wrong[0].error:.0e})."
+        begin = f"Bring the model into {self.mode} mode, as the program is. " if self.mode else ""
         hint = "" if isfinite(least) else " No number of them is finite: are weights and batch?"
         raise CheckError(
             where=self.title,
             what=f"{len(wrong)} tensors differ from the model's",
             why=f"the tolerance is {tolerance:.1e}",
-            do="Verify with the model, the batch and the loss that were compiled; if these are "
-            f"the same, {last}{hint} These differ most:\n"
+            do=f"{begin}Verify with the model, the batch and the loss that were compiled; if these "
+            f"are the same, {last}{hint} These differ most:\n"
             + "\n".join(f"  {row}" for row in wrong[:10]),
         )
 

@@ -133,7 +133,8 @@ def verify(
     title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
     rows = _merge(found)
     theirs = suspects(Plan.parse(program.plan).other_passes)
-    return Report(title, (*rows, *_held_nowhere(reference, rows)), theirs)
+    mode = program.wanted.mode if model.training != (program.wanted.mode == "train") else ""
+    return Report(title, (*rows, *_held_nowhere(reference, rows)), theirs, mode)
 
 
 def _pieces(program: Program) -> Pieces:

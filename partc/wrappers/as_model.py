@@ -70,6 +70,7 @@ class AsModel(Prepared):
         self.stage.writes.check()
         return {name: copied(x, name, self.stage.writes) for name, x in found.items()}
 
+    @known_arguments
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's state dict with whole tensors, as of a ``Stage``."""
         return super().state_dict()
@@ -89,6 +90,7 @@ class AsModel(Prepared):
         else:
             self.stage.load_full_optim_state_dict(optimizer, state)
 
+    @known_arguments
     def step_on_pieces(self, optimizer: Optimizer) -> Optimizer:
         """As of a ``Stage``; an optimizer that follows the model steps so by itself."""
         return optimizer if self.stage is None else self.stage.step_on_pieces(optimizer)

@@ -131,6 +131,7 @@ class Parallel(AsModel):
         """In train mode the loss, ready for ``backward``; in eval mode what the model returns."""
         return super().forward(*inputs, **named)
 
+    @known_arguments
     def also(self, loss: Callable[..., Any]) -> AlsoLoss:
         """Another loss of the same model, such as that of a GAN's critic; its first step compiles.
 
