@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -142,20 +143,23 @@ class Role:
             exec(marshal.loads(_compiled(source, shown)), module.__dict__)
             tables = {name: getattr(module, name) for name in TABLES}
             module.Step  # noqa: B018 - part of the contract
-            set_hooks(module, source, hooks)
             outer = getattr(module, OUTER_TABLE, {})
             if hasattr(module, RANKS):
                 tables |= {name: tables[name][pipeline_rank] for name in ("SHARDS", "BUFFERS")}
                 outer = outer.get(pipeline_rank, {})
-        except (SyntaxError, ImportError, AttributeError, NameError, LookupError) as error:
-            raise _malformed(file_name, str(error)) from error
+            read = {
+                "mesh": Mesh.of(tables["MESH"]),
+                "params": _shards(tables["SHARDS"]),
+                "buffers": _shards({**tables["BUFFERS"], **outer}),
+                "aliases": dict(tables["ALIASES"]),
+                "batch": _batch(tables["INPUTS"]),
+            }
+        except Exception as error:  # the text may be anything, such as a name that is called
+            raise _malformed(file_name, _said(error, shown)) from error
+        set_hooks(module, source, hooks)
         return cls(
             module=module,
-            mesh=Mesh.of(tables["MESH"]),
-            params=_shards(tables["SHARDS"]),
-            buffers=_shards({**tables["BUFFERS"], **outer}),
-            aliases=dict(tables["ALIASES"]),
-            batch=_batch(tables["INPUTS"]),
+            **read,
             compiles=f"\n{COMPILES}\n" in source,
             is_half=re.search(r"\bfloat16\b", source) is not None,
             file=file_name,
@@ -247,6 +251,13 @@ def _compiled(source: str, shown: str) -> bytes:
     again; as bytes, since torch.compile counts what it compiled of each code object.
     """
     return marshal.dumps(compile(source, shown, "exec"))
+
+
+def _said(error: Exception, shown: str) -> str:
+    """An exception of a text, with the last of its lines that was reached."""
+    reached = [line for file, line, *_ in extract_tb(error.__traceback__) if file == shown]
+    at = f"line {reached[-1]}: " if reached else ""
+    return f"{at}{type(error).__name__}: {error}" if reached else str(error)
 
 
 def _malformed(file_name: str, why: str) -> LoadError:

@@ -61,6 +61,12 @@ def test_a_file_that_is_no_role_is_refused() -> None:
     for text in ("MESH = {}", "x = (", "import nowhere_at_all"):
         with pytest.raises(LoadError, match=r"role0\.py: is not a rank program"):
             Role.load(text, "role0.py")
+    for text in ('name = "a"\nname("b")', "1 / 0", "import sys\nint('many')", "raise OSError"):
+        with pytest.raises(LoadError, match=r"is not a rank program \(line \d: \w+Error"):
+            Role.load(text, "role0.py")
+    text = example_program().source().replace("INPUTS = {", "INPUTS = {'n': 5, ")
+    with pytest.raises(LoadError, match=r"role0\.py: is not a rank program"):
+        Role.load(text, "role0.py")
     with pytest.raises(LoadError, match="'float31' is no dtype"):
         dtype_of("float31")
     with pytest.raises(LoadError, match="'load' is no dtype"):
