@@ -58,4 +58,7 @@ def _mean(job: Job, variant: Variant, sent: float, whole: float) -> float:
         return (first * whole + (job.steps - first) * sent) / job.steps
     period, parts = variant.entry("period", 1), variant.entry("fragments", 1)
     meetings = (job.steps - first) // (period // parts) / parts + (first > 0)
-    return (first * whole + meetings * sent * period) / job.steps
+    total = first * whole + meetings * sent * period
+    if first and "partners" in variant.table:  # where they begin, all of them meet
+        total += whole - sent * period
+    return total / job.steps

@@ -23,13 +23,17 @@ from partc.codegen.files.templates import TEMPLATES
 from partc.codegen.text import Line, block
 from partc.errors import PlanError
 from partc.graph import Graph
-from partc.plan.local_steps import LocalSteps
+from partc.plan.local_steps import ALL, PAIRS, RING, LocalSteps
 from partc.plan.stale import Stale
 from partc.plan.wires import WIRES
 from partc.program.role import OUTER_TABLE
 from partc.quoting import literal
 
 WIDTH = 92  # of the class's docstring
+PARTNERS = {  # of this island: the helper that finds them, and with what
+    RING: ("beside", "self.island_rank, {num}"),
+    PAIRS: ("paired_with", "self.island_rank, {num}, self.pairs, self.taken"),
+}
 
 
 class Head(TypedDict):
@@ -108,8 +112,18 @@ class MeetingIslands(Islands):
     @property
     def calls(self) -> tuple[str, ...]:
         wire = self.how.wire
-        more = ("in_blocks", "average_rounded", WIRES[wire].helper) if wire else ()
+        more: tuple[str, ...] = ("in_blocks", "average_rounded", WIRES[wire].helper) if wire else ()
+        if self.how.partners != ALL:
+            more = ("average_with", PARTNERS[self.how.partners][0])
         return ("average_over", *more)
+
+    @property
+    def _partners(self) -> str:
+        """The call that finds the islands which this one meets; "" where it meets all."""
+        if self.how.partners == ALL:
+            return ""
+        helper, arguments = PARTNERS[self.how.partners]
+        return f"{helper}({arguments.format(num=self.num)})"
 
     @classmethod
     def of(
@@ -130,7 +144,7 @@ class MeetingIslands(Islands):
         return TEMPLATES.get_template("island.py.j2").render(
             how=how, num=self.num, said=self._said(), **head, draws=draws, shards=shards,
             steps="begun" if start else "self.taken",
-            rounded=WIRES[how.wire].helper if how.wire else "",
+            rounded=WIRES[how.wire].helper if how.wire else "", partners=self._partners,
             apart=how.period // how.fragments, running=_last_parts(kept),
         )  # fmt: skip
 
@@ -148,6 +162,9 @@ class MeetingIslands(Islands):
             how.start_step
         ) else "Every"  # fmt: skip
         each = f"{first} {how.period} steps the parameters of all islands become their mean"
+        if how.partners != ALL:
+            whom = "those beside it" if how.partners == RING else "another one, drawn anew"
+            each = f"{first} {how.period} steps an island's parameters become a mean with {whom}"
         if how.fragments > 1:
             each += f", {how.fragments} parts of the model in turn"
         if how.keeps:

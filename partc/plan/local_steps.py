@@ -12,6 +12,8 @@ LOCAL_STEPS = "local_steps"  # the word of ``allow``, and the name of the table
 MEAN, NESTEROV = "mean", "nesterov"
 OUTER = (MEAN, NESTEROV)
 WORDS = ("outer", "outer_momentum")  # in the names of what an outer optimizer keeps of a parameter
+ALL, RING, PAIRS = "all", "ring", "pairs"
+PARTNERS = (ALL, RING, PAIRS)
 OUTER_WIRES = ("int8", "fp8")  # schemes that round, with a scale for each block
 MARK = "@island"  # behind these names: ``w_outer@island``; no tensor of a model has it
 
@@ -27,7 +29,9 @@ class LocalSteps:
     (post-local SGD, Lin et al. 2020). ``fragments``: so many parts of the model meet in turn, each
     every ``period`` steps (streaming DiLoCo, Douillard et al. 2025). ``wire``: the numbers in which
     the outer gradients are sent, a scheme of ``wires.py`` with blocks of ``block`` elements; "" for
-    their own.
+    their own. ``partners``: with whom an island makes a mean (gossip, D-PSGD, Lian et al. 2017):
+    ``"all"``; in a ``"ring"`` with the islands beside it, by Metropolis weights (Xiao and Boyd
+    2004), which are equal there; in ``"pairs"`` with one, drawn anew for each meeting.
     """
 
     period: int
@@ -38,6 +42,7 @@ class LocalSteps:
     start_step: int = 0
     wire: str = ""
     block: int = 256
+    partners: str = ALL
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -48,7 +53,8 @@ class LocalSteps:
         """The entries of the table as TOML, by name: those that say something."""
         every = {each.name: getattr(self, each.name) for each in fields(self)}
         said = {"period", "outer"} | ({"outer_lr", "outer_momentum"} if self.keeps else set())
-        said |= {name for name in ("fragments", "start_step") if every[name] != _USUAL[name]}
+        usual = ("fragments", "start_step", "partners")
+        said |= {name for name in usual if every[name] != _USUAL[name]}
         said |= {"wire", "block"} if self.wire else set()
         return {
             name: f'"{given}"' if isinstance(given, str) else repr(given)
@@ -87,6 +93,12 @@ def read_local_steps(table: Mapping[str, Any], where: str) -> LocalSteps:
                 why = "parameters are not rounded, but the way from where islands last met is"
             do = f'Leave {name} out, or write outer = "nesterov".'
             raise _ENTRIES.wrong(where, f'outer = "mean" reads no {name}', why, do)
+    if made.keeps and made.partners != ALL:
+        raise _ENTRIES.wrong(
+            where, f"outer = {made.outer!r} and partners = {made.partners!r}",
+            "an outer optimizer goes on from one place, which all islands have to know",
+            'Leave partners out, or write outer = "mean".',
+        )  # fmt: skip
     if "block" in table and not made.wire:
         why, do = "numbers of their own size have no blocks", "Leave it out, or write a wire."
         raise _ENTRIES.wrong(where, "without a wire nothing reads block", why, do)
@@ -124,13 +136,17 @@ def _is_wire(given: Any) -> str:
     return "" if given in OUTER_WIRES else f"it is one of {', '.join(map(repr, OUTER_WIRES))}"
 
 
+def _is_partners(given: Any) -> str:
+    return "" if given in PARTNERS else f"it is one of {', '.join(map(repr, PARTNERS))}"
+
+
 _ENTRIES = Entries(
     LOCAL_STEPS, LocalSteps,
     {
         "period": _is_period, "outer": _is_outer, "outer_lr": _is_lr,
         "outer_momentum": _is_momentum, "fragments": _is_number_of_fragments,
-        "start_step": of_steps, "wire": _is_wire, "block": is_block,
+        "start_step": of_steps, "wire": _is_wire, "block": is_block, "partners": _is_partners,
     },
     "period = 16", "it does not say how often islands meet",
-    {"outer": OUTER, "wire": OUTER_WIRES},
+    {"outer": OUTER, "wire": OUTER_WIRES, "partners": PARTNERS},
 )  # fmt: skip

@@ -37,7 +37,10 @@ CASTS = {"to", "type", "type_as", "dtype", "autocast", "amp", "finfo"}
 TABLES = {"ALIASES": TIED, "DTYPES": DTYPE, "FRAGMENTS": MEETS, "FROZEN": MEETS}
 LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE, "str": TEXT}
 LOCALS |= dict.fromkeys(HELPERS, ROUNDED)
-ISLAND_HELPERS = {"average_over", "average_rounded", "in_blocks", "start_sums"}
+ISLAND_HELPERS = {
+    "average_over", "average_rounded", "average_with", "beside", "buckets_of", "in_blocks",
+    "paired_with", "start_sums",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class Role:
             if hasattr(module, RANKS):
                 tables |= {name: tables[name][pipeline_rank] for name in ("SHARDS", "BUFFERS")}
                 outer = outer.get(pipeline_rank, {})
-            read = {
+            read: dict[str, Any] = {
                 "mesh": Mesh.of(tables["MESH"]),
                 "params": _shards(tables["SHARDS"]),
                 "buffers": _shards({**tables["BUFFERS"], **outer}),

@@ -12,7 +12,7 @@ import torch
 from partc.cost.bytes import Traffic, sent_share
 from partc.cost.collective_cost import collective_seconds
 from partc.cost.prediction import AxisTime, PhaseTime, Prediction
-from partc.plan.local_steps import LocalSteps
+from partc.plan.local_steps import ALL, RING, LocalSteps
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.stale import Stale
 from partc.plan.wires import WIRES
@@ -27,7 +27,7 @@ BUCKET_BYTES = 100_000_000  # as `average_over` fills them
 class Meeting:
     """What one rank's part of the model costs from one meeting to the next, ``period`` steps later.
 
-    ``sent_bytes``: by ring all-reduces, ``count`` of them, which take ``seconds``. ``kept_bytes``:
+    ``sent_bytes``: by ``count`` transfers of a ``kind``, which take ``seconds``. ``kept_bytes``:
     of what stays between meetings. ``hides``: whether the next step computes meanwhile.
     """
 
@@ -37,6 +37,7 @@ class Meeting:
     seconds: float
     kept_bytes: int
     hides: bool = False
+    kind: str = "all_reduce"
 
     @classmethod
     def of(
@@ -54,6 +55,9 @@ class Meeting:
             whole, count, seconds = _sum_of(params, mesh)
             return cls(1, count, whole, seconds, kept, hides=True)
         changed = [b for b in role.buffers if b.name in running]
+        if how.partners != ALL:
+            whole, count, seconds = _sent_to_partners([*params, *changed], mesh, how)
+            return cls(how.period, count, whole, seconds, kept, kind="send")
         if how.wire:
             sums = [_rounded_sum(params, mesh, how), _sum_of(changed, mesh, how.fragments)]
         else:
@@ -69,14 +73,34 @@ class Meeting:
 
 def _sum_of(shards: Sequence[Shard], mesh: Mesh, parts: int = 1) -> tuple[int, int, float]:
     """Bytes, transfers and seconds of the sums over islands of tensors, in so many parts."""
-    sizes = Counter[torch.dtype]()
-    for s in shards:
-        sizes[s.dtype] += prod(s.local_shape(mesh)) * s.dtype.itemsize
+    sizes = _sizes(shards, mesh)
     count = sum(parts * ceil(size / parts / BUCKET_BYTES) for size in sizes.values())
     top, bottom = sent_share("all_reduce", mesh.islands)
     whole = sum(sizes.values())
     one = collective_seconds("all_reduce", whole / count, mesh, ISLAND) if count else 0.0
     return whole * top // bottom, count, count * one
+
+
+def _sizes(shards: Sequence[Shard], mesh: Mesh) -> Counter[torch.dtype]:
+    """Bytes of a rank's pieces, by dtype."""
+    sizes = Counter[torch.dtype]()
+    for s in shards:
+        sizes[s.dtype] += prod(s.local_shape(mesh)) * s.dtype.itemsize
+    return sizes
+
+
+def _sent_to_partners(
+    shards: Sequence[Shard], mesh: Mesh, how: LocalSteps
+) -> tuple[int, int, float]:
+    """The same of what a mean island sends to those that it meets, one after the other."""
+    num, parts = mesh.islands, how.fragments
+    others = len({1 % num, -1 % num}) if how.partners == RING else 1
+    sizes = _sizes(shards, mesh)
+    whole = sum(sizes.values())
+    count = others * sum(parts * ceil(size / parts / BUCKET_BYTES) for size in sizes.values())
+    one = collective_seconds("send", others * whole / count, mesh, ISLAND) if count else 0.0
+    met = num if how.partners == RING else num - num % 2  # of an odd number one stays alone
+    return others * whole * met // num, count, count * one
 
 
 def _rounded_sum(params: Sequence[Shard], mesh: Mesh, how: LocalSteps) -> tuple[int, int, float]:
@@ -94,7 +118,7 @@ def _rounded_sum(params: Sequence[Shard], mesh: Mesh, how: LocalSteps) -> tuple[
 
 def with_meeting(report: CostReport, one: Meeting, islands: int) -> CostReport:
     """The cost of a step of one stage, with that of meetings."""
-    kind = "all_reduce" if one.period == 1 else f"all_reduce, in 1 of {one.period} steps"
+    kind = one.kind if one.period == 1 else f"{one.kind}, in 1 of {one.period} steps"
     traffic = Traffic(ISLAND, kind, one.count, one.sent_bytes // one.period)
     state = replace(report.state, buffers=report.state.buffers + one.kept_bytes)
     step = report.prediction and _slower(report.prediction, one, islands)

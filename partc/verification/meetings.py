@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partc.codegen.helpers.islands import paired_with
 from partc.plan import Plan
 from partc.plan.compress import Compress
-from partc.plan.local_steps import LocalSteps
+from partc.plan.local_steps import ALL, RING, LocalSteps
 from partc.plan.mesh import ISLAND, PP
 from partc.program import Program
 from partc.program.expected import seeded_weight
@@ -29,6 +30,7 @@ from partc.verification.differences import difference, largest
 from partc.verification.late_gradients import LateGradients, gradients_of
 
 MET, SHARED = "meeting of islands", "gradient of islands"
+SEED = 5  # from which islands draw whom they meet
 TURNS = 2  # of all parts of the model
 Compared = tuple[str, str, float]  # kind, name, error
 Wholes = dict[str, Tensor]
@@ -113,6 +115,7 @@ class Meetings:
         for s in shards:  # islands begin as one
             self._give(s.name, self._mean(s.name))
         self.outer = {s.name: (x := self._mean(s.name), torch.zeros_like(x)) for s in params}
+        step.seed(SEED)
         step.met = -1
         yield from self._again(step, shards, self.how.start_step)
         for turn in range(1, TURNS * self.how.fragments + 1):
@@ -124,7 +127,7 @@ class Meetings:
             if apart > 1:
                 yield from self._compared(step, shards, behind - 1)
             self._write(step, shards)
-            self._define(params, running, turn % self.how.fragments)
+            self._define(params, running, turn % self.how.fragments, behind)
             step.met = -1
             yield from self._again(step, shards, behind)
             yield from self._again(step, shards, behind)
@@ -136,8 +139,14 @@ class Meetings:
         """
         return seeded_weight(name, shard.shape, shard.dtype).to(self.device)
 
-    def _define(self, params: list[Shard], running: list[Shard], part: int) -> None:
-        """The definition: a part of the model, and all running statistics, become one."""
+    def _define(self, params: list[Shard], running: list[Shard], part: int, behind: int) -> None:
+        """The definition: a part of the model, and all running statistics, become one; or each
+        island's become a mean with those of its partners.
+        """
+        if self.how.partners != ALL:
+            met = [s.name for s in params if self.parts[s.name] == part]
+            self._mix([*met, *(s.name for s in running)], behind)
+            return
         for s in running:
             self._give(s.name, self._mean(s.name))
         ways = self._rounded_ways([s for s in params if self.parts[s.name] == part])
@@ -153,6 +162,23 @@ class Meetings:
                 new = last - lr * ((last - new) + momentum * velocity)
                 self.outer[s.name] = new, velocity
             self._give(s.name, new)
+
+    def _mix(self, names: list[str], behind: int) -> None:
+        """The definition of gossip: new copies are W times the old ones, with equal weights for an
+        island and its partners.
+        """
+        num = len(self.copies)
+        mixed = torch.eye(num, dtype=torch.float64)
+        for i in range(num):
+            ring = {(i - 1) % num, (i + 1) % num}
+            drawn = paired_with(i, num, SEED, behind)
+            mixed[i, [*(ring if self.how.partners == RING else drawn)]] = 1
+        mixed /= mixed.sum(1, keepdim=True)
+        for name in names:
+            old = torch.stack([copy[name] for copy in self.copies])
+            weights = mixed.to(old.device, old.dtype)
+            for copy, row in zip(self.copies, weights, strict=True):
+                copy[name] = torch.tensordot(row, old, 1)
 
     def _rounded_ways(self, shards: list[Shard]) -> Wholes:
         """The mean ways of parameters from where islands last met, where the plan has them rounded:

@@ -18,7 +18,12 @@ from benchmarks.workload import Size
 from partc.plan.wires import WIRES
 from tests.patience import patience
 
-ISLANDS = {"often": "period = 2", "later": "period = 1\nstart_step = 3"}
+ISLANDS = {
+    "often": "period = 2",
+    "later": "period = 1\nstart_step = 3",
+    "pairs": 'period = 2\npartners = "pairs"',
+    "ring, later": 'period = 1\nstart_step = 3\npartners = "ring"',
+}
 KEYS = {"variant", "bytes_predicted", "bytes_counted", "seconds_to_loss", "final_loss", "exposed_s"}
 TINY = Size("tiny", hidden=32, layers=2, heads=2, ffn=64, vocab=256, seq=16, batch=1)
 

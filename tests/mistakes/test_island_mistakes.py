@@ -70,6 +70,8 @@ def compiled(mesh: str, plan: str) -> Program:
         ("island=2", PLAN + 'wire = "int8"', 'outer = "mean" reads no wire'),
         ("island=2", PLAN + 'outer = "nesterov"\nwire = "sign"', "one of 'int8', 'fp8'"),
         ("island=2", PLAN + 'outer = "nesterov"\nblock = 64', "nothing reads block"),
+        ("island=2", PLAN + 'partners = "rings"', "Did you mean 'ring'"),
+        ("island=4", PLAN + 'outer = "nesterov"\npartners = "ring"', "all islands have to know"),
     ],
 )
 def test_islands_are_said_and_allowed_or_refused(mesh: str, plan: str, said: str) -> None:
@@ -171,6 +173,51 @@ def test_verify_refuses_islands_that_meet_otherwise(old: str, new: str) -> None:
 def test_verify_finds_them_right() -> None:
     report = verify(compiled("island=2", OUTER), model(), (X,), loss=loss).check()
     assert {"meeting of islands", "gradient of islands"} <= set(report.kinds())
+
+
+GOSSIP = PLAN + 'start_step = 2\nfragments = 2\npartners = "pairs"\n'
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(1 + len(others))", "2.5"),
+        ("sum(arrived, flat)", "sum(arrived)"),  # what arrives takes the place of its own
+        ("self.island_rank, 4, self.pairs", "self.island_rank, 4, self.island_rank"),  # its own
+        ("self.pairs, self.taken", "self.pairs, 0"),  # always the same pairs
+        ("paired_with(self.island_rank, 4, self.pairs, self.taken)", "[]"),
+        ("begun // 2 % 2", "0"),
+        ("[*params.values(), *changed], self.island", "[*params.values()], self.island"),
+    ],
+)
+def test_verify_refuses_gossip_that_mixes_otherwise(old: str, new: str) -> None:
+    program = compiled("island=4", GOSSIP)
+    [(name, text)] = program.sources.items()
+    assert old in text
+    changed = replace(program, sources={name: text.replace(old, new)})
+    with pytest.raises(PartcError, match="island"):  # ranks may also wait for each other
+        verify(changed, model(), (X,), loss=loss).check()
+
+
+def test_check_refuses_edits_of_gossip() -> None:
+    program = compiled("island=4", GOSSIP)
+    audit(program)
+    name, before, lines = island(program)
+    for _, text in without_one(lines):
+        with pytest.raises(PartcError):
+            audit(replace(program, sources={name: f"{before}{text}\n"}))
+
+
+@pytest.mark.parametrize("partners", ["ring", "pairs"])
+def test_bytes_to_partners_are_those_of_the_plan(partners: str) -> None:
+    """In a ring twice the parameters and running statistics, of two islands once; in pairs once."""
+    kept = 4 * sum(x.numel() for x in model().parameters()) + 4 * 2 * 8  # of running statistics
+    for num, share in ((2, 1), (4, {"ring": 2, "pairs": 1}[partners])):
+        plan = PLAN + f'partners = "{partners}"\n'
+        traffic = compiled(f"island={num}", plan).cost.as_json()["traffic"]
+        [sent] = [each for each in traffic if each["axis"] == "island"]
+        assert sent["kind"] == "send, in 1 of 4 steps"
+        assert sent["sent_bytes"] == share * kept // 4
 
 
 WIRE = OUTER + 'wire = "int8"\nblock = 8\n'

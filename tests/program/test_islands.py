@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from hashlib import blake2b
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from partc.codegen.helpers.islands import paired_with
 from partc.verification.processes import Processes
 from tests.program.island_runs import (
     DILOCO,
@@ -41,6 +43,7 @@ class Reference:
             if "outer" in said else None
         )  # fmt: skip
         self.rounds = "wire" in said
+        self.partners = said.get("partners", '"all"').strip('"')
         self.models = [made(kind) for _ in range(num)]
         self.optimizers = [
             torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
@@ -59,10 +62,47 @@ class Reference:
                 n: (p.detach().clone(), torch.zeros_like(p))
                 for n, p in self.trained(self.models[0]).items()
             }
+        if behind == 0 and self.partners != "all":
+            self.mix(torch.ones(len(self.models), len(self.models), dtype=torch.float64))
+            return
         for number in range(self.num_fragments):
             at = number * self.period // self.num_fragments
-            if behind > 0 and behind % self.period == at:
+            if behind <= 0 or behind % self.period != at:
+                continue
+            if self.partners == "all":
                 self.meet_fragment(number)
+            else:
+                self.mix(self.weights(step), number)
+
+    def weights(self, step: int) -> Tensor:
+        """Which islands share, a row for each: doubly stochastic once rows are divided."""
+        num = len(self.models)
+        found = torch.eye(num, dtype=torch.float64)
+        if self.partners == "ring":
+            for i in range(num):
+                found[i, (i + 1) % num] = found[i, i - 1] = 1
+            return found
+        digest = blake2b(f"0 {step} pairs".encode(), digest_size=8).digest()
+        numbers = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        order = torch.randperm(num, generator=numbers).tolist()
+        for one, other in zip(order[::2], order[1::2], strict=False):
+            found[one, other] = found[other, one] = 1
+        return found
+
+    @torch.no_grad()
+    def mix(self, shares: Tensor, number: int | None = None) -> None:
+        """Gossip: each island's parameters, of one fragment or all, become a mean over its row."""
+        weights = shares / shares.sum(1, keepdim=True)
+        assert torch.allclose(weights.sum(0), torch.ones(len(weights), dtype=torch.float64))
+        held = [self.trained(model) for model in self.models]
+        names = [*held[0]] if number is None else [*self.fragment(number)]
+        floats = [dict(model.named_buffers()) for model in self.models]
+        running = [name for name, x in floats[0].items() if x.is_floating_point()]
+        for of, which in ((held, names), (floats, running)):
+            for name in which:
+                old = torch.stack([each[name] for each in of])
+                for each, row in zip(of, weights, strict=True):
+                    each[name].copy_(torch.tensordot(row, old, 1))
 
     def fragment(self, number: int) -> Iterator[str]:
         """The parameters that begin in one of equal parts of the model; blocks are not divided."""
@@ -157,6 +197,28 @@ def trains_as_defined(
 def test_islands_train_as_their_definition_says(world: Processes, own: str) -> None:
     for mesh, preset, kind in LAYOUTS:
         world.run(trains_as_defined, mesh, preset, own, kind)
+
+
+RING = 'period = 2\npartners = "ring"\nstart_step = 1'
+PAIRS = 'period = 2\npartners = "pairs"\nfragments = 2'
+
+
+@pytest.mark.parametrize("own", [RING, PAIRS], ids=["ring", "pairs"])
+def test_gossip_trains_as_its_definition_says(world: Processes, own: str) -> None:
+    for mesh, preset, kind in LAYOUTS:
+        world.run(trains_as_defined, mesh, preset, own, kind)
+    world.run(trains_as_defined, "island=4", "ddp;microbatches = 2", own, Deep)
+
+
+def test_pairs_are_drawn_alike_by_all_and_anew_for_each_meeting() -> None:
+    for num in (2, 3, 4, 7):
+        drawn = [[paired_with(i, num, 5, step) for i in range(num)] for step in range(40)]
+        for pairs in drawn:
+            alone = [i for i, others in enumerate(pairs) if not others]
+            assert len(alone) == num % 2
+            assert all(pairs[other] == [i] for i, others in enumerate(pairs) for other in others)
+        met = {(i, *pairs[i]) for pairs in drawn for i in range(num) if pairs[i]}
+        assert len(met) == num * (num - 1)
 
 
 @pytest.mark.parametrize("own", [DILOCO, STREAMING], ids=["diloco", "streaming"])
