@@ -100,7 +100,8 @@ PASSES = (
     Pass(calls.record, RECORDED, "every op with its module, line and phase; again while blocks "
          "that were left out turn out unequal"),
     Pass(decompose_custom_ops, RECORDED, "programs import nothing but torch"),
-    Pass(functionalize, RECORDED, "a value that never changes can be moved and cut"),
+    Pass(functionalize, RECORDED, "a value that never changes can be moved and cut; "
+         "buffers that stay as they are are no results"),
     Pass(calls.keep_known_buffers, RECORDED, "masks and frequencies are known when compiling"),
     Pass(calls.dedupe_layers, RECORDED, "compiling takes as long for 80 layers as for 8", FOLDED),
     Pass(calls.confirm_folds, RECORDED, "stages were left out on trust", KEPT),
@@ -112,7 +113,8 @@ PASSES = (
          "copies", AUTO, on_graph=False, machines=True),
     Pass(calls.place_on_mesh, JOINT, "shardings name the axes of all ranks"),
     Pass(split_bias, JOINT, "a product whose inner dim is cut is summed before the bias"),
-    Pass(fuse_loss, JOINT, "the gradient of a cut vocabulary needs no gather", optional=True),
+    Pass(fuse_loss, JOINT, "the gradient of a cross entropy is one call: one tensor of "
+         "the scores' size, not three, and a cut vocabulary needs no gather", optional=True),
     Pass(complete, PLAN, "a preset's words become entries for every parameter and input",
          on_graph=False),
     Pass(check_compress, PLAN, "rounded sums change a step's numbers: allowed, and where they are "
@@ -136,17 +138,20 @@ PASSES = (
     # the graph of all ranks becomes that of one
     Pass(calls.propagate, JOINT, "a sharding for every value, by rules and bytes; what no axis may "
          "cut as it stands is opened"),
-    Pass(insert_collectives, LOCAL_GRAPH, "one rank's calls, and transfers where shardings differ"),
+    Pass(insert_collectives, LOCAL_GRAPH, "one rank's calls on parameters as they are stored and "
+         "inputs as they are given; transfers where shardings differ, sums over microbatches"),
     Pass(fuse_bias, LOCAL_GRAPH, "where nothing was summed, product and bias are one call",
          optional=True),
-    Pass(count_whole, LOCAL_GRAPH, "the count of a loss over a cut vocabulary counts once"),
+    Pass(count_whole, LOCAL_GRAPH, "every rank has all targets, so that their count needs no "
+         "sum over the axis that cuts the vocabulary"),
     Pass(recompute, LOCAL_GRAPH, "the backward computes again what is cheaper than keeping it",
          optional=True),
     Pass(check_plan, LOCAL_GRAPH, "what the plan says of one block holds for those left out"),
     Pass(calls.spread_params, PLAN, "the plan names the parameters of every stage", SPREAD,
          on_graph=False),
     # transfers start early and are waited for late
-    Pass(share_gathers, LOCAL_GRAPH, "readers of one weight need one gather", ONE_STAGE,
+    Pass(share_gathers, LOCAL_GRAPH, "outside of blocks, forward and backward read one "
+         "gathered weight (the head's, the last norm's)", ONE_STAGE,
          optional=True),
     Pass(choose_hierarchical, PLAN, "between which axes slow links lie, and from how many bytes on "
          "they matter", ONE_STAGE, on_graph=False, decides="hierarchical"),
@@ -160,7 +165,8 @@ PASSES = (
          name="choose_order_and_pieces", decides="overlap_pieces"),
     Pass(calls.take_turns, LOCAL_GRAPH, "one piece of a block computes while another's sum is on "
          "its way", PIECES),
-    Pass(split_stages, "stage graphs", "each pipeline rank runs its own part", PHASED),
+    Pass(split_stages, "stage graphs", "each pipeline rank runs its own part; what all microbatches "
+         "share runs once, before them or after them", PHASED),
     Pass(choose_hierarchical, PLAN, "as for one stage, once stages are apart", PHASED,
          on_graph=False, name="choose_stage_hierarchy", decides="hierarchical"),
     Pass(hierarchical_all_reduce, "stage graphs", "as for one stage, once stages are apart", PHASED,
@@ -171,12 +177,14 @@ PASSES = (
          optional=True),
     Pass(compress_sums, LOCAL_GRAPH, "a slow link carries fewer bytes: sums are rounded, and what "
          "that loses is sent in the next step", GRADIENTS),
-    Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there"),
+    Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there, and is "
+         "waited for where it is read"),
     Pass(choose_overlap_clock, PLAN, "how long a transfer takes, in FLOPs: as many are put beside "
          "it", PIECES, on_graph=False, decides="flops_per_byte"),
     Pass(calls.overlap_collectives, SCHEDULED, "transfers start first in their block, and weight "
          "gradients run beside them", optional=True),
-    Pass(tidy, PRINTED, "what is checked from here on is what is printed"),
+    Pass(tidy, PRINTED, "calls that nobody reads go, calls that are one in torch become it: what is "
+         "checked from here on is what is printed"),
     Pass(calls.repeat_stages, PRINTED, "stages that were left out are like those that were not",
          PHASED),
     Pass(calls.choose_backend, PLAN, "programs have the text of one library: gloo's sums are "

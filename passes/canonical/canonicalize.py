@@ -47,8 +47,8 @@ CANONICAL = (
     Pass(
         drop_noops,
         JOINT,
-        "what changes no value (detach, x * 1, a device) hides what calls have in common, and so "
-        "does a flat view that is not spelled reshape",
+        "what changes no value (detach, x * 1, a device) hides what calls have in common; views "
+        "are spelled reshape, with all sizes",
     ),
     Pass(fold_dropout, JOINT, "a dropout's mask can be told how its tensor is cut"),
     Pass(fold_masks, JOINT, "a causal mask is a word to the attention kernel, not a tensor"),
@@ -62,7 +62,12 @@ CANONICAL = (
         JOINT,
         "the sum of a cut dim is finished by adding what ranks have; a mean is not",
     ),
-    Pass(pad_slices, JOINT, "the backward of a slice is padding, which rules can cut"),
+    Pass(
+        pad_slices,
+        JOINT,
+        "the backward of a slice is padding, which rules can cut; of slices "
+        "that fill a dim it is their cat",
+    ),
     Pass(
         index_rows,
         JOINT,
@@ -80,7 +85,7 @@ CANONICAL = (
     Pass(
         fold_linear, JOINT, "a linear layer keeps all dims, so that batch and sequence can be cut"
     ),
-    Pass(merge_reshapes, JOINT, "two reshapes in a row are one"),
+    Pass(merge_reshapes, JOINT, "two reshapes in a row are one, or none"),
     Pass(squeeze_sums, JOINT, "a sum without the dims that are squeezed away at once"),
     Pass(cancel_transposes, JOINT, "folding products leaves transposes behind"),
     Pass(drop_noops, JOINT, "and views that change nothing"),
