@@ -165,8 +165,8 @@ PASSES = (
          name="choose_order_and_pieces", decides="overlap_pieces"),
     Pass(calls.take_turns, LOCAL_GRAPH, "one piece of a block computes while another's sum is on "
          "its way", PIECES),
-    Pass(split_stages, "stage graphs", "each pipeline rank runs its own part; what all microbatches "
-         "share runs once, before them or after them", PHASED),
+    Pass(split_stages, "stage graphs", "each pipeline rank runs its own part; what all "
+         "microbatches share runs once, before them or after them", PHASED),
     Pass(choose_hierarchical, PLAN, "as for one stage, once stages are apart", PHASED,
          on_graph=False, name="choose_stage_hierarchy", decides="hierarchical"),
     Pass(hierarchical_all_reduce, "stage graphs", "as for one stage, once stages are apart", PHASED,
@@ -183,8 +183,8 @@ PASSES = (
          "it", PIECES, on_graph=False, decides="flops_per_byte"),
     Pass(calls.overlap_collectives, SCHEDULED, "transfers start first in their block, and weight "
          "gradients run beside them", optional=True),
-    Pass(tidy, PRINTED, "calls that nobody reads go, calls that are one in torch become it: what is "
-         "checked from here on is what is printed"),
+    Pass(tidy, PRINTED, "calls that nobody reads go, calls that are one in torch become it: what "
+         "is checked from here on is what is printed"),
     Pass(calls.repeat_stages, PRINTED, "stages that were left out are like those that were not",
          PHASED),
     Pass(calls.choose_backend, PLAN, "programs have the text of one library: gloo's sums are "

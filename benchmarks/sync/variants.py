@@ -19,6 +19,7 @@ RATES = {  # of variants for which another rate is better, with a seed that is n
     "gossip, pairs": 3e-3,
     "DiLoCo": 3e-3,
     "streaming DiLoCo": 3e-3,
+    "streaming DiLoCo, overlapped": 3e-3,
     "DiLoCo, int8": 3e-3,
 }
 _NESTEROV = 'period = 16\nouter = "nesterov"\nouter_lr = 0.7\nouter_momentum = 0.5'
@@ -30,6 +31,7 @@ ISLANDS = {
     "gossip, pairs": 'period = 8\npartners = "pairs"',
     "DiLoCo": _NESTEROV,
     "streaming DiLoCo": f"{_NESTEROV}\nfragments = 2",
+    "streaming DiLoCo, overlapped": f"{_NESTEROV}\nfragments = 2\noverlap = 2",
     "DiLoCo, int8": f'{_NESTEROV}\nwire = "int8"',
 }
 STALE = {"stale 1": "steps = 1", "stale 1, compensated": "steps = 1\ncompensation = 0.04"}

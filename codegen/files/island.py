@@ -113,6 +113,8 @@ class MeetingIslands(Islands):
     def calls(self) -> tuple[str, ...]:
         wire = self.how.wire
         more: tuple[str, ...] = ("in_blocks", "average_rounded", WIRES[wire].helper) if wire else ()
+        if self.how.overlap:
+            more = ("start_sums",)
         if self.how.partners != ALL:
             more = ("average_with", PARTNERS[self.how.partners][0])
         return ("average_over", *more)
@@ -174,6 +176,9 @@ class MeetingIslands(Islands):
             )
         if how.wire:
             each += f", on the way in {how.wire}"
+        if how.overlap:
+            each += f". Islands go on for {how.overlap} steps while the sum of their ways is made"
+            each += f", of which parameters keep the share {how.mix}" if how.mix else ""
         return textwrap.wrap(f"{each}.", WIDTH)
 
 

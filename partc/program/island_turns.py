@@ -17,10 +17,11 @@ class IslandTurns:
 
     def begin(self, member: Member) -> None:
         """Do what is due before a step of a program, or let it go on where another has sent."""
-        if member.meets:
-            self.meet(member)
-        if member.is_late:
+        if member.sends:
             self.drain(other_than=member)
+        if member.meets:
+            self._meet(member)
+        if member.is_late:
             member.run.met = self.state.met
 
     def end(self, member: Member) -> None:
@@ -28,23 +29,25 @@ class IslandTurns:
         if member.is_late:
             self.state.met = member.run.met
 
-    def meet(self, member: Member | None = None) -> None:
+    def meet(self) -> None:
         """Do what is due behind the last step, unless that has happened.
 
         All ranks call this together. A step of the program does it by itself; here first, as the
         next step may be one of another program.
         """
-        member = member or self.first
-        if member.meets:
-            run, (seed, step) = member.run, self.state.seed
-            run.seed(seed, step)
-            run.met = self.state.met
-            run.meet()
-            self.state.met = run.met
+        if self.first.meets:
+            self._meet(self.first)
         self.drain()
 
+    def _meet(self, member: Member) -> None:
+        run, (seed, step) = member.run, self.state.seed
+        run.seed(seed, step)
+        run.met = self.state.met
+        run.meet()
+        self.state.met = run.met
+
     def drain(self, other_than: Member | None = None) -> None:
-        """Wait for the gradients of islands that are under way, so that they stand in buffers."""
+        """Wait for what islands share and is under way, so that it stands in buffers."""
         for member in self.members.values():
-            if member.is_late and member is not other_than:
+            if member.sends and member is not other_than:
                 member.run.drain()

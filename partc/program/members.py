@@ -36,7 +36,8 @@ class Member:
         self.returned = Returned(program.returns)
         self.draws = hasattr(run, "seed")
         self.meets = hasattr(run, "meet")  # other islands
-        self.is_late = hasattr(run, "drain")  # gradients of islands are under way between steps
+        self.sends = hasattr(run, "drain")  # what islands share is under way between steps
+        self.is_late = self.sends and not self.meets  # these are gradients
         self.trained = [name for name, x in role.tensors(run).items() if x.requires_grad]
 
     @classmethod

@@ -58,7 +58,8 @@ def of_islands(plan: str) -> dict[str, Any]:
     how = found.local_steps
     if how is None:
         return {}
-    return {"outer": how.outer, "start_step": how.start_step, "fragments": how.fragments}
+    known = {"outer": how.outer, "start_step": how.start_step, "fragments": how.fragments}
+    return known | ({"overlap": how.overlap} if how.overlap else {})
 
 
 def draws(plan: str) -> bool:

@@ -389,7 +389,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
             tensor = self._tensors.held[first]
             shown = self._shown[first].param if first in self._shown else tensor
             register_at(self, name, shown, saved)
-        if hasattr(self._rank_step, "drain"):
+        if hasattr(self._rank_step, "drain") and not hasattr(self._rank_step, "meet"):
             expect_none_at_first(shown.param for shown in self._shown.values())
         if self._tensors.pipeline is not None:
             say_elsewhere(self, self._tensors.holders)

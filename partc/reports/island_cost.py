@@ -28,7 +28,7 @@ class Meeting:
     """What one rank's part of the model costs from one meeting to the next, ``period`` steps later.
 
     ``sent_bytes``: by ``count`` transfers of a ``kind``, which take ``seconds``. ``kept_bytes``:
-    of what stays between meetings. ``hides``: whether the next step computes meanwhile.
+    of what stays between meetings. ``steps``: how many steps compute meanwhile.
     """
 
     period: int
@@ -36,7 +36,7 @@ class Meeting:
     sent_bytes: int
     seconds: float
     kept_bytes: int
-    hides: bool = False
+    steps: int = 0
     kind: str = "all_reduce"
 
     @classmethod
@@ -53,7 +53,7 @@ class Meeting:
         kept = sum(prod(s.local_shape(mesh)) * s.dtype.itemsize for s in params) * len(how.keeps)
         if isinstance(how, Stale):
             whole, count, seconds = _sum_of(params, mesh)
-            return cls(1, count, whole, seconds, kept, hides=True)
+            return cls(1, count, whole, seconds, kept, steps=1)
         changed = [b for b in role.buffers if b.name in running]
         if how.partners != ALL:
             whole, count, seconds = _sent_to_partners([*params, *changed], mesh, how)
@@ -63,7 +63,8 @@ class Meeting:
         else:
             sums = [_sum_of([*params, *changed], mesh, how.fragments)]
         sent, counts, times = zip(*sums, strict=True)
-        return cls(how.period, sum(counts), sum(sent), sum(times), kept)
+        hiding = how.fragments * how.overlap
+        return cls(how.period, sum(counts), sum(sent), sum(times), kept, hiding)
 
     @property
     def step_s(self) -> float:
@@ -144,7 +145,7 @@ def _slower(step: Prediction, one: Meeting, islands: int) -> Prediction:
         step.work, flops=step.work.flops * islands, samples=step.work.samples * islands,
         tokens=step.work.tokens * islands,
     )  # fmt: skip
-    hidden = min(step.seconds, one.step_s) if one.hides else 0.0
+    hidden = min(step.seconds * one.steps / one.period, one.step_s)
     waited = one.step_s - hidden
     phases = [PhaseTime("islands", waited, ISLAND, {ISLAND: waited})] if waited else []
     return replace(

@@ -20,7 +20,7 @@ from torch import Tensor
 from partc.codegen.helpers.islands import paired_with
 from partc.plan import Plan
 from partc.plan.compress import Compress
-from partc.plan.local_steps import ALL, RING, LocalSteps
+from partc.plan.local_steps import ALL, RING, SUM, LocalSteps
 from partc.plan.mesh import ISLAND, PP
 from partc.program import Program
 from partc.program.expected import seeded_weight
@@ -42,8 +42,8 @@ class Meetings:
     """What one rank compares, and what the definition has made so far.
 
     ``parts``: by trained parameter which part of the model has it. ``copies``: by island its whole
-    parameters, and the buffers that steps change. ``outer``: by parameter where islands last met,
-    and the outer momentum.
+    parameters, and the buffers that steps change. ``outer``: by parameter what islands keep: where
+    they last met, the outer momentum, and the sum that is on its way where they go on meanwhile.
     """
 
     role: Role
@@ -51,8 +51,9 @@ class Meetings:
     rank: int
     parts: Mapping[str, int]
     copies: list[Wholes] = field(default_factory=list)
-    outer: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    outer: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # of parameters, by their keys
+    under_way: bool = False  # sums are, so that nobody may touch them
     device: torch.device | str = "cpu"
 
     @classmethod
@@ -114,23 +115,75 @@ class Meetings:
         self._write(step, shards)
         for s in shards:  # islands begin as one
             self._give(s.name, self._mean(s.name))
-        self.outer = {s.name: (x := self._mean(s.name), torch.zeros_like(x)) for s in params}
+        means = {s.name: self._mean(s.name) for s in params}
+        nothing = {
+            name: [torch.zeros_like(x) for _ in self.how.keeps[1:]] for name, x in means.items()
+        }
+        self.outer = {name: (x, *nothing[name]) for name, x in means.items()}
         step.seed(SEED)
         step.met = -1
         yield from self._again(step, shards, self.how.start_step)
         for turn in range(1, TURNS * self.how.fragments + 1):
-            for island, copy in enumerate(self.copies):
-                for s in shards:
-                    way = self._drawn(f"{s.name} {island} {turn}", s)
-                    copy[s.name] = copy[s.name] + 0.1 * way
+            self._go_on(shards, turn)
             behind = self.how.start_step + turn * apart
             if apart > 1:
                 yield from self._compared(step, shards, behind - 1)
             self._write(step, shards)
-            self._define(params, running, turn % self.how.fragments, behind)
+            part = turn % self.how.fragments
+            if self.how.overlap:
+                yield from self._met_later(step, params, running, turn, behind)
+                continue
+            self._define(params, running, part, behind)
             step.met = -1
             yield from self._again(step, shards, behind)
             yield from self._again(step, shards, behind)
+
+    def _met_later(
+        self, step: Any, params: list[Shard], running: list[Shard], turn: int, behind: int
+    ) -> Iterator[Compared]:
+        """What becomes of a part that is summed while islands go on: nothing until that ends."""
+        shards, part = [*params, *running], turn % self.how.fragments
+        for s in running:
+            self._give(s.name, self._mean(s.name))
+        for s in self._of_part(params, part):
+            last, velocity, _ = self.outer[s.name]
+            total = torch.stack([last - copy[s.name] for copy in self.copies]).sum(0)
+            self.outer[s.name] = last, velocity, total
+        step.met, self.under_way = -1, True
+        yield from self._again(step, shards, behind)
+        self._go_on(shards, -turn)
+        self._write(step, shards)
+        for after in range(1, self.how.overlap):
+            yield from self._again(step, shards, behind + after)
+        self._end(params, part)
+        self.under_way = False  # the text has waited for them
+        yield from self._again(step, shards, behind + self.how.overlap)
+        yield from self._again(step, shards, behind + self.how.overlap)
+        self._write(step, shards)
+        step.met = -1  # of what did not begin here nothing ends
+        yield from self._again(step, shards, behind + self.how.overlap)
+
+    def _go_on(self, shards: list[Shard], turn: int) -> None:
+        """Let every island go a way of its own."""
+        for island, copy in enumerate(self.copies):
+            for s in shards:
+                way = self._drawn(f"{s.name} {island} {turn}", s)
+                copy[s.name] = copy[s.name] + 0.1 * way
+
+    def _of_part(self, params: list[Shard], part: int) -> list[Shard]:
+        return [s for s in params if self.parts[s.name] == part]
+
+    def _end(self, params: list[Shard], part: int) -> None:
+        """The definition of what becomes of a part once its sum is there."""
+        lr, momentum, mix = self.how.outer_lr, self.how.outer_momentum, self.how.mix
+        for s in self._of_part(params, part):
+            last, velocity, total = self.outer[s.name]
+            delta = total / len(self.copies)
+            velocity = momentum * velocity + delta
+            new = last - lr * (delta + momentum * velocity)
+            self.outer[s.name] = new, velocity, total
+            for copy in self.copies:
+                copy[s.name] = (1 - mix) * new + mix * copy[s.name]
 
     def _drawn(self, name: str, shard: Shard) -> Tensor:
         """Numbers of a whole tensor, which follow from a name, on the device of the text: a GPU
@@ -155,7 +208,7 @@ class Meetings:
                 continue
             new = self._mean(s.name)
             if self.how.keeps:
-                last, velocity = self.outer[s.name]
+                last, velocity, *_ = self.outer[s.name]
                 new = last - ways[s.name] if s.name in ways else new
                 lr, momentum = self.how.outer_lr, self.how.outer_momentum
                 velocity = momentum * velocity + (last - new)
@@ -239,6 +292,8 @@ class Meetings:
         found = {s.name: s.take(copy[s.name], mesh, coords) for s in shards}
         for s in shards if self.how.keeps else ():
             for word, whole in zip(self.how.keeps, self.outer.get(s.name, ()), strict=False):
+                if word == SUM and self.under_way:
+                    continue
                 found[f"{s.name}_{word}@{ISLAND}"] = s.take(whole, mesh, coords)
         return found
 

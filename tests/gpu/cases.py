@@ -51,6 +51,10 @@ ISLANDS: dict[str, Layout] = {
     "islands of pp": ("island=2,pp=2", {"plan": f"microbatches = 2\n{_OUTER}"}),
     "islands in a ring": ("island=4", {"plan": f'{_ISLANDS}partners = "ring"\n'}),
     "islands in pairs": ("island=4", {"plan": f'{_ISLANDS}partners = "pairs"\n'}),
+    "islands that go on": (
+        "island=2,dp=2",
+        {"plan": f'preset = "fsdp"\n{_ISLANDS}outer = "nesterov"\noverlap = 1\nmix = 0.5\n'},
+    ),
     "islands in int8": ("island=2,dp=2", {"plan": f'preset = "ddp"\n{_OUTER}wire = "int8"\n'}),
     "islands in fp8": ("island=2,dp=2", {"plan": f'preset = "fsdp"\n{_OUTER}wire = "fp8"\n'}),
 }

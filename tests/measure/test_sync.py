@@ -21,6 +21,7 @@ from tests.patience import patience
 ISLANDS = {
     "often": "period = 2",
     "later": "period = 1\nstart_step = 3",
+    "overlapped": 'period = 3\nouter = "nesterov"\noverlap = 1',
     "pairs": 'period = 2\npartners = "pairs"',
     "ring, later": 'period = 1\nstart_step = 3\npartners = "ring"',
 }

@@ -70,6 +70,11 @@ def compiled(mesh: str, plan: str) -> Program:
         ("island=2", PLAN + 'wire = "int8"', 'outer = "mean" reads no wire'),
         ("island=2", PLAN + 'outer = "nesterov"\nwire = "sign"', "one of 'int8', 'fp8'"),
         ("island=2", PLAN + 'outer = "nesterov"\nblock = 64', "nothing reads block"),
+        ("island=2", PLAN + "overlap = 1", 'outer = "mean" reads no overlap'),
+        ("island=2", PLAN + 'outer = "nesterov"\noverlap = 4', "one part is under way at a time"),
+        ("island=2", PLAN + 'outer = "nesterov"\nmix = 0.5', "nothing reads mix"),
+        ("island=2", PLAN + 'outer = "nesterov"\noverlap = 1\nmix = 1.5', "from 0 to below 1"),
+        ("island=2", PLAN + 'outer = "nesterov"\noverlap = 1\nwire = "int8"', "two transfers"),
         ("island=2", PLAN + 'partners = "rings"', "Did you mean 'ring'"),
         ("island=4", PLAN + 'outer = "nesterov"\npartners = "ring"', "all islands have to know"),
     ],
@@ -199,8 +204,36 @@ def test_verify_refuses_gossip_that_mixes_otherwise(old: str, new: str) -> None:
         verify(changed, model(), (X,), loss=loss).check()
 
 
-def test_check_refuses_edits_of_gossip() -> None:
-    program = compiled("island=4", GOSSIP)
+OVERLAPPED = OUTER.replace("period = 4", "period = 8") + "overlap = 2\nmix = 0.25\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('outer_sum_island") / 4', 'outer_sum_island")'),  # the sum in place of the mean
+        ("self.taken - self.met == 2", "True"),  # what did not begin here ends too
+        ("begun % 4 == 2", "begun % 4 == 3"),  # a step too late
+        ("param.lerp_(outer, 1 - 0.25)", "param.copy_(outer)"),
+        ("1 - 0.25", "0.25"),
+        ('_outer_island") - p for', '_outer_island") + p for'),
+        ("momentum.mul_(0.9)", "momentum.mul_(1)"),
+        ("alpha=0.7", "alpha=0.6"),
+        ("        self.drain()\n        for name", "        for name"),  # before the sum is there
+        ("average_over([*changed], 4, self.island)\n            ways", "ways"),
+    ],
+)
+def test_verify_refuses_islands_that_go_on_otherwise(old: str, new: str) -> None:
+    program = compiled("island=4", OVERLAPPED)
+    [(name, text)] = program.sources.items()
+    assert old in text
+    changed = replace(program, sources={name: text.replace(old, new)})
+    with pytest.raises(PartcError):  # of islands, or of sums that nobody waits for
+        verify(changed, model(), (X,), loss=loss).check()
+
+
+@pytest.mark.parametrize("plan", [GOSSIP, OVERLAPPED])
+def test_check_refuses_edits_of_other_meetings(plan: str) -> None:
+    program = compiled("island=4", plan)
     audit(program)
     name, before, lines = island(program)
     for _, text in without_one(lines):

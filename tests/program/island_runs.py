@@ -17,6 +17,10 @@ from partc.program.runtime import Stage
 MEAN = "period = 3"
 DILOCO = 'period = 2\nouter = "nesterov"\nouter_lr = 0.6\nouter_momentum = 0.8\nstart_step = 1'
 STREAMING = 'period = 4\nfragments = 2\nouter = "nesterov"'
+RING = 'period = 2\npartners = "ring"\nstart_step = 1'
+PAIRS = 'period = 2\npartners = "pairs"\nfragments = 2'
+OVERLAPPED = 'period = 4\nfragments = 2\nouter = "nesterov"\noverlap = 1\nmix = 0.3'
+LONG = 'period = 4\nouter = "nesterov"\nouter_momentum = 0.5\noverlap = 3\nstart_step = 1'
 STEPS = 9
 
 

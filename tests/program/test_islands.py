@@ -15,7 +15,11 @@ from partc.verification.processes import Processes
 from tests.program.island_runs import (
     DILOCO,
     LAYOUTS,
+    LONG,
     MEAN,
+    OVERLAPPED,
+    PAIRS,
+    RING,
     STEPS,
     STREAMING,
     Deep,
@@ -43,6 +47,8 @@ class Reference:
             if "outer" in said else None
         )  # fmt: skip
         self.rounds = "wire" in said
+        self.overlap, self.mix_share = int(said.get("overlap", 0)), float(said.get("mix", 0))
+        self.sums: dict[str, Tensor] = {}
         self.partners = said.get("partners", '"all"').strip('"')
         self.models = [made(kind) for _ in range(num)]
         self.optimizers = [
@@ -67,12 +73,37 @@ class Reference:
             return
         for number in range(self.num_fragments):
             at = number * self.period // self.num_fragments
+            if self.overlap:
+                self.meet_later(number, behind, at)
+                continue
             if behind <= 0 or behind % self.period != at:
                 continue
             if self.partners == "all":
                 self.meet_fragment(number)
             else:
                 self.mix(self.weights(step), number)
+
+    @torch.no_grad()
+    def meet_later(self, number: int, behind: int, at: int) -> None:
+        """Streaming DiLoCo: a fragment's way is summed from here on, and applied steps later."""
+        assert self.outer is not None
+        lr, mu = self.outer
+        if behind > 0 and behind % self.period == at:
+            for name in self.fragment(number):
+                ways = [self.kept[name][0] - self.trained(model)[name] for model in self.models]
+                self.sums[name] = torch.stack(ways).sum(0)
+            self.average_running()
+        begun = behind - self.overlap
+        if begun > 0 and begun % self.period == at:
+            for name in self.fragment(number):
+                theta, velocity = self.kept[name]
+                gradient = self.sums[name] / len(self.models)
+                velocity = mu * velocity + gradient
+                new = theta - lr * (gradient + mu * velocity)
+                self.kept[name] = new, velocity
+                for model in self.models:
+                    own = self.trained(model)[name]
+                    own.copy_((1 - self.mix_share) * new + self.mix_share * own)
 
     def weights(self, step: int) -> Tensor:
         """Which islands share, a row for each: doubly stochastic once rows are divided."""
@@ -132,6 +163,9 @@ class Reference:
                 self.kept[name] = new, velocity
             for each in copies:
                 each.copy_(new)
+        self.average_running()
+
+    def average_running(self) -> None:
         running = [dict(model.named_buffers()) for model in self.models]
         for name, first in running[0].items():
             if first.is_floating_point():
@@ -199,15 +233,17 @@ def test_islands_train_as_their_definition_says(world: Processes, own: str) -> N
         world.run(trains_as_defined, mesh, preset, own, kind)
 
 
-RING = 'period = 2\npartners = "ring"\nstart_step = 1'
-PAIRS = 'period = 2\npartners = "pairs"\nfragments = 2'
-
-
 @pytest.mark.parametrize("own", [RING, PAIRS], ids=["ring", "pairs"])
 def test_gossip_trains_as_its_definition_says(world: Processes, own: str) -> None:
     for mesh, preset, kind in LAYOUTS:
         world.run(trains_as_defined, mesh, preset, own, kind)
     world.run(trains_as_defined, "island=4", "ddp;microbatches = 2", own, Deep)
+
+
+@pytest.mark.parametrize("own", [OVERLAPPED, LONG], ids=["short", "long"])
+def test_islands_that_go_on_train_as_their_definition_says(world: Processes, own: str) -> None:
+    for mesh, preset, kind in LAYOUTS:
+        world.run(trains_as_defined, mesh, preset, own, kind)
 
 
 def test_pairs_are_drawn_alike_by_all_and_anew_for_each_meeting() -> None:
