@@ -59,7 +59,7 @@ from partc.program.saved_checkpoint import (
     refuse,
     sha256_of,
 )
-from partc.program.saved_position import go_to_position
+from partc.program.saved_position import go_to_position, islands_go_on
 from partc.program.tensorfile import write_tensors
 from partc.program.together import Together
 from partc.wrong_calls import as_path, known_arguments
@@ -166,7 +166,7 @@ def load_checkpoint(
     if optimizer is not None:
         _load_optimizer(saved, of, optimizer)
     loaded = [key.removeprefix("model/") for key in saved.shards]
-    alike = saved.has_same_islands(of)
+    alike = islands_go_on(saved, of)
     of.go_on(
         saved.random, loaded if alike else [n for n in loaded if not is_outer(n)],
         saved.islands.get(MET, saved.random[1]) if alike else saved.random[1],

@@ -1,4 +1,4 @@
-"""The position in the data that a checkpoint has, and the loader that goes on from it."""
+"""What of a run goes on from a checkpoint: its place in the data, what islands had under way."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch.distributed as dist
 
 from partc.data.loader import Loader
 from partc.data.sampler import RowSampler
+from partc.plan.local_steps import is_outer
 from partc.program.habits import LOG
+from partc.program.runtime import Stage
 from partc.program.saved_checkpoint import Saved, refuse
 
 
@@ -29,3 +31,19 @@ def go_to_position(saved: Saved, loader: Loader | RowSampler | None) -> None:
             "that were read come again. Pass loader=stage.loader(...), unless the data begin anew "
             "on purpose.", saved.path,
         )  # fmt: skip
+
+
+def islands_go_on(saved: Saved, stage: Stage) -> bool:
+    """Whether what islands kept means the same to a stage; a warning on the first rank where the
+    checkpoint has something that is dropped.
+    """
+    alike = saved.has_same_islands(stage)
+    dropped = any(map(is_outer, saved.shards)) and not (alike and saved.mesh == stage.mesh)
+    if dropped and dist.get_rank() == 0:
+        LOG.warning(
+            "partc: %s has what islands kept from one meeting, or step, to the next, and this "
+            "program meets otherwise, or is on another mesh: that is dropped, and islands begin "
+            "from the mean of their parameters. Nothing to do, if that was meant; else compile "
+            "with the tables and the mesh with which it was saved.", saved.path,
+        )  # fmt: skip
+    return alike

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from partc.api import compile
@@ -114,13 +116,26 @@ def agree(stage: Stage) -> bool:
     return all(torch.allclose(x, whole[n], rtol=1e-12, atol=1e-14) for n, x in mine.items())
 
 
+class Told(logging.Handler):
+    """What was logged."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+
 def changed(folder: Path, first: str, then: str) -> None:
     """A training goes on with another table: its islands begin from their mean, and agree again."""
     began = begin("island=2,dp=2", "ddp", first)
     train(*began, range(4))
     save_checkpoint(folder, *began, step=4)
     again = begin("island=2,dp=2", "ddp", then)
+    told = Told()
+    logging.getLogger("partc").addHandler(told)
     load_checkpoint(folder, *again)
+    dropped = "nesterov" in first and dist.get_rank() == 0
+    assert dropped == ("that is dropped" in told.text)
     assert agree(again[0])
     for step in range(4, 14):
         losses = train(*again, range(step, step + 1))
