@@ -233,6 +233,8 @@ class Job:
         self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective
     ) -> Program:
         """What ``compile`` gives."""
+        if plan.mesh is not None:
+            mesh = mesh.settled(plan.mesh)
         if plan.preset == AUTO_PLAN:
             return self.with_search(mesh, plan, microbatches, objective)
         self.tells = bool(said(plan))

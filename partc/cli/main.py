@@ -1,13 +1,15 @@
 """The command `partc`: compile, passes, explain, simulate, bench, calibrate, verify, check, diff.
 
 Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes:
-0 done, 1 a verification failed or a diff is not empty, 2 an error, 130 interrupted.
+0 done, 1 a verification failed or a diff is not empty, 2 an error, 130 interrupted, 141 nobody reads
+the output any more (``| head``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,7 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
     try:
         command: Callable[[argparse.Namespace], int] = args.command
-        return command(args)
+        code = command(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes
+        return 141  # 128 + SIGPIPE, as of any command
     except PartcError as error:
         return _refuse(args, error)
     except OSError as error:

@@ -208,6 +208,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """``partc.api`` with a compile that gives the example: these tests are about the command."""
     import partc
 
+    importlib.import_module("partc.api")  # what is put in its place now comes back
     api = ModuleType("partc.api")
     api.compile = lambda *args, **options: example_program()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "partc.api", api)
@@ -238,6 +239,16 @@ def test_what_is_computed_again_is_a_word_or_paths(
     assert f"recompute = {written}" in (out / "plan.toml").read_text()
     assert main([*named, "--recompute", "blocks"]) == 2
     assert "'block'" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly(tmp_path: Path) -> None:
+    """As ``partc explain build | head -1``: no error, no traceback."""
+    command = [sys.executable, "-m", "partc", "explain", build(tmp_path / "build")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as told:
+        assert told.stdout is not None and told.stderr is not None
+        told.stdout.close()
+        said = told.stderr.read().decode()
+        assert (told.wait(patience(60)), said) == (141, "")
 
 
 def test_an_interrupt_is_one_line_and_writes_nothing(

@@ -101,6 +101,12 @@ def test_an_open_mesh_gets_tensor_ranks_that_no_preset_has_a_use_for() -> None:
     assert told(program, "shardings over tp=2: searched")
 
 
+def test_the_axes_of_a_plan_are_those_of_an_open_mesh() -> None:
+    plan = 'preset = "auto"\n[mesh]\ndp = 2\ntp = 4\n'
+    program = large_soup(Mesh.load("dgx-h100", 8), plan=plan)
+    assert dict(program.mesh.axes) == {"dp": 2, "tp": 4}
+
+
 def test_what_was_searched_is_explained_from_the_saved_program(tmp_path: Path) -> None:
     large_soup(on("tp=2")).save(tmp_path)
     text = str(explain_program(partc.load(tmp_path)))
