@@ -245,7 +245,8 @@ def test_a_reader_that_has_enough_ends_a_command_quietly(tmp_path: Path) -> None
     """As ``partc explain build | head -1``: no error, no traceback."""
     command = [sys.executable, "-m", "partc", "explain", build(tmp_path / "build")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as told:
-        assert told.stdout is not None and told.stderr is not None
+        assert told.stdout is not None
+        assert told.stderr is not None
         told.stdout.close()
         said = told.stderr.read().decode()
         assert (told.wait(patience(60)), said) == (141, "")
