@@ -17,7 +17,7 @@ from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
 from partc.errors import MemoryLimitError, PlanError
-from partc.given_plan import backend_at_hand, check_texts, read_plan, warn_of_idle
+from partc.given_plan import backend_at_hand, check_texts, read_plan, warn_of_idle, with_told
 from partc.graph.graph_edits import copied
 from partc.idle_keys import said
 from partc.key_readers import TELLS, keep_local
@@ -236,7 +236,7 @@ class Job:
         if plan.mesh is not None:
             mesh = mesh.settled(plan.mesh)
         if plan.preset == AUTO_PLAN:
-            return self.with_search(mesh, plan, microbatches, objective)
+            return with_told(plan, self.with_search(mesh, plan, microbatches, objective))
         self.tells = bool(said(plan))
         found = self.with_plan(mesh.settled(plan.mesh), plan)
         if self.printed is not None:  # else another process has compiled it

@@ -12,6 +12,7 @@ from partc.graph.folds import likes_of
 from partc.passes.own_passes import passes_noted
 from partc.passes.runner import State
 from partc.passes.stages.schedule_stages import Stages
+from partc.plan import Plan
 from partc.plan.batch import Dealt, dealt
 from partc.plan.mesh import MICROBATCH_AXIS, PP
 from partc.plan.sharding import dtype_name
@@ -20,12 +21,13 @@ from partc.program.basis import Basis
 from partc.program.user_lines import UserLines
 from partc.reports.pipeline_cost import trained_bytes_of
 from partc.schedules.csv_form import write_csv
+from partc.schedules.named import NAMES, is_of_partc
 from partc.trace.frozen_numbers import FrozenNumbers
 
 
 def program_of(state: State) -> Program:
     """What was printed, with all that is known of it."""
-    plan, made = state.plan.changed(**passes_noted(state)), state.made
+    plan, made = _as_replayed(state.plan.changed(**passes_noted(state))), state.made
     graph: Graph = made["joint"]
     staged: Stages | None = made.get("staged")
     order = staged.step.schedule if staged else None
@@ -52,6 +54,12 @@ def program_of(state: State) -> Program:
         schedule=write_csv(order) if order else "",
         draws=drawn_by(state.stages or [state.graph], graph),
     )
+
+
+def _as_replayed(plan: Plan) -> Plan:
+    """The plan without the name of a schedule that no rank runs, if not every process knows it."""
+    not_run = plan.schedule in NAMES and not plan.order
+    return plan.changed(schedule="") if not_run and not is_of_partc(plan.schedule) else plan
 
 
 def _own_rows(state: State) -> dict[str, Dealt]:

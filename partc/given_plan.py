@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -17,7 +18,7 @@ from partc.passes.shard.idle_axes import IDLE
 from partc.plan import Plan
 from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.decided import NCCL
-from partc.plan.field_kinds import PLAIN, check_fields
+from partc.plan.field_kinds import OWN_ORDER, PLAIN, check_fields
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout
 from partc.program import Program
@@ -25,6 +26,8 @@ from partc.program.start import group_backend
 from partc.trace.no_model import check_model
 from partc.traced import Traced
 from partc.wrong_calls import quoted
+
+LOG = logging.getLogger("partc")
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:
@@ -170,3 +173,17 @@ def warn_of_idle(asked: Plan, state: State, step: Traced) -> None:
         name = type(step.model).__name__
         text = f"{name}: no parameter has requires_grad, so that a step trains nothing"
         warnings.warn(text, stacklevel=5)
+
+
+def with_told(asked: Plan, found: Program) -> Program:
+    """What a search found; a schedule that it was given is told of where there is no pipeline.
+
+    ``auto`` asks for no pipeline: it says how one is to be made.
+    """
+    if asked.schedule not in ("", OWN_ORDER) and not found.schedule:
+        LOG.warning(
+            "schedule = %r says nothing here: the search took the mesh %s, without pipeline ranks, "
+            "and one microbatch. For a pipeline name its ranks in the mesh, for example pp=2.",
+            asked.schedule, found.mesh,
+        )  # fmt: skip
+    return found

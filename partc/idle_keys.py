@@ -19,6 +19,7 @@ from partc.passes.shard.preset_words import said_by
 from partc.plan import Plan
 from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.decided import GLOO, MEMORY
+from partc.plan.mesh import PP
 
 Reads = Callable[..., bool]
 Why = str | Callable[[Compiled, Any], str]
@@ -78,8 +79,10 @@ def _reduces(step: Compiled, when: str) -> bool:
 
 
 def _no_pipeline(step: Compiled, given: Any) -> str:
-    mesh = f"the mesh {step.state.mesh} has no axis pp" if step.state.mesh.axes else "no axis pp"
-    return f"{mesh}, and the step is computed in one microbatch"
+    mesh = step.state.mesh
+    where = f"the mesh {mesh} has no axis pp" if mesh.axes else "no axis pp"
+    where = f"the mesh {mesh} has one rank along pp" if PP in mesh.names else where
+    return f"{where}, and the step is computed in one microbatch"
 
 
 def _none_again(step: Compiled, what: Any) -> str:

@@ -27,6 +27,7 @@ from partc.collecting import no_collecting
 from partc.errors import UsageError
 from partc.graph import Graph
 from partc.graph.folds import TracedStages
+from partc.installed import load_installed
 from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
 from partc.passes.canonical.dedupe_layers import Unfolded, check_plan
@@ -61,6 +62,7 @@ from partc.trace.record import Source
 from partc.trace.scan_blocks import no_calls
 from partc.wrong_calls import known_arguments, quoted
 
+RULES = "partc.rules"  # the entry points of packages with sharding rules
 AUTO = When("auto", lambda s: True)  # a search runs it, and nothing else does
 FOLDED = When("many blocks", lambda s: bool(s.made.get("fold")))
 KEPT = When("pipelines", lambda s: s.made.get("kept") is not None)
@@ -214,8 +216,9 @@ PASSES = (
 
 def table(*, left_out: Sequence[str] = (), keep_texts: bool = False) -> Table:
     """The passes in force: partc's, and those of users' packages; UsageError where one that is to
-    be left out does not exist or is needed.
+    be left out does not exist or is needed. Sharding rules of packages are loaded beside them.
     """
+    load_installed(RULES, "rule")
     found = with_own(PASSES).without(*left_out)
     return Table(found.passes, found.left_out, keep_texts)
 

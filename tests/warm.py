@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from partc.api import compile
+from partc.installed import load_installed
 from partc.passes import own_passes
 from partc.verification import processes
 from tests import llamas as llamas  # transformers takes longer to import than torch
@@ -31,6 +32,7 @@ def compile_some() -> None:
     for mesh, plan in (("dp=2,tp=2", "fsdp"), ("pp=2,dp=2", "ddp")):
         compile(model, mesh, batch, loss=_loss, plan=plan)
     own_passes._load.cache_clear()  # a rank may find packages that this process does not
+    load_installed.cache_clear()
 
 
 def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

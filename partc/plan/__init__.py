@@ -18,7 +18,7 @@ from partc.file_text import Unreadable, file_text
 from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.compress import Compress
 from partc.plan.decided import Sends, Sizes, decided_lines, number_text
-from partc.plan.field_kinds import OWN_ORDER, plan_error
+from partc.plan.field_kinds import plan_error
 from partc.plan.local_steps import LocalSteps
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.plan_text import (
@@ -36,6 +36,7 @@ from partc.plan.plan_values import PlannedLayout, Values, write_value
 from partc.plan.sharding import Layout, R, Sharding
 from partc.plan.stale import Stale
 from partc.schedules.csv_form import CSV, load_csv, write_csv
+from partc.schedules.named import is_of_partc
 from partc.wrong_calls import as_path, known_arguments, known_fields, quoted
 
 T = TypeVar("T")
@@ -79,11 +80,12 @@ class Plan:
 
     Pipelines: ``schedule`` is the name of a schedule, or of a CSV file whose rows ``order`` has, so
     that the plan replays without the file; empty is 1f1b for training and forward-only for
-    inference. ``order`` also has the rows of the schedule ``auto``, once it is made. ``sends``: by
-    way, how many messages of a link may be under way. ``early_sums``: the stages that begin to sum
-    their blocks' gradients in the last backward. ``stages`` has the module path at which each
-    pipeline stage but the first begins. If ``stages`` is empty the compiler cuts the model into
-    ``virtual_stages`` per pipeline rank (0: the schedule's usual number).
+    inference. ``order`` also has the rows of the schedule ``auto`` and of those that do not come
+    with partc, once they are made. ``sends``: by way, how many messages of a link may be under way.
+    ``early_sums``: the stages that begin to sum their blocks' gradients in the last backward.
+    ``stages`` has the module path at which each pipeline stage but the first begins. If ``stages``
+    is empty the compiler cuts the model into ``virtual_stages`` per pipeline rank (0: the
+    schedule's usual number).
 
     Arithmetic: ``compress`` says in which narrow numbers gradients are summed over data ranks
     (None: in their own). ``local_steps`` says how often islands, copies of the model that train
@@ -204,11 +206,14 @@ class Plan:
         """The plan with the rows of the CSV file that ``schedule`` names, if it names a file.
 
         The file also gives the number of microbatches, unless the plan asks for more than one.
-        PlanError if the file cannot be read, or if the plan has an ``order`` without a file's name.
+        PlanError if the file cannot be read, or if the plan has an ``order`` without a name, or
+        with one of partc's schedules.
         """
-        if self.order and not self.schedule.endswith(CSV) and self.schedule != OWN_ORDER:
-            why = f"the order is that of a file, and the schedule is {self.schedule!r}"
-            raise plan_error("plan, order", f'without schedule = "own{CSV}" it has no name', why)
+        if self.order and (not self.schedule or is_of_partc(self.schedule)):
+            why = f"the order is that of another schedule, and the schedule is {self.schedule!r}"
+            do = f'Delete the order, or give its name: schedule = "own{CSV}".'
+            what = f'without schedule = "own{CSV}" it has no name'
+            raise plan_error("plan, order", what, why, do)
         if self.order or not self.schedule.endswith(CSV):
             return self
         own = load_csv(folder / self.schedule)
@@ -320,8 +325,9 @@ class Plan:
         }
         if changed:
             given = {"sends": None, "early_sums": None, **given}
-        if "schedule" in given or (changed and self.schedule == OWN_ORDER):
-            given = {"order": "", **given}  # that of another schedule
+        # The rows of a file are all that there is; those of another schedule are made anew.
+        if "schedule" in given or (changed and not self.schedule.endswith(CSV)):
+            given = {"order": "", **given}
         return self.changed(**given)
 
     def changed(self, **changes: Any) -> Plan:

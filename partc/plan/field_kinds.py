@@ -10,6 +10,7 @@ from partc.plan.allowed import ALLOWED_TABLES
 from partc.plan.decided import BACKENDS, DECIDED, flaw_of, meant_by
 from partc.schedules import NAMES
 from partc.schedules.csv_form import CSV
+from partc.schedules.named import is_known, what_to_do
 from partc.wrong_calls import did_you_mean, quoted
 
 COMPILERS = ("none", "inductor")  # of the computing between two transfers
@@ -55,7 +56,9 @@ def check_fields(table: Mapping[str, Any], where: str) -> None:
     ``where`` is what errors call the table.
     """
     for name, given in table.items():
-        _check_of(name)(name, given, where)
+        rows_are_here = name == "schedule" and table.get("order")  # whatever made them
+        check = _text if rows_are_here else _check_of(name)
+        check(name, given, where)
 
 
 def check_places(table: Mapping[str, Any], where: str) -> None:
@@ -213,12 +216,13 @@ def _flag(name: str, given: Any, where: str) -> None:
 def _schedule(name: str, given: Any, where: str) -> None:
     """A name that is registered, or that of a file."""
     _text(name, given, where)
-    if given and given != OWN_ORDER and not given.endswith(CSV) and given not in NAMES:
-        known = (*NAMES, OWN_ORDER)
+    if given and given != OWN_ORDER and not given.endswith(CSV) and not is_known(given):
+        known = [*NAMES, OWN_ORDER]
         raise plan_error(
             where, f"schedule = {quoted(given)}: no such schedule",
-            f"there are {', '.join(known)}", did_you_mean(given, known)
-            or 'Take one of these, or name a file of your own: "own.csv".',
+            f"there are {', '.join(known)}", what_to_do(
+                given, known, 'Take one of these, or name a file of your own: "own.csv".'
+            ),
         )  # fmt: skip
 
 

@@ -11,21 +11,23 @@ runs the result in simulated time. Never: a graph or torch.
 
 from __future__ import annotations
 
-from partc.errors import PartcError, PlanError
+from partc.errors import PlanError
 from partc.schedules import orders as _orders  # noqa: F401  (each file there registers its schedule)
 from partc.schedules.actions import Action, Schedule
-from partc.schedules.named import NAMES, Needs
-from partc.wrong_calls import failed_at, quoted
+from partc.schedules.made_rows import Call
+from partc.schedules.named import NAMES, Needs, is_known, what_to_do
+from partc.wrong_calls import quoted
 
 __all__ = ["NAMES", "Action", "Needs", "Schedule", "make", "needs_of"]
 
 
 def needs_of(name: str) -> Needs:
     """The requirements of a named schedule, such as its stages per rank; PlanError if unknown."""
-    if name not in NAMES:
+    if not is_known(name):
         raise PlanError(
-            where=f"schedule={name!r}", what="no such schedule", why="",
-            do=f"Known are {', '.join(NAMES)}.",
+            where=f"schedule={name!r}", what="no such schedule",
+            why=f"there are {', '.join(NAMES)}",
+            do=what_to_do(name, [*NAMES], "Take one of these."),
         )  # fmt: skip
     return NAMES[name]
 
@@ -34,7 +36,8 @@ def make(name: str, *, ranks: int, microbatches: int, chunks: int | None = None)
     """Make a named schedule for at least one rank and at least one microbatch.
 
     ``chunks`` is the number of stages per rank (Megatron's virtual stages); None takes the
-    schedule's usual number. PlanError if the schedule is unknown or cannot take that number.
+    schedule's usual number. PlanError if the schedule is unknown or cannot take that number, or if
+    what the function of a user gives is no schedule that finishes.
     """
     needs = needs_of(name)
     for count, what in ((ranks, "pipeline ranks"), (microbatches, "microbatches")):
@@ -47,44 +50,7 @@ def make(name: str, *, ranks: int, microbatches: int, chunks: int | None = None)
     least, most = needs.chunks
     if chunks < least or (most is not None and chunks > most):
         raise _wrong_chunks(name, needs, chunks)
-    orders = _orders_of(name, needs, ranks, microbatches, chunks)
-    return Schedule(name, orders, needs.rank_of(ranks, chunks), microbatches)
-
-
-def _orders_of(
-    name: str, needs: Needs, ranks: int, microbatches: int, chunks: int
-) -> tuple[tuple[Action, ...], ...]:
-    """What a schedule's function gives; PlanError names the function that fails, or what is no
-    action in it.
-    """
-    at = f"schedule={name!r}, {needs.orders.__module__}.{needs.orders.__qualname__}"
-    try:
-        rows = tuple(map(tuple, needs.orders(ranks, microbatches, chunks)))
-    except PartcError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            where=at, what=f"the function failed: {failed_at(error, needs.orders)}",
-            why=f"it was called as orders({ranks}, {microbatches}, {chunks}): the ranks, the "
-            "microbatches and the stages on each rank",
-            do="Mend it: it gives a row of actions for each rank.",
-        ) from error  # fmt: skip
-    wrong = [one for row in rows for one in row if not _is_action(one)]
-    if wrong:
-        raise PlanError(
-            where=at, what=f"{_shown(wrong[0])} is no action",
-            why="a row has partc.schedules.actions.Action of stage, kind and microbatch",
-            do='Write Action(0, "F", 2), or Action.parse("0F2").',
-        )  # fmt: skip
-    return rows
-
-
-def _shown(given: object) -> str:
-    return f"{given}" if isinstance(given, Action) else quoted(given)
-
-
-def _is_action(given: object) -> bool:
-    return isinstance(given, Action) and given.kind in ("F", "B", "I", "W")
+    return Call(name, needs, ranks, microbatches, chunks).schedule()
 
 
 def _wrong_chunks(name: str, needs: Needs, chunks: int) -> PlanError:

@@ -175,5 +175,6 @@ def _wrong(program: RankProgram, index: int, what: str, why: str) -> CheckError:
         where=f"pipeline rank {program.rank}, {program.at(index)}",
         what=what,
         why=why,
-        do="Correct the order of this rank's actions, or let partc lower the schedule.",
+        do="Correct the order of this rank's actions, or take the program that partc makes of the "
+        "schedule.",
     )

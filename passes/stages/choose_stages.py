@@ -14,7 +14,8 @@ from partc.plan import Plan
 from partc.plan.mesh import PP, Mesh
 from partc.schedules import NAMES, Schedule, make
 from partc.schedules.actions import check_schedule
-from partc.schedules.csv_form import read_csv
+from partc.schedules.csv_form import CSV, read_csv, write_csv
+from partc.schedules.named import is_of_partc
 from partc.schedules.timing import Costs, timeline
 
 AUTO = "auto"  # the schedule is made for the stages' costs
@@ -95,10 +96,21 @@ def _own_schedule(plan: Plan) -> Schedule:
                 where=f"schedule {plan.schedule}",
                 what=f"it has {has} {what}, and the plan {wanted}",
                 why="it has a row per pipeline rank, and in it each stage and microbatch",
-                do=f"Write the schedule for {wanted} {what}, or change the plan.",
+                do=f"Write the schedule for {wanted} {what}, or change the plan."
+                if plan.schedule.endswith(CSV)
+                else "Delete the plan's order, so that it is made anew, or change the plan.",
             )
     timeline(order, Costs.even(order.stages))
     return order
+
+
+def with_rows(plan: Plan, order: Schedule) -> Plan:
+    """The plan with the rows of a schedule that does not come with partc: it replays where nobody
+    has the schedule's function.
+    """
+    if plan.order or is_of_partc(plan.schedule):
+        return plan
+    return plan.changed(order=write_csv(order))
 
 
 def virtual_stages_of(plan: Plan) -> int:

@@ -35,6 +35,7 @@ from partc.passes.stages.choose_stages import (
     named_schedule,
     pipeline_ranks,
     virtual_stages_of,
+    with_rows,
 )
 from partc.passes.stages.early_sums import (
     candidates,
@@ -147,6 +148,7 @@ def schedule_stages(state: State) -> Stages:
     if state.plan.schedule == AUTO and not state.plan.order:
         return _auto(state)
     _check_kinds(state.graph, order)
+    state = replace(state, plan=with_rows(state.plan, order))
     cut = stage_graphs(state, "W" in order.kinds)
     return planned(cut, _costs(cut, order.rank_of), order)
 

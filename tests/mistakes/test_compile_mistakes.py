@@ -123,7 +123,9 @@ MISTAKES: dict[str, Mistake] = {
     "far too many": of("microbatches", 10**6, "microbatches = 1000000", "65,536"),
     "a misspelt argument": of("microbatch", 2, "'microbatch'", "Did you mean 'microbatches'"),
     "an argument of others": of("optimizer", None, "'optimizer'", "Leave it out"),
-    "no such schedule": of("schedule", "interleaved", "Did you mean", "interleaved-1f1b"),
+    "no such schedule": of(
+        "schedule", "interleaved", "Did you mean", "interleaved-1f1b", "import the module whose"
+    ),
     "schedule=5": of("schedule", 5, "schedule = 5", '"..."'),
     "a stage": of("stages", "down", "stages = 'down'", 'stages = ["'),
     "numbered stages": of("stages", [1], "stages = (1,)", "list of texts"),

@@ -1,0 +1,36 @@
+"""What installed packages add to partc: the entry points of a group such as ``partc.schedules``.
+
+A package that is installed names a function of its own, or the module that has it, in its
+``pyproject.toml``. The import registers what the module decorates.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from partc.errors import PartcError, UsageError
+
+
+@cache
+def load_installed(group: str, kind: str) -> None:
+    """Import what installed packages name in a group, once; UsageError names what cannot be.
+
+    ``kind`` is what a message calls one of them.
+    """
+    for entry in entry_points(group=group):
+        _load_one(entry, group, kind)
+
+
+def _load_one(entry: EntryPoint, group: str, kind: str) -> None:
+    try:
+        entry.load()
+    except PartcError:  # it says itself what is wrong
+        raise
+    except Exception as error:
+        raise UsageError(
+            where=f"{kind} {entry.name}",
+            what=f"{entry.value!r} cannot be loaded",
+            why=f"{type(error).__name__}: {error}",
+            do=f"Correct the entry point of the group {group!r}, or the package that names it.",
+        ) from error
