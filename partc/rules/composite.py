@@ -72,7 +72,8 @@ def _parts(call: Signature) -> list[str]:
         operands = [torch.empty(spec.shape, dtype=spec.dtype) for spec in call.operands]
     for operand in operands:
         operand.requires_grad_(operand.dtype.is_floating_point)
-    with fake_mode(), _Recorder() as recorder:
+    recorder = _Recorder()
+    with fake_mode(), recorder:
         try:
             call.run(operands)
         except Exception:  # whatever torch says of such operands
@@ -84,7 +85,7 @@ class _Recorder(TorchDispatchMode):
     """Notes the ops that are called, without those that only look at memory anew."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

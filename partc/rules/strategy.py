@@ -118,8 +118,8 @@ def applied(entry: Rule, call: Call, source: str = "") -> tuple[Notation, Factor
     except RuleError as error:
         line = source.partition(": ")[0]
         this = f"this call, at {line}," if line else "this call"
-        shapes = f"{this} has the shapes {_shapes(call.shapes)} -> {_shapes(call.results)}"
-        why = "; ".join(filter(None, [error.why, shapes]))
+        told = f"{this} has the shapes {_shapes(call.shapes)} -> {_shapes(call.results)}"
+        why = "; ".join(filter(None, [error.why, told]))
         raise RuleError(where=where, what=error.what, why=why, do=error.do) from None
 
 

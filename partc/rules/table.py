@@ -94,16 +94,19 @@ class Rule:
             return [filled]
         groups = slot_groups(text, f"rule of {name_of(call.target)}")
         if callable(self.linear):  # a text may be that of several ops
-            self._check_slots(text, groups, call)
+            self._check_slots(self.linear, text, groups, call)
         if self.added is not None and self.added in filled:
             groups = [sorted({*group, self.added}) for group in groups]
         return [group for group in groups if set(group) <= set(filled)]
 
-    def _check_slots(self, text: str, groups: list[list[int]], call: Call) -> None:
+    @staticmethod
+    def _check_slots(
+        linear: Callable[[Call], str], text: str, groups: list[list[int]], call: Call
+    ) -> None:
         num = len(call.slots)
         if any(slot >= num for group in groups for slot in group):
             why = f"it gives {text!r}, and the call has {num} slots, counted from 0"
-            raise fails(name_of(call.target), "linear", self.linear, why)
+            raise fails(name_of(call.target), "linear", linear, why)
 
     def _text(self, name: str, given: Written, call: Call) -> str:
         """A field that is a text, or what its function gives of a call."""

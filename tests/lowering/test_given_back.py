@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from partc.passes import own_passes
 from tests.mistakes.things import compiled
 
 aten = torch.ops.aten
-STAGES = {"mesh": "pp=2", "microbatches": 2}
+STAGES: dict[str, Any] = {"mesh": "pp=2", "microbatches": 2}
 Given = Callable[[Any], Any]
 
 
@@ -139,10 +140,14 @@ def test_a_call_of_the_whole_needs_no_note() -> None:
     passed(unnoted, "name_calls")
 
 
+def asks_for(function: Any, graph: Graph) -> bool:
+    return is_call(next(graph.calls()), function)
+
+
 def test_functions_of_torch_are_named_as_they_are_written() -> None:
     for function, name in ((torch.mul, r"torch\.mul"), (torch.Tensor.mul, r"torch\.Tensor\.mul")):
         with pytest.raises(UsageError, match=f"is_call: {name} is what") as told:
-            gives(lambda graph, asked=function: is_call(next(graph.calls()), asked))
+            gives(partial(asks_for, function))
         assert told.value.do == "Write torch.ops.aten.mul.Tensor or torch.ops.aten.mul.Scalar."
 
 

@@ -15,6 +15,8 @@ from partc.errors import RuleError, UsageError
 from partc.rules import strategies, strategies_for
 from partc.rules.signature import Signature, f, i
 from partc.rules.table import RULES, Rule, rule
+from tests.docs.pages import blocks
+from tests.house import HERE
 
 aten = torch.ops.aten
 OP = "aten.multi_margin_loss.default"
@@ -112,3 +114,11 @@ def test_the_advice_is_a_rule_that_fits(monkeypatch: pytest.MonkeyPatch, call: S
     assert advised
     monkeypatch.setitem(RULES._entries, advised[1], Rule(advised[2]))
     assert strategies(call.node(), 2) == []
+
+
+def test_the_proof_of_the_page_fails_without_the_rule() -> None:
+    page = [each.text for each in blocks(HERE / "docs" / "how-to" / "add-a-rule.md")]
+    (recipe,) = [text for text in page if "strategies(call.node(), 2)" in text]
+    assert "aten._cdist_forward" not in RULES
+    with pytest.raises(AssertionError, match="no rule was read"):
+        exec(recipe, {"torch": torch})
