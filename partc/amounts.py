@@ -15,6 +15,11 @@ def amount(number: int, unit: str) -> str:
     return f"{number} {unit}"
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things: ``1 line``, ``2 lines``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def time_text(seconds: float) -> str:
     """Seconds as text: ``0.0015`` is ``1.5 ms``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

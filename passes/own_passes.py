@@ -11,18 +11,23 @@ loaded when the first model is compiled.
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any, TypeVar
 
-from partc.errors import PlanError, UsageError
+from partc.errors import PartcError, PlanError, UsageError
 from partc.passes.runner import OTHERS, Pass, State, Table
 from partc.plan import Plan
-from partc.wrong_calls import did_you_mean, known_arguments, quoted
+from partc.wrong_calls import did_you_mean, failed_at, known_arguments, quoted
 
+LOG = logging.getLogger("partc")
 GROUP = "partc.passes"
+NAMESPACES = ("partc", "partc_passes", "partc-passes", "partc_pass", "partc-pass")  # of groups
 PROOF = "check"  # from this pass on a graph stays as it was proved
 Function = TypeVar("Function", bound=Callable[..., Any])
 _OWN: dict[str, tuple[str, Pass]] = {}  # by name, with the name of the pass that it follows
@@ -99,7 +104,7 @@ def with_own(table: Sequence[Pass]) -> Table:
     placed = {each.name for each in rows}
     for after, own in _OWN.values():
         if own.name not in placed:
-            raise _no_place(own, after, after in known, [*placed])
+            raise _no_place(own, after, after in known, rows)
     return Table(rows)
 
 
@@ -144,15 +149,19 @@ def _following(row: Pass, name: str) -> Iterator[Pass]:
             yield from _following(row, own.name)
 
 
-def _no_place(own: Pass, after: str, proved: bool, placed: list[str]) -> UsageError:
-    why = f"{after!r} stands at or behind {PROOF!r}: what was proved stays as it is"
+def _no_place(own: Pass, after: str, proved: bool, rows: Sequence[Pass]) -> UsageError:
+    before = rows[: [each.name for each in rows].index(PROOF)]
+    stands = "is the proof" if after == PROOF else f"runs behind {PROOF!r}"
+    near = "" if proved else did_you_mean(after, dict.fromkeys(each.name for each in before))
+    last = next(each.name for each in reversed(before) if each.on_graph)
     return UsageError(
         where=f"pass {own.name} ({own.where})",
         what=f"it cannot run behind {after!r}",
-        why=why if proved else f"no pass that runs has the name {after!r}",
-        do=did_you_mean(after, placed)
-        or f"Name a pass that `partc passes` lists before {PROOF!r}.",
-    )
+        why=f"what was proved stays as it is, and {after!r} {stands}" if proved
+        else f"no pass that runs has the name {after!r}",
+        do=near or f"Name a pass that `partc passes` lists before {PROOF!r}, the last of them "
+        f"{last!r}.",
+    )  # fmt: skip
 
 
 def _taken(own: Pass, other: Pass) -> UsageError:
@@ -167,17 +176,52 @@ def _taken(own: Pass, other: Pass) -> UsageError:
 @cache
 def _load() -> None:
     """Import what installed packages name, once."""
-    for entry in entry_points(group=GROUP):
+    every = entry_points()
+    for group in sorted(every.groups):
+        if group.split(".")[0] in NAMESPACES and group != GROUP:
+            LOG.warning(
+                "partc: %s of the entry points %r is not loaded: passes are entry points of the "
+                "group %r",
+                ", ".join(each.name for each in every.select(group=group)), group, GROUP,
+            )  # fmt: skip
+    for entry in every.select(group=GROUP):
         _load_one(entry)
 
 
 def _load_one(entry: EntryPoint) -> None:
+    before = len(_OWN)
     try:
-        entry.load()
-    except (ImportError, AttributeError) as error:
+        named = entry.load()
+    except PartcError:
+        raise
+    except Exception as error:
         raise UsageError(
             where=f"pass {entry.name}",
             what=f"{entry.value!r} cannot be loaded",
-            why=f"{type(error).__name__}: {error}",
+            why=failed_at(error),
             do=f"Correct the entry point of the group {GROUP!r}, or the package that names it.",
         ) from error
+    why = _no_pass(named, loads_some=len(_OWN) > before)
+    if why:
+        raise UsageError(
+            where=f"pass {entry.name}",
+            what=f"{entry.value!r} is no pass",
+            why=why,
+            do="Write @partc.graph_pass(after=...) above the function, or name in the group "
+            f"{GROUP!r} a function that has it.",
+        )
+
+
+def _no_pass(named: Any, loads_some: bool) -> str:
+    """Why what an entry point names makes no pass; "" for a pass, and a package that has one."""
+    passes = [own.run for _, own in _OWN.values()]
+    if isinstance(named, ModuleType):
+        package = named.__name__.partition(".")[0]
+        has = any(each.__module__.partition(".")[0] == package for each in passes)
+        return "" if has or loads_some else f"no function of the module {named.__name__} is one"
+    if any(inspect.unwrap(named) is inspect.unwrap(each) for each in passes if callable(named)):
+        return ""
+    if not inspect.isfunction(named):
+        return f"it is {quoted(named)}, and passes are functions"
+    made = f"the function {named.__name__} of {named.__module__}"
+    return f"{made} is not registered: @partc.graph_pass(after=...) does not stand above it"

@@ -18,11 +18,12 @@ from typing import Any
 from partc.errors import CheckError, PartcError, UsageError
 from partc.graph import Graph
 from partc.graph.graph_edits import copied
-from partc.passes.sound import Reads, other_form, reads, unsound
+from partc.passes.given_back import Step, wrong_return
+from partc.passes.sound import Reads, no_step, other_form, reads, unfit_note, unsound
 from partc.passes.suspects import blaming
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
-from partc.wrong_calls import failed_at, quoted
+from partc.wrong_calls import did_you_mean, failed_at, quoted
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Table:
                 where=f"pass {name!r}",
                 what="there is no such pass",
                 why="passes are known by the names of their functions",
-                do="`partc passes` lists them.",
+                do=did_you_mean(name, dict.fromkeys(each.name for each in self.passes))
+                or "`partc passes` lists them.",
             )
         return rows
 
@@ -238,6 +240,10 @@ def _apply(state: State, each: Pass, names: tuple[str, ...]) -> None:
         if each.own:
             raise
         raise _failed(each, failed_at(error, each.run)) from error
+    if not each.own:
+        step = Step(names, len(state.stages), bool(state.mesh.axes))
+        if wrong := wrong_return(given, step):
+            raise _failed(each, wrong)
     changes = given if isinstance(given, Mapping) else {_kind(each, given): given}
     for name, change in changes.items():
         if name in ("graph", "plan", "stages"):
@@ -253,11 +259,7 @@ def _kind(each: Pass, given: object) -> str:
     for kind, name in ((Graph, "graph"), (Plan, "plan"), (list, "stages")):
         if isinstance(given, kind):
             return name
-    raise _failed(
-        each,
-        f"it gives {quoted(given)}, and may give a Graph, a Plan, the list of stages, a "
-        "dict of these by name, or nothing where it has changed the graph itself",
-    )
+    raise _failed(each, f"it gives {quoted(given)}")  # of a user's pass more is told before
 
 
 def _missing(function: Callable[..., Any], asked: Mapping[str, Any]) -> str:
@@ -285,14 +287,26 @@ def _check_sound(state: State, each: Pass, before: Sequence[Reads]) -> None:
     """CheckError unless later passes can read the graphs, and calls read what they read before;
     the latter is asked of users' passes alone.
     """
-    for graph in _graphs(state):
-        why = unsound(graph)
-        if why:
-            raise _failed(each, why)
-    for graph, read in zip(_graphs(state), before, strict=False):
-        why = other_form(graph, read)
-        if why:
-            raise _failed(each, f"{why}: what replaces a call has its shape and dtype")
+    try:
+        why = _unsound(_graphs(state), before)
+    except Exception as error:
+        if each.own:
+            raise
+        why = f"partc cannot read the graph that it leaves: {type(error).__name__}: {error}"
+    if why:
+        raise _failed(each, why)
+
+
+def _unsound(graphs: Sequence[Graph], before: Sequence[Reads]) -> str:
+    for graph in graphs:
+        if why := unsound(graph):
+            return why
+    for graph, read in zip(graphs, before, strict=False):
+        if why := other_form(graph, read):
+            return f"{why}: what replaces a call has its shape and dtype"
+        if why := no_step(graph, read) or unfit_note(graph, read):
+            return why
+    return ""
 
 
 def _failed(each: Pass, why: str) -> CheckError:

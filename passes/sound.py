@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from partc.graph import Graph, fake_of, has_value
+from partc.errors import UsageError
+from partc.graph import Graph, fake_of, has_value, typed, value
 from partc.graph.fake_calls import quiet_log
 from partc.graph.graph_edits import run_on_fakes
+from partc.graph.targets import check_target
 from partc.plan.sharding import DTYPE_NAMES
 
 _CAST = torch.ops.aten._to_copy.default
@@ -69,6 +71,46 @@ def other_form(graph: Graph, before: Reads) -> str:
         elif isinstance(node.target, OpOverload) and form(node) and _given(node) != form(node):
             return f"{node.name} gives {_given(node)}, and {form(node)} is noted for it"
     return ""
+
+
+def no_step(graph: Graph, before: Reads) -> str:
+    """Why a graph is none of a step: it has no results, or a new call calls what is no op."""
+    if next(iter(reversed(graph.fx.nodes)), graph.fx._root).op != "output":
+        return "the graph has no results: its last node is that of the step's loss and gradients"
+    assert graph.outputs is not None  # or what it raises
+    for node in graph.fx.nodes:
+        if node.op == "call_function" and node not in before:
+            try:
+                check_target(node.target, "")
+            except UsageError as error:
+                return f"{error.what}: {error.why}. {error.do}".removesuffix(".")
+    return ""
+
+
+def unfit_note(graph: Graph, before: Reads) -> str:
+    """Why the note of a new call does not fit what a rank gets from it; "" if each fits.
+
+    The proof would find it, and not know that the call is new: in a graph of one rank,
+    ``call_before`` takes over the sharding of a call, and the rank's shape as that of the whole.
+    """
+    news = (node for node in graph.fx.nodes if node not in before and node.op == "call_function")
+    new = next((node for node in news if not _is_noted(graph, node)), None)
+    if new is None or not all(_is_noted(graph, node) for node in graph.fx.nodes if node in before):
+        return ""  # a graph that nobody has cut yet may have shardings of what will be cut
+    return (
+        f"{_call(new)} is new: a rank gets {form(new)} from it, and {typed(new)} is noted for the "
+        "whole. Call set_like(new, old) of partc.graph where its result is as that of the call "
+        "which it replaces, or set_value with the whole's shape and its sharding"
+    )
+
+
+def _is_noted(graph: Graph, node: fx.Node) -> bool:
+    """Whether a node's shape here is what its Value makes of the whole's."""
+    held = fake_of(node) if "val" in node.meta else None
+    if not isinstance(held, Tensor):
+        return True
+    known = value(node)
+    return known.sharding.local_shape(known.shape, graph.mesh) == tuple(held.shape)
 
 
 def _change(node: fx.Node, was: Sequence[Read]) -> tuple[Read, Read] | None:

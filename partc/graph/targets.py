@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from partc.errors import UsageError
 from partc.wrong_calls import quoted
+
+_WRITTEN = {  # classes that hold torch's functions and methods, as users write them
+    "_VariableFunctionsClass.": "torch.", "_TensorBase.": "torch.Tensor.",
+    "TensorBase.": "torch.Tensor.",
+}  # fmt: skip
 
 
 def check_target(target: Any, where: str) -> None:
@@ -30,7 +36,10 @@ def check_target(target: Any, where: str) -> None:
 def _name_of(target: Any) -> str:
     if isinstance(target, OpOverloadPacket):
         return f"aten.{target.__name__}"
-    return str(getattr(target, "__qualname__", "")) or quoted(target)
+    name = str(getattr(target, "__qualname__", "")) or quoted(target)
+    for inside, written in _WRITTEN.items():
+        name = name.replace(inside, written, 1) if name.startswith(inside) else name
+    return name
 
 
 def _instead(target: Any) -> str:
@@ -39,6 +48,16 @@ def _instead(target: Any) -> str:
     packet = getattr(torch.ops.aten, word.removeprefix("aten.").partition(".")[0], None)
     if not word or not isinstance(packet, OpOverloadPacket):
         return ""
-    each = [o for o in packet.overloads() if "out" not in o.split("_")]
+    each = [o for o in packet.overloads() if "out" not in o.split("_") and _runs(packet, o)]
     each = sorted(each, key=lambda o: o != "default")[:4]
     return f"Write {' or '.join(f'torch.ops.aten.{packet.__name__}.{o}' for o in each)}."
+
+
+def _runs(packet: OpOverloadPacket, overload: str) -> bool:
+    """Whether an overload is an op of tensors; ``mul.int`` is one of TorchScript's numbers."""
+    return str(getattr(packet, overload).name()) in _op_names()
+
+
+@cache
+def _op_names() -> frozenset[str]:
+    return frozenset(torch._C._dispatch_get_all_op_names())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from partc.amounts import amount, time_text
+from partc.amounts import amount, counted, time_text
 from partc.cost.bytes import sent_share
 from partc.cost.step_events import LAST, START, StepEvents
 from partc.errors import LoadError
@@ -241,11 +241,13 @@ def _of_roles(old: Program, new: Program) -> Iterator[Difference]:
     for name in sorted(before.keys() & after.keys()):
         found = _changed_lines(before[name], after[name])
         for part, (gone, added) in found.items():
-            yield Difference("roles", f"{name}, {part}: {gone} lines gone, {added} new", "", "")
+            yield Difference(
+                "roles", f"{name}, {part}: {counted(gone, 'line')} gone, {added} new", "", ""
+            )
     for name in sorted(before.keys() ^ after.keys()):
         which = "gone" if name in before else "new"
         num = len({**before, **after}[name].splitlines())
-        yield Difference("roles", f"{name} is {which}, {num} lines", "", "")
+        yield Difference("roles", f"{name} is {which}, {counted(num, 'line')}", "", "")
 
 
 def _files(program: Program) -> dict[str, str]:

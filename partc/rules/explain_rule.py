@@ -7,7 +7,6 @@ for the rule of all, whose ``str`` is what ``partc explain --rules OP`` prints.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -15,20 +14,21 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from partc.errors import RuleError, UsageError
+from partc.errors import UsageError
+from partc.rules.composite import is_composite, written_as
 from partc.rules.discover import discover
-from partc.rules.signature import Signature, Spec
+from partc.rules.example_calls import alike, unlike
 from partc.rules.table import RULES, Rule, find
 
-SHAPES = ((12, 24), (6, 12, 24), (24,))  # of all operands of an example call
 RANKS = 2
-_LITERALS: dict[str, Any] = {"float": 0.4, "number": 0.4, "int": 1, "bool": True, "str": "none"}
 _HOW = {
     "written": "a rule in {file}",
     "elementwise": "torch says that it is elementwise; the rule of such ops is in {file}",
     "experiment": f"no rule; an experiment on {{on}} with {RANKS} ranks found",
     "none": f"no rule; an experiment on {{on}} with {RANKS} ranks found no cut",
-    "untried": "no rule; partc tries cuts by experiment on each call that a model makes",
+    "untried": "no rule, and its signature alone does not say how it is called; partc tries cuts "
+    "by experiment on each call that a model makes",
+    "opened": "no rule, and no graph has it: torch writes it as other ops{on}",
 }
 
 
@@ -37,9 +37,10 @@ class OpRule:
     """How an op may be cut.
 
     ``how`` is ``written`` (a rule of the table), ``elementwise`` (torch's tag), ``experiment`` (no
-    rule, and ``found`` has the cuts of the call ``on``), ``none`` (no cut was found for this call)
-    or ``untried`` (no call could be made from the op's signature alone). ``settings`` are the
-    rule's other fields, see `Rule`.
+    rule, and ``found`` has the cuts of the call ``on``), ``none`` (no cut was found for this call),
+    ``untried`` (no call could be made from the op's signature alone) or ``opened`` (torch writes
+    the op as others, which ``found`` names where a call could be made). ``settings`` are the rule's
+    other fields, see `Rule`.
     """
 
     op: str
@@ -84,7 +85,10 @@ def _of_overload(overload: OpOverload) -> OpRule:
     if rule is not None:
         is_written = name in RULES or full in RULES
         return _written(full, rule, "written" if is_written else "elementwise")
-    call = next(_examples(overload), None)
+    if is_composite(overload):
+        others = tuple(written_as(overload))
+        return OpRule(full, "opened", on=", such as" if others else "", found=others)
+    call = next(itertools.chain(alike(overload), unlike(overload)), None)
     if call is None:
         return OpRule(full, "untried")
     found = tuple(map(str, discover(call.node(), RANKS)))
@@ -119,7 +123,7 @@ def _overloads(name: str) -> list[OpOverload]:
     if overload and overload not in known:
         known = []
     if not known:
-        near = " or ".join(_of_word(name) or get_close_matches(name, RULES))
+        near = " or ".join(_of_word(name) or _near(name))
         raise UsageError(
             where="partc explain --rules",
             what=f"no op is named {name!r}",
@@ -130,6 +134,15 @@ def _overloads(name: str) -> list[OpOverload]:
         )
     every = [getattr(packet, each) for each in known if overload in ("", each)]
     return [each for each in every if overload or _takes_tensors(each)]
+
+
+def _near(name: str) -> list[str]:
+    """The ops with names alike, of those with a rule and of those that torch has."""
+    each = (op.partition("::") for op in torch._C._dispatch_get_all_op_names())
+    there = {f"{library}.{op.partition('.')[0]}" for library, _, op in each}
+    known = sorted(op for op in there if not op.endswith("_"))
+    full = name if "." in name else f"aten.{name}"
+    return get_close_matches(full, [*RULES, *(op for op in known if op not in RULES)])
 
 
 def _of_word(name: str) -> list[str]:
@@ -145,28 +158,3 @@ def _takes_tensors(overload: OpOverload) -> bool:
     """Whether an overload computes with tensors, and writes into none of them."""
     kinds = [str(argument.type) for argument in overload._schema.arguments]
     return any("Tensor" in kind for kind in kinds) and not overload._schema.is_mutable
-
-
-def _examples(overload: OpOverload) -> Iterator[Signature]:
-    """Calls with arguments made from the op's signature alone that run on fake tensors."""
-    for shape, mask in itertools.product(SHAPES, (torch.float32, torch.bool)):
-        args, kwargs = list[Any](), dict[str, Any]()
-        for argument in overload._schema.arguments:
-            if argument.has_default_value():
-                continue
-            dtype = mask if "mask" in argument.name else torch.float32
-            kind = str(argument.type)
-            given = Spec(shape, dtype) if kind == "Tensor" else _LITERALS.get(kind)
-            kwargs |= {argument.name: given} if argument.kwarg_only else {}
-            args += [] if argument.kwarg_only else [given]
-        call = Signature.call(overload, *args, **kwargs)
-        if call.operands and _runs(call):
-            yield call
-
-
-def _runs(call: Signature) -> bool:
-    try:
-        call.node()
-    except RuleError:
-        return False
-    return True

@@ -24,6 +24,7 @@ from functools import cache
 from math import prod
 from types import MappingProxyType
 
+from partc.amounts import counted
 from partc.errors import RuleError
 
 Dim = tuple[str, ...]  # the factors of one dim, slowest first
@@ -177,7 +178,8 @@ def _dims_of(term: Term, shape: tuple[int, ...] | None, broadcasts: bool) -> tup
     if len(dims) != len(shape):
         raise RuleError(
             where="rule",
-            what=f"term {''.join(term.letters)!r} has {len(dims)} dims and the tensor {len(shape)}",
+            what=f"term {''.join(term.letters)!r} has {counted(len(dims), 'dim')} and the tensor "
+            f"{len(shape)}",
             why=f"the tensor's shape is {list(shape)}",
             do="Correct the rule's letters, or use '...' for leading dims.",
         )

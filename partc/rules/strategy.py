@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from partc.errors import RuleError
-from partc.graph import tensor_args
+from partc.graph import tensor_args, value
 from partc.plan.sharding import Layout, M, R, U, cut
 from partc.rules.call import Call, whole_call
 from partc.rules.notation import Dim, Factors, Notation, parse, resolve
@@ -53,7 +53,7 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
     if entry is None:
         return []
     call = whole_call(node)
-    view = _View(entry, call, *applied(entry, call), num)
+    view = _View(entry, call, *applied(entry, call, value(node).source), num)
     order = _operand_order(node, call)
     wishes = [(_wished(position, order, call), layout) for position, layout in seen]
     # dict.fromkeys drops repeats and keeps the order, so that equal calls give equal lists.
@@ -100,25 +100,30 @@ def letter_cut(
     return (_by_operand(found[0], order).ins, found[0].outs) if found else None
 
 
-def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
+def applied(entry: Rule, call: Call, source: str = "") -> tuple[Notation, Factors]:
     """The notation of a rule for a call, and its factors.
 
     RuleError if the rule does not fit: it has another number of operands or results than the call,
-    or a term with another number of dims than its tensor.
+    or a term with another number of dims than its tensor. ``source``: the model's line, as a Value
+    has it.
     """
     text = entry.written(call)
     where = f'rule("{name_of(call.target)}", "{text}")'
     try:
         notation = parse(text)
-        _check_terms(notation, call, where)
+        _check_terms(notation, call)
         num = len(notation.operands)
         shapes = (*call.shapes, *[None] * num)[:num]
         return notation, resolve(notation, shapes, call.results)
     except RuleError as error:
-        raise RuleError(where=where, what=error.what, why=error.why, do=error.do) from None
+        line = source.partition(": ")[0]
+        this = f"this call, at {line}," if line else "this call"
+        told = f"{this} has the shapes {_shapes(call.shapes)} -> {_shapes(call.results)}"
+        why = "; ".join(filter(None, [error.why, told]))
+        raise RuleError(where=where, what=error.what, why=why, do=error.do) from None
 
 
-def _check_terms(notation: Notation, call: Call, where: str) -> None:
+def _check_terms(notation: Notation, call: Call) -> None:
     """RuleError unless every tensor of a call has a term, and every term a place in the call.
 
     A missing optional tensor, such as a bias at the end, needs no term.
@@ -132,9 +137,9 @@ def _check_terms(notation: Notation, call: Call, where: str) -> None:
     for side, num, least, most in sides:
         if not least <= num <= most:
             raise RuleError(
-                where=where,
+                where="rule",
                 what=f"the number of {side} is {num} in the rule and {most} in the op",
-                why=f"this call has the shapes {_shapes(call.shapes)} -> {_shapes(call.results)}",
+                why="",  # the shapes, which are told of any rule that does not fit
                 do=f"Write a term for each of the {side}, with commas between them.",
             )
 

@@ -12,6 +12,7 @@ import torch
 
 from partc.registry import Registry
 from partc.rules.call import Call
+from partc.rules.wrong_places import check_places
 from partc.rules.wrong_rules import (
     check_rule,
     fails,
@@ -92,9 +93,20 @@ class Rule:
         if text == "all":
             return [filled]
         groups = slot_groups(text, f"rule of {name_of(call.target)}")
+        if callable(self.linear):  # a text may be that of several ops
+            self._check_slots(self.linear, text, groups, call)
         if self.added is not None and self.added in filled:
             groups = [sorted({*group, self.added}) for group in groups]
         return [group for group in groups if set(group) <= set(filled)]
+
+    @staticmethod
+    def _check_slots(
+        linear: Callable[[Call], str], text: str, groups: list[list[int]], call: Call
+    ) -> None:
+        num = len(call.slots)
+        if any(slot >= num for group in groups for slot in group):
+            why = f"it gives {text!r}, and the call has {num} slots, counted from 0"
+            raise fails(name_of(call.target), "linear", linear, why)
 
     def _text(self, name: str, given: Written, call: Call) -> str:
         """A field that is a text, or what its function gives of a call."""
@@ -125,10 +137,22 @@ def rule(ops: str, notation: Written, **fields: Any) -> None:
     ]
     check_rule(ops, notation, fields, known)
     entry = Rule(notation, **fields, module=sys._getframe(1).f_globals["__name__"])
+    if not entry.module.startswith("partc."):
+        check_places(ops, notation, fields)
     for name in ops.split():
         if name in RULES:
             raise has_rule_already(name, RULES[name].notation, RULES[name].module)
+        if not entry.module.startswith("partc."):
+            _tell_if_opened(name)
         RULES.add(name, entry)
+
+
+def _tell_if_opened(name: str) -> None:
+    """Tell of a rule for an op that no graph has; partc's passes write some that torch opens."""
+    from partc.rules.composite import tell_if_opened  # it needs this module
+
+    if name.rpartition(".")[0] not in RULES:
+        tell_if_opened(name)
 
 
 def name_of(target: Any) -> str:

@@ -34,6 +34,9 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         lambda x: callable(x) or (isinstance(x, str) and _GROUPS.fullmatch(x) is not None),
     ),
     "added": _SLOT, "unread": _SLOT, "moves": _FLAG, "reshapes": _FLAG, "sizes": _TEXT,
+    "windowed": (
+        "a Windowed of partc.rules.table", lambda x: x is None or hasattr(x, "outside"),
+    ),
     "contiguous": _NAMES, "adjacent": _NAMES, "traced": _NAMES,
     "reduce": ("one of " + ", ".join(_REDUCE), lambda x: x in _REDUCE),
     "scales": (
@@ -182,9 +185,10 @@ def _ops_of(namespace: str) -> set[str]:
 
 def fails(op: str, field: str, function: Callable[..., Any], why: str) -> RuleError:
     """The error for a function of a rule that does not give what it should."""
+    example = "mk,kn->mn" if field == "notation" else "0|1"
     return RuleError(
         where=f"rule of {op}, {field}={getattr(function, '__qualname__', function)}",
-        what="the function does not give a text such as 'mk,kn->mn'", why=why,
+        what=f"the function does not give a text such as {example!r}", why=why,
         do="Mend the function: it is given a partc.rules.call.Call, which has the shapes and "
         "arguments of one call of the op.",
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from partc.amounts import counted
 from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, value
 from partc.passes.shard.cut_weights import cut_weights
@@ -274,7 +275,8 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh, *, is_input: bool) -> 
         taken[axis] = layout
         typed = f"{DTYPE_NAMES.get(known.dtype, known.dtype)}{list(known.shape)}".replace(" ", "")
         if layout.dim >= len(known.shape):
-            what, why = f"{typed} has no dim {layout.dim}", f"it has {len(known.shape)} dims"
+            what = f"{typed} has no dim {layout.dim}"
+            why = f"it has {counted(len(known.shape), 'dim')}"
             do = f"Write a dim from 0 to {len(known.shape) - 1}, or leave it out of the plan."
         elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
             size = known.shape[layout.dim]

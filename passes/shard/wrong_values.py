@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from partc.amounts import counted
 from partc.errors import PlanError
 from partc.graph import Graph, results_of, tensor_args, value
 from partc.passes.shard.value_names import value_names
@@ -44,7 +45,7 @@ def _sides(node: fx.Node, entry: str, planned: PlannedLayout) -> Iterator[Side]:
     operands = tensor_args(node)
     if planned.ins is not None and len(planned.ins) != len(operands):
         raise _wrong(
-            entry, f"it names {len(planned.ins)} operands", f"it has {len(operands)}",
+            entry, f"it names {counted(len(planned.ins), 'operand')}", f"it has {len(operands)}",
             "Write a layout for each of them before the arrow, or none and no arrow.",
         )  # fmt: skip
     for i, (operand, layout) in enumerate(zip(operands, planned.ins or (), strict=False)):

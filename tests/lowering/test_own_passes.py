@@ -11,6 +11,7 @@ import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, EntryPoints
 from io import StringIO
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 
 from partc.cli.main import main
 from partc.errors import CheckError
+from partc.passes import own_passes
 from partc.verification.processes import Processes
 from tests.docs.pages import blocks
 from tests.house import HERE
@@ -249,6 +251,9 @@ MISPLACED = {
         + NOTE.format(name="other").replace("insert_collectives", "lost"),
         "no pass that runs has the name 'other'",
     ),
+    "behind the proof itself": (
+        NOTE.format(name="lost").replace("insert_collectives", "check"), "'check' is the proof",
+    ),
     "behind the proof": (
         NOTE.format(name="lost").replace("insert_collectives", "check_stages"),
         "what was proved stays as it is",
@@ -267,6 +272,7 @@ def test_a_pass_without_a_place_or_a_name_is_named(package: Package, mistake: st
     text, says = MISPLACED[mistake]
     package.write(text)
     parts = package.refused("passes")
+    assert "'check' or" not in parts["do"]
     name = "propagate" if mistake == "taken by one of partc's" else "lost"
     assert parts["where"] == f"pass {name} ({MODULE})"
     assert says in parts["why"]
@@ -277,6 +283,46 @@ def test_an_entry_point_that_leads_nowhere_is_named(package: Package) -> None:
     parts = package.refused("passes")
     assert (parts["where"], parts["what"]) == ("pass theirs", "'their_pases' cannot be loaded")
     assert "No module named 'their_pases'" in parts["why"]
+
+
+NO_PASS = {
+    "not registered": (
+        f"{MODULE}:mine", "def mine(graph): ...\n",
+        f"the function mine of {MODULE} is not registered",
+    ),
+    "a helper that is imported": (
+        f"{MODULE}:drop_dead", "", "the function drop_dead of partc.graph.graph_edits",
+    ),
+    "no function": (f"{MODULE}:SIZES", "SIZES = 1, 2\n", "it is (1, 2), and passes are functions"),
+    "a module without one": (MODULE, "def mine(graph): ...\n", f"of the module {MODULE} is one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", NO_PASS)
+def test_an_entry_point_that_names_no_pass_is_named(package: Package, mistake: str) -> None:
+    entry, text, says = NO_PASS[mistake]
+    package.write(text, entry=entry)
+    parts = package.refused("passes")
+    assert (parts["where"], parts["what"]) == ("pass theirs", f"{entry!r} is no pass")
+    assert says in parts["why"]
+    assert "@partc.graph_pass(after=...)" in parts["do"]
+
+
+def test_a_module_that_fails_is_named_with_its_line(package: Package) -> None:
+    package.write("size = 1 / 0\n")
+    parts = package.refused("passes")
+    assert "ZeroDivisionError: division by zero" in parts["why"]
+
+
+def test_another_group_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def every() -> EntryPoints:
+        return EntryPoints([EntryPoint("theirs", MODULE, "partc.pass")])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_passes, "entry_points", every)
+        own_passes._load.__wrapped__()
+    assert "theirs of the entry points 'partc.pass' is not loaded" in caplog.text
+    assert "'partc.passes'" in caplog.text
 
 
 def test_a_pipeline_hands_it_the_graph_of_each_stage(package: Package) -> None:

@@ -64,7 +64,7 @@ VALUES_OF = {
     "a dim to be moved to": (
         '"up:linear" = { tp = "whole, whole -> whole -> 7" }', "the result has no dim 7",
     ),
-    "operands": ('"up:linear" = { tp = "0 -> 0" }', "names 1 operands", "it has 2"),
+    "operands": ('"up:linear" = { tp = "0 -> 0" }', "names 1 operand", "it has 2"),
     "pieces": ('"down:linear" = { tp = "1/3" }', "along dim 1 by tp=2", "multiple of 6"),
     "a negative dim": ('"up:linear" = { tp = -1 }', "-1 is no layout", "whole, sum, max"),
     "a maximum": ('"up:linear" = { tp = "max" }', "it cannot lie as", '{ tp = "sum" }'),

@@ -70,7 +70,7 @@ def test_an_edit_is_told_by_its_function(fsdp: Program) -> None:
     text = fsdp.sources["stage0.py"].replace("torch.tanh(", "torch.sin(", 1)
     found = differences(fsdp, replace(fsdp, sources={"stage0.py": text}), ("a", "b"))
     assert [str(row) for row in found.rows] == [
-        "stage0.py, SequentialStep.step: 1 lines gone, 1 new"
+        "stage0.py, SequentialStep.step: 1 line gone, 1 new"
     ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.errors import RuleError
+from partc.errors import RuleError, UsageError
 from partc.plan.sharding import M, R, U, cut
 from partc.rules import Strategy, has_rule, strategies
 from partc.rules.discover import discover, strategies_for
@@ -246,6 +246,15 @@ def test_what_is_known_of_an_op() -> None:
         "  cut 0, cut 0 -> cut 0"
     )
     assert [each.how for each in explain_rule("partc_test.whole_only")] == ["none"]
+    (opened,) = explain_rule("aten.bilinear")
+    assert str(opened) == (
+        "aten.bilinear.default: no rule, and no graph has it: torch writes it as other ops, such as"
+        "\n  aten._trilinear"
+    )
+    (untried,) = explain_rule("aten._trilinear")
+    assert "its signature alone does not say how it is called" in str(untried)
+    with pytest.raises(UsageError, match=r"Did you mean aten\._cdist_forward"):
+        explain_rule("aten._cdist_forwrd")
     assert [each.how for each in explain_rule("aten.add")] == ["written", "elementwise"]
 
 
