@@ -115,7 +115,7 @@ def test_a_circle_of_waits_is_told() -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"name": "1f2b"}, "no such schedule. Known are gpipe, 1f1b, interleaved-1f1b"),
+        ({"name": "1f2b"}, "no such schedule (there are gpipe, 1f1b, interleaved-1f1b"),
         ({"name": "1f1b", "ranks": 0}, "cannot be made for 0 pipeline ranks"),
         ({"name": "1f1b", "microbatches": 0}, "cannot be made for 0 microbatches"),
         ({"name": "v-min", "chunks": 3}, "it takes exactly 2). Ask for 2, or a schedule that"),
