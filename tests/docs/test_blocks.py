@@ -44,7 +44,7 @@ NOT_RUN = {  # how many blocks of a page no test can run; the reason stands abov
     "docs/how-to/explain-and-measure.md": 2,
     "docs/how-to/load-data.md": 3,
     "docs/how-to/run-a-program.md": 7,
-    "docs/how-to/shapes-and-modes.md": 5,
+    "docs/how-to/shapes-and-modes.md": 6,
     "docs/how-to/train-in-islands.md": 1,
     "docs/how-to/trainer-and-accelerate.md": 2,
     "docs/performance.md": 10,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import partc
 from partc.errors import RunError
@@ -144,6 +145,68 @@ def bytes_alone(program: Program) -> int:
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron")])
 def test_a_generator_and_its_critic_share_weights(world: Processes, mesh: str, plan: str) -> None:
     world.run(train_gan, mesh, plan, num=2)
+
+
+class Normed(nn.Module):
+    """A generator with a batch norm, and its critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(4, 8, bias=False)  # before a norm the gradient of a bias is noise
+        self.maker = nn.Sequential(first, nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def normed_critic_loss(gan: Normed, real: Tensor, noise: Tensor) -> Tensor:
+    copies = {name: buffer.clone() for name, buffer in gan.maker.named_buffers()}
+    fake = torch.func.functional_call(gan.maker, copies, (noise,))
+    return critic_of(gan, real, fake.detach())
+
+
+def critic_of(gan: Normed, real: Tensor, fake: Tensor) -> Tensor:
+    loss: Tensor = F.softplus(-gan.critic(real)).mean() + F.softplus(gan.critic(fake)).mean()
+    return loss
+
+
+def normed_maker_loss(gan: Normed, noise: Tensor) -> Tensor:
+    return F.softplus(-gan.critic(gan.maker(noise))).mean()
+
+
+def run_once(mesh: str, plan: str) -> None:
+    """The script runs the generator once in an iteration; the programs do twice."""
+    torch.manual_seed(0)
+    model = Normed().double()
+    reference = copy.deepcopy(model)
+    numbers = torch.Generator().manual_seed(1)
+    real, noise = (torch.randn(8, n, generator=numbers, dtype=torch.float64) for n in (6, 4))
+    program = partc.compile(model, mesh, (real, noise), loss=normed_critic_loss, plan=plan)
+    stage = begun(program, model)
+    maker = stage.share(program.also(noise, loss=normed_maker_loss))
+    ours, theirs = ([optimizer_of(m, half) for half in HALVES] for m in (stage, reference))
+    for _ in range(3):
+        fake = reference.maker(noise)
+        stage.zero_grad()
+        reference.zero_grad()
+        critic_of(reference, real, fake.detach()).backward()
+        stage.step(real, noise)
+        ours[0].step()
+        theirs[0].step()
+        stage.zero_grad()
+        reference.zero_grad()
+        F.softplus(-reference.critic(fake)).mean().backward()
+        maker.step(noise)
+        ours[1].step()
+        theirs[1].step()
+    whole = stage.full_state_dict()
+    for name, tensor in reference.state_dict().items():
+        close(whole[name], tensor, name)
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron")])
+def test_a_generator_with_batch_norms_that_runs_once(
+    world: Processes, mesh: str, plan: str
+) -> None:
+    world.run(run_once, mesh, plan, num=2)
 
 
 def otherwise_stored() -> None:
