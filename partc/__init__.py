@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from partc.plan import Plan
     from partc.plan.mesh import Mesh
     from partc.program import Program, load
-    from partc.program.checkpoint import load_checkpoint, save_checkpoint
+    from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from partc.recipe import with_model
     from partc.traced import Traced
     from partc.verification.precision import Raised
@@ -42,10 +42,10 @@ _MODULES = {
     "compile": "api",
     "graph_pass": "passes.own_passes",
     "load": "program",
-    "load_checkpoint": "program.checkpoint",
+    "load_checkpoint": "program.checkpoints.checkpoint",
     "parallelize": "wrappers.parallel",
     "partition": "lowering",
-    "save_checkpoint": "program.checkpoint",
+    "save_checkpoint": "program.checkpoints.checkpoint",
     "verify": "verification.verification",
     "with_model": "recipe",
 }

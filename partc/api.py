@@ -40,9 +40,9 @@ from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
 from partc.printing import noted_pieces
 from partc.program import Program
-from partc.program.check_complete import check_complete, running, trained
-from partc.program.farewell import tell_at_exit
 from partc.program.origin import Origin
+from partc.program.ranks.farewell import tell_at_exit
+from partc.program.stage.check_complete import check_complete, running, trained
 from partc.recipe import made_by
 from partc.rules.table import warn_of_lost_rules
 from partc.trace.fingerprint import Fingerprint

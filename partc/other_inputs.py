@@ -19,7 +19,7 @@ from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.plan_text import write_cuts
 from partc.plan.sharding import Layout, R, cut
 from partc.program import Program
-from partc.program.other_shape import Shapes, other_blocks, rows_now
+from partc.program.step.other_shape import Shapes, other_blocks, rows_now
 from partc.traced import Traced
 
 

@@ -26,11 +26,11 @@ from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, R
 from partc.program import Program, check_model
-from partc.program.autocast import within
-from partc.program.batch_fit import Rows
-from partc.program.forward_batch import example_of, guessed
-from partc.program.holders import Holders
-from partc.program.parametrized import give_own_classes
+from partc.program.model.parametrized import give_own_classes
+from partc.program.step.autocast import within
+from partc.program.step.batch_fit import Rows
+from partc.program.step.forward_batch import example_of, guessed
+from partc.program.tensors.holders import Holders
 from partc.program.wanted import Mode, Wanted, warn_of_mode
 from partc.schedules.csv_form import CSV, read_csv, write_csv
 from partc.trace.arguments import Arguments, Given, check_loss

@@ -11,8 +11,8 @@ from partc.plan.mesh import Mesh
 from partc.plan.sharding import dtype_name
 from partc.plan.wires import ALIKE, MARK, is_residual, whose
 from partc.program import Program
-from partc.program.holders import roles_of
 from partc.program.role import Role, Shard
+from partc.program.tensors.holders import roles_of
 
 
 def check_tables(program: Program) -> None:

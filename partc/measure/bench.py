@@ -11,7 +11,7 @@ from partc.errors import UsageError
 from partc.measure.bench_rank import measure_rank
 from partc.measure.bench_report import Bench
 from partc.program import load
-from partc.program.handshake import check_world, world_size
+from partc.program.ranks.handshake import check_world, world_size
 from partc.verification.processes import Processes
 from partc.wrong_calls import check_whole_number
 

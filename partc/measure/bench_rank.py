@@ -15,7 +15,7 @@ from partc.measure.timed_calls import Clock, CudaClock, HostClock
 from partc.measure.timed_step import StepTimes, block_paths, time_step
 from partc.program import Program, load
 from partc.program.role import Role
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 
 Optimizers = dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
 OPTIMIZERS: Optimizers = {

@@ -1,8 +1,9 @@
 """A compiled program (plan, cost, one source per role), saved to a folder, loaded, and run.
 
 In: the printed sources of a compile, or a saved folder. Out: a `Program`; on a rank its `Stage`, an
-nn.Module. Start: here; `runtime.py` is the Stage, `role.py` reads a source. Never: codegen, or a
-pass but for new predictions (`basis.py`): a saved program runs without the compiler.
+nn.Module. Start: here; `stage/runtime.py` is the Stage, `role.py` reads a source; folders say what
+they are. Never: codegen, or a pass but for new predictions (`basis.py`): a saved program runs
+without the compiler.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from partc.program import reads_rows
 from partc.program.basis import Basis
 from partc.program.choices import MOST_PROGRAMS, Pad, Partial, choices_of
 from partc.program.expected import Expectation
-from partc.program.farewell import tell_at_exit
 from partc.program.fixed_text import FixedText
 from partc.program.folders import CONSTANTS
-from partc.program.forward_batch import ForwardBatch
 from partc.program.hooks import read_hooks, write_hooks
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
 from partc.program.not_a_stage import NotAStage
 from partc.program.origin import Origin
-from partc.program.pieces_of_one_rank import own_piece as own_piece  # for torch.load
+from partc.program.ranks.farewell import tell_at_exit
 from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
 from partc.program.run_script import run_script
 from partc.program.saved_cost import Cost, SavedCost
 from partc.program.sources import Sources
+from partc.program.step.forward_batch import ForwardBatch
 from partc.program.tensorfile import TensorFile, write_tensors
+from partc.program.tensors.pieces_of_one_rank import own_piece as own_piece  # for torch.load
 from partc.program.user_lines import UserLines
 from partc.program.wanted import Recipe, Wanted, warn_of_mode
 from partc.program.written import written_files
@@ -58,7 +59,7 @@ from partc.wrong_calls import as_path, check_whole_number, known_arguments
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from partc.program.runtime import Stage
+    from partc.program.stage.runtime import Stage
 
 PLAN, RUN = "plan.toml", "run.py"
 SCHEDULE = "schedule.csv"  # of a pipeline

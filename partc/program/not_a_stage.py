@@ -31,7 +31,7 @@ class NotAStage:
     if not TYPE_CHECKING:  # else every name would be one of its attributes
 
         def __getattr__(self, name: str) -> Any:
-            from partc.program.runtime import Stage
+            from partc.program.stage.runtime import Stage
 
             if not name.startswith("_") and hasattr(Stage, name):
                 raise _no_stage(f"program.{name}", f"a program has no {name}", f"stage.{name}")

@@ -17,13 +17,13 @@ from partc.data.share import Batch, Division, Share, rows_per_step
 from partc.data.streams import OwnStreamLoader, StreamLoader
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
-from partc.program.holders import exchange_texts
 from partc.program.no_dataset import check_loader, of_dataloader
+from partc.program.tensors.holders import exchange_texts
 from partc.wrong_calls import check_flag, check_whole_number, known_arguments, quoted
 
 if TYPE_CHECKING:
     from partc.program import Program
-    from partc.program.runtime import Stage
+    from partc.program.stage.runtime import Stage
 
 Split = Literal["rows", "own"]  # what an iterable dataset gives: all rows, or those of one piece
 

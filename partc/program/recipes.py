@@ -10,8 +10,8 @@ from torch import Tensor
 
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
-from partc.program.autocast import DEVICES, autocast_now, without
-from partc.program.batch_fit import Pieces, Rows
+from partc.program.step.autocast import DEVICES, autocast_now, without
+from partc.program.step.batch_fit import Pieces, Rows
 from partc.program.wanted import Recipe, Wanted
 from partc.trace.arguments import spread
 
@@ -47,7 +47,7 @@ def with_others(program: Program, batches: Sequence[Any], modes: Sequence[str]) 
 def _with_others(
     program: Program, batches: Sequence[Any], modes: Sequence[str], autocast: str
 ) -> Program:
-    from partc.program.calls_of_stage import Calls
+    from partc.program.stage.calls_of_stage import Calls
 
     recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
     calls, pieces = Calls(program, others.values), Pieces.of(program)

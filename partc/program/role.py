@@ -23,7 +23,7 @@ from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, join_pieces, take_piece
 from partc.program.hooks import set_hooks
-from partc.program.step_failures import naming_calls
+from partc.program.step.step_failures import naming_calls
 from partc.program.user_lines import UserLines, show_lines
 
 COMPILES = "@torch.compile"  # the line before a function that torch.compile compiles

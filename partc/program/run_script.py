@@ -9,7 +9,7 @@ from importlib import resources
 import jinja2
 
 from partc.plan.mesh import Mesh
-from partc.program import meeting
+from partc.program.ranks import meeting
 
 STEPS, LEAST_S, MOST_S = 100, 300, 1800  # predicted steps, and bounds: what ranks may wait
 

@@ -20,12 +20,19 @@ from partc.plan.decided import BACKENDS
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.choices import NO_CHOICES, Choices
-from partc.program.farewell import has_joined, tell_at_exit
-from partc.program.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.program.hooks import check_hooks
-from partc.program.meeting import NotMetError, is_alone, keeps_store, meet, number_of, open_store
-from partc.program.other_ranks import of_other_ranks
-from partc.program.runtime import Stage
+from partc.program.ranks.farewell import has_joined, tell_at_exit
+from partc.program.ranks.handshake import check_agreement, check_world, device_mesh, world_size
+from partc.program.ranks.meeting import (
+    NotMetError,
+    is_alone,
+    keeps_store,
+    meet,
+    number_of,
+    open_store,
+)
+from partc.program.ranks.other_ranks import of_other_ranks
+from partc.program.stage.runtime import Stage
 from partc.trace.own_transfers import ASKED
 from partc.wrong_calls import quoted
 

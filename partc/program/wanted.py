@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.plan.sharding import Layout, dtype_name
-from partc.program.autocast import check_autocast
+from partc.program.step.autocast import check_autocast
 from partc.trace.arguments import Given
 from partc.trace.record import Kind
 

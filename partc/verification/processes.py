@@ -29,7 +29,11 @@ from partc.errors import RunError
 from partc.verification.fork_server import fork_server, start_message
 
 # What ranks need; modules that jobs need besides may be added before the first start.
-PRELOADED = ["partc.verification.processes", "partc.program.runtime", "torch.distributed.tensor"]
+PRELOADED = [
+    "partc.verification.processes",
+    "partc.program.stage.runtime",
+    "torch.distributed.tensor",
+]
 GRACE_S = 5.0  # after one rank's failure, for the others to reply too
 
 

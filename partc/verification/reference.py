@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from partc.collecting import no_collecting
 from partc.errors import RunError, UsageError
-from partc.program.step_failures import THEIRS, described
+from partc.program.step.step_failures import THEIRS, described
 from partc.trace.arguments import Given
 from partc.trace.capture import named_results
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu

@@ -180,7 +180,7 @@ def _in_thread(job: _Job, rank: int, dist: Any) -> list[Row]:
 def _in_process(job: _Job) -> list[Row]:
     import torch.distributed as dist
 
-    from partc.program.handshake import device_mesh
+    from partc.program.ranks.handshake import device_mesh
 
     mesh, rank = job.program.mesh, dist.get_rank()
     if job.device.type == "cuda":

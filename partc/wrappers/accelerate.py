@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from partc.errors import RunError, UsageError
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program.choices import check_fillers
-from partc.program.handshake import check_world, world_size
+from partc.program.ranks.handshake import check_world, world_size
 from partc.trace.no_model import check_model
 from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
 from partc.wrappers.optimizer import Optimizer, Scheduler

@@ -15,10 +15,10 @@ from partc.plan.batch import data_axes
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.sharding import cut
 from partc.program import Program
-from partc.program.copies import copied
 from partc.program.not_a_stage import no_stage_yet
 from partc.program.reading import division_of, rank_or_own
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
+from partc.program.tensors.copies import copied
 from partc.wrappers.instead import wrapped_again
 from partc.wrappers.prepared import Prepared
 from partc.wrong_calls import check_whole_number, known_arguments

@@ -18,7 +18,7 @@ from partc.api import compile as compile_program
 from partc.errors import RunError
 from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
-from partc.program.optimizers import check_of_stage
+from partc.program.optimizer.optimizers import check_of_stage
 from partc.program.start import group_backend
 from partc.wrappers.lightning_errors import default_dtype, manual, other_division
 from partc.wrappers.lightning_module import Compiled

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from partc.errors import RunError, TraceError
-from partc.program.results import Results
+from partc.program.step.results import Results
 
 Call = Callable[..., Any]
 Tables = dict[nn.Module, dict[str, Any]]

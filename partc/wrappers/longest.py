@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partc.errors import TraceError, UsageError
-from partc.program.holders import exchange_texts
+from partc.program.tensors.holders import exchange_texts
 from partc.trace.arguments import Given
 from partc.wrong_calls import did_you_mean, quoted
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from partc.errors import RunError
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 
 
 def optimizers_over(params: Collection[int]) -> list[Optimizer]:

@@ -10,7 +10,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from partc.errors import RunError
 from partc.plan.sharding import dtype_name
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.wrappers.moved import move
 from partc.wrappers.prepared import Prepared
 

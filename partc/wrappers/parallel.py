@@ -15,8 +15,8 @@ from partc.errors import TraceError, UsageError
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program import Program
 from partc.program.choices import check_fillers
-from partc.program.handshake import check_world, world_size
-from partc.program.runtime import Stage
+from partc.program.ranks.handshake import check_world, world_size
+from partc.program.stage.runtime import Stage
 from partc.program.start import device_of, join
 from partc.recipe import Recipe
 from partc.trace.arguments import Given

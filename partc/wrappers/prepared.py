@@ -14,9 +14,9 @@ import partc
 from partc.errors import RunError
 from partc.plan.mesh import MeshLike
 from partc.program import Program
-from partc.program.exported import check_not_exported, no_export
-from partc.program.raw_model import empty_model
-from partc.program.runtime import Stage
+from partc.program.model.raw_model import empty_model
+from partc.program.stage.exported import check_not_exported, no_export
+from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
 from partc.trace.arguments import Given
 from partc.wrappers.longest import (

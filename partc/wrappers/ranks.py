@@ -14,8 +14,8 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from partc.errors import RunError
-from partc.program.holders import exchange_texts
-from partc.program.uneven_rows import gather_uneven
+from partc.program.step.uneven_rows import gather_uneven
+from partc.program.tensors.holders import exchange_texts
 from partc.wrappers.dealing import DataRanks
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from partc.errors import RunError
 from partc.plan.sharding import dtype_name
-from partc.program.loss_backward import is_of_step
+from partc.program.step.loss_backward import is_of_step
 
 
 def trained_beside(loss: Tensor, models: Iterable[nn.Module]) -> Tensor | None:

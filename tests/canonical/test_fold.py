@@ -24,7 +24,7 @@ from partc.lowering import partition, trace
 from partc.passes.runner import State, Table
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
-from partc.program.check_complete import check_complete, trained
+from partc.program.stage.check_complete import check_complete, trained
 from partc.reports.cost import cost_report
 from tests.deep import deep
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import partc
 from partc.program import Program
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from tests.patience import patience
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

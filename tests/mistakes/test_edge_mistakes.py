@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import partc
-from partc.program import habits
+from partc.program.model import habits
 from partc.rules.table import rule
 from tests.mistakes.things import Net, batch_of, check, compiled, loss_of, one_rank
 from tests.patience import patience

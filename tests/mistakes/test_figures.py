@@ -12,7 +12,7 @@ from torch import nn
 
 import partc
 from partc.plan.mesh_file import read_mesh
-from partc.program.checkpoint import latest
+from partc.program.checkpoints.checkpoint import latest
 from partc.verification.verification import verify
 from tests.mistakes.things import Net, batch_of, check, compiled, loss_of
 

@@ -13,7 +13,7 @@ from torch import nn
 import partc
 from partc.metrics import JsonLines, Meter
 from partc.program.choices import check_fillers
-from partc.program.meeting import NotMetError, open_store
+from partc.program.ranks.meeting import NotMetError, open_store
 from partc.rules.prove import prove
 from partc.rules.signature import Signature, f
 from partc.rules.table import rule

@@ -139,4 +139,4 @@ def test_messages_point_at_what_help_knows() -> None:
             if named.startswith("partc.") and named.split(".")[1] not in partc.__all__:
                 import_module(call.__module__)
             assert eval(named, {"stage": stage, "partc": partc}) is not None, (name, pointer)
-    assert {help_on(calls["partc.program.runtime.Stage.seed"])} == {"help(stage.seed)"}
+    assert {help_on(calls["partc.program.stage.runtime.Stage.seed"])} == {"help(stage.seed)"}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import partc
-from partc.program import habits
+from partc.program.model import habits
 from tests.mistakes.things import Net, batch_of, check, compiled, one_rank
 from tests.mistakes.things import program as two_ranks
 

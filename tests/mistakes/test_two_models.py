@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partc.program.raw_model import empty_model
+from partc.program.model.raw_model import empty_model
 from tests.mistakes.things import Net, batch_of, check, compiled, loss_of, one_rank
 
 X, Y = batch_of()

@@ -16,7 +16,7 @@ from partc.plan import Plan
 from partc.plan.compress import Compress
 from partc.plan.wires import WIRES, is_residual
 from partc.program import Program
-from partc.program.residuals import fitted
+from partc.program.checkpoints.residuals import fitted
 from partc.program.role import Role
 from partc.verification.threads import ThreadMesh, run_ranks
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import partc
 from partc.program import Program
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 
 VOCAB, HIDDEN, ROWS = 12, 8, 8
 Batch = tuple[Tensor, Tensor]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from partc.api import compile
 from partc.program import Program
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 
 MEAN = "period = 3"
 DILOCO = 'period = 2\nouter = "nesterov"\nouter_lr = 0.6\nouter_momentum = 0.8\nstart_step = 1'

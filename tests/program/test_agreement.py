@@ -21,8 +21,8 @@ import partc
 from partc.errors import RunError
 from partc.plan import Plan
 from partc.program import Program
-from partc.program.runtime import Stage
-from partc.program.tensor_hash import hashes_of, joined, on_device, sketch_of
+from partc.program.ranks.tensor_hash import hashes_of, joined, on_device, sketch_of
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.batches import tokens
 

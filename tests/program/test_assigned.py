@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import partc
 from partc.errors import RunError
 from partc.program import load
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.example_program import example_batch, example_loss, example_model, example_program
 from tests.program.training import batch_of, loss_of, model_of, save_program, stage_of

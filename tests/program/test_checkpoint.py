@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from partc.errors import LoadError, RunError
-from partc.program import checkpoint
-from partc.program.checkpoint import latest, load_checkpoint, save_checkpoint
-from partc.program.runtime import Stage
+from partc.program.checkpoints import checkpoint
+from partc.program.checkpoints.checkpoint import latest, load_checkpoint, save_checkpoint
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.example_program import example_model
 from tests.program.trained import begin, rewrite, train

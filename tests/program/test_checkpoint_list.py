@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from partc.errors import LoadError, PartcError, RunError, UsageError
-from partc.program.checkpoint import latest, load_checkpoint, save_checkpoint
-from partc.program.same_optimizer import plain_values, take_values
-from partc.program.saved_checkpoint import Saved
+from partc.program.checkpoints.checkpoint import latest, load_checkpoint, save_checkpoint
+from partc.program.checkpoints.saved_checkpoint import Saved
+from partc.program.optimizer.same_optimizer import plain_values, take_values
 from partc.program.tensorfile import TensorFile
 from partc.verification.processes import Processes
 from tests.example_program import example_model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import RunError
-from partc.program.decided import ALWAYS
+from partc.program.step.decided import ALWAYS
 from partc.verification.processes import Processes
 
 pytestmark = pytest.mark.gloo

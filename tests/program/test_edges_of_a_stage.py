@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from partc.api import compile
 from partc.errors import CheckError, RunError, UsageError
-from partc.program.checkpoint import load_checkpoint, save_checkpoint
-from partc.program.runtime import Stage
+from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import partc
 from partc.errors import RunError
 from partc.program import Program
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.families import begun, close, gan, maker_loss
 

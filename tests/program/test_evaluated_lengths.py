@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import partc
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.families import (
     LAYOUTS,

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import partc
-from partc.program.forks import leave_garbage_to_ranks
+from partc.program.ranks.forks import leave_garbage_to_ranks
 from partc.verification.processes import Processes
 from tests.data.readers import program_of
 from tests.patience import patience

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import RunError, TraceError
-from partc.program.step_checks import FIRST_STEPS
+from partc.program.step.step_checks import FIRST_STEPS
 from partc.trace.frozen_numbers import AT_ONCE
 from partc.verification.processes import Processes
 from tests.patience import patience

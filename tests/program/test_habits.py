@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations
 import partc
 from partc.errors import PlanError, RunError
 from partc.program import Program, load
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.patience import patience
 from tests.program.training import (

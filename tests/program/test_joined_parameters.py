@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from partc.errors import RunError
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.training import batch_of, loss_of, model_of, save_program, stage_of
 

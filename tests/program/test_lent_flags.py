@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import partc
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.mistakes.things import one_rank
 from tests.patience import patience

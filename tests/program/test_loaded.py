@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad_norm_
 import partc
 from partc.errors import RunError
 from partc.program import Program, load
-from partc.program.checkpoint import load_checkpoint, save_checkpoint
-from partc.program.runtime import Stage
+from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.training import (
     batch_of,

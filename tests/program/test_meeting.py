@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from partc.program import meeting
 from partc.program import start as begin
-from partc.program.meeting import NotMetError, Watch, meet, open_store, tell
+from partc.program.ranks import meeting
+from partc.program.ranks.meeting import NotMetError, Watch, meet, open_store, tell
 from partc.verification.processes import Processes
 from tests.example_program import example_program
 from tests.patience import patience

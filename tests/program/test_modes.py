@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import partc
 from partc.errors import RunError
 from partc.program import Program
-from partc.program.results import Results
+from partc.program.step.results import Results
 from partc.verification.processes import Processes
 from tests.program.families import (
     ROWS,

@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from partc.api import compile
 from partc.errors import RunError
-from partc.program.checkpoint import load_checkpoint, save_checkpoint
-from partc.program.other_ranks import of_other_ranks
+from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.ranks.other_ranks import of_other_ranks
 from partc.verification.processes import Processes
 
 pytestmark = pytest.mark.gloo

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from partc.errors import RunError
-from partc.program.checkpoint import load_checkpoint, save_checkpoint
-from partc.program.runtime import Stage
+from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.training import (
     MAKERS,

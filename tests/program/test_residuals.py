@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from partc.api import compile
 from partc.errors import LoadError
 from partc.program import Program
-from partc.program.checkpoint import load_checkpoint, save_checkpoint
-from partc.program.runtime import Stage
+from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 
 pytestmark = pytest.mark.gloo

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import partc
 from partc.errors import LoadError, RunError, TraceError
 from partc.plan.mesh import Mesh
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.program.tensorfile import write_tensors
 from partc.verification.processes import Processes
 from tests.example_program import (

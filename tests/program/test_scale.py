@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.training import batch_of, loss_of, model_of, save_program, stage_of, whole
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import partc
 from partc.errors import PlanError, ShardingError
 from partc.plan.sharding import cut
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.families import begun, close, compare_step
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import partc
 from partc.errors import ShardingError
 from partc.plan.sharding import cut
-from partc.program.batch_fit import Pieces
+from partc.program.step.batch_fit import Pieces
 from partc.program.wanted import Wanted
 from partc.verification.processes import Processes
 from tests.program.families import LAYOUTS, begun, close, compare_step

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import vector_to_parameters
 
 from partc.errors import RunError
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.example_program import example_batch, example_model, example_program
 from tests.program.training import batch_of, model_of, save_program, stage_of

@@ -18,9 +18,9 @@ import partc
 from partc.errors import RunError
 from partc.plan.mesh import Mesh
 from partc.program import load
-from partc.program.chunks import chunks_of
 from partc.program.role import Shard
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
+from partc.program.tensors.chunks import chunks_of
 from partc.verification.processes import Processes
 from tests.example_program import example_batch, example_loss, example_model, example_program
 from tests.program.training import (

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from partc.api import compile
 from partc.errors import RunError
-from partc.program.checkpoint import load_checkpoint, save_checkpoint
-from partc.program.runtime import Stage
+from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
 from tests.program.island_runs import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from partc.program.try_optimizer import is_elementwise, is_per_tensor
+from partc.program.optimizer.try_optimizer import is_elementwise, is_per_tensor
 from tests.program.training import MAKERS, Params
 
 ELEMENTWISE = (

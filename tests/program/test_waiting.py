@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from partc.api import compile
-from partc.program import waiting
-from partc.program.waiting import Place
+from partc.program.ranks import waiting
+from partc.program.ranks.waiting import Place
 from partc.verification.processes import Processes
 from tests.patience import patience
 
@@ -24,7 +24,7 @@ UNEVEN = """
 import torch, torch.distributed as dist
 from torch import nn
 import partc
-from partc.program import waiting
+from partc.program.ranks import waiting
 
 waiting.WAIT_S, waiting.END_S, waiting.LOOK_S = 1.0, 2.0, 0.2
 model = partc.parallelize(

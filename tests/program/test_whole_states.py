@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import partc
 from partc.errors import LoadError, RunError
 from partc.program import load
-from partc.program.optimizers import Stepping
-from partc.program.runtime import Stage
+from partc.program.optimizer.optimizers import Stepping
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.training import Residuals, batch_of, loss_of, train_alone, train_stage
 

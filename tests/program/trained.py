@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from partc.program.runtime import Stage
-from partc.program.saved_checkpoint import digest_of
+from partc.program.checkpoints.saved_checkpoint import digest_of
+from partc.program.stage.runtime import Stage
 from tests.example_program import example_batch, example_model, example_program
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import partc
 from partc.program import load
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 
 NUM_STEPS = 10
 Params = Iterable[nn.Parameter]

@@ -18,7 +18,7 @@ from partc.errors import LoadError, RunError, TraceError
 from partc.lowering import trace
 from partc.plan import Plan
 from partc.program import Program, load
-from partc.program.arguments import tensors_given
+from partc.program.step.arguments import tensors_given
 from partc.trace.arguments import Arguments, Given
 from partc.trace.trees import Names, Tree, TreeError, filled, tensors_of, tree_of
 from partc.verification.processes import Processes

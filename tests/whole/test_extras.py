@@ -20,7 +20,7 @@ from partc.audit.audit import audit
 from partc.errors import PlanError, RunError, TraceError
 from partc.plan import Plan
 from partc.program import Program, load
-from partc.program.arguments import Returned
+from partc.program.step.arguments import Returned
 from partc.trace.returns import LOSS
 from partc.trace.trees import Tree
 from partc.verification.processes import Processes

@@ -16,7 +16,7 @@ import partc
 from partc.errors import CheckError
 from partc.lowering import trace
 from partc.program import Program
-from partc.program.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from partc.verification.processes import Processes
 from partc.verification.threads import ThreadMesh, run_ranks
 from partc.verification.verification import verify

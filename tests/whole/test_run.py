@@ -14,8 +14,8 @@ from torch import Tensor
 
 from partc.cli.main import main
 from partc.program import Program, load
-from partc.program.checkpoint import load_checkpoint, save_checkpoint
-from partc.program.runtime import Stage
+from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.stage.runtime import Stage
 from partc.program.tensorfile import write_tensors
 from partc.verification.processes import Processes
 from partc.verification.verification import verify

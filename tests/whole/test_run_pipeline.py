@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shared
 from partc.errors import LoadError, RunError
 from partc.plan import Plan
 from partc.program import Program, load
-from partc.program.checkpoint import load_checkpoint, save_checkpoint
-from partc.program.runtime import Stage
+from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.stage.runtime import Stage
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.verification.precision import Raised
 from partc.verification.processes import Processes

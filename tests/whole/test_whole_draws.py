@@ -14,7 +14,7 @@ import partc
 from partc.errors import PartcError, PlanError
 from partc.plan import Plan
 from partc.program import Program
-from partc.program.runtime import Stage
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
 from tests.whole import test_random as every_op

@@ -1,0 +1,42 @@
+"""The arguments of ``save_checkpoint`` and ``load_checkpoint``, before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partc.errors import UsageError
+from partc.program.not_a_stage import no_stage_yet
+from partc.program.stage.runtime import Stage
+from partc.wrong_calls import quoted
+
+
+def stage_of(call: str, given: Any) -> Any:
+    """The stage of a model that ``parallelize`` gave, or what was given."""
+    if not hasattr(type(given), "compile_for"):
+        return given
+    if given.stage is None:
+        raise no_stage_yet(call)
+    return given.stage
+
+
+def check_arguments(call: str, stage: object, optimizer: object, loader: object = None) -> None:
+    """UsageError for what is no stage, no optimizer, or no loader with a position."""
+    if not isinstance(stage, Stage):
+        raise UsageError(
+            where=call, what=f"the stage is {quoted(stage)}",
+            why="a checkpoint is made of the pieces that this rank has",
+            do=f"Pass what program.module() gave: {call}(folder, stage, optimizer).",
+        )  # fmt: skip
+    no_groups = isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")
+    if optimizer is not None and no_groups:
+        raise UsageError(
+            where=call, what=f"the optimizer is {quoted(optimizer)}",
+            why="it has no groups of parameters",
+            do="Pass the optimizer itself; save the state_dict() of a scheduler beside it.",
+        )  # fmt: skip
+    if loader is not None and not hasattr(loader, "set_epoch"):
+        raise UsageError(
+            where=f"{call}(loader=...)", what=f"it is {quoted(loader)}",
+            why="it has no position in the data that could be saved",
+            do="Pass what stage.loader(dataset) or program.sampler(dataset) gave.",
+        )  # fmt: skip

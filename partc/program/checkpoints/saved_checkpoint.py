@@ -1,0 +1,308 @@
+"""Read the list of a checkpoint, ``checkpoint.json``, and prove it by the files of the ranks.
+
+The list is untrusted input: it has a digest of its own, every entry is checked, and each rank's
+file says by itself how its tensors are sharded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import inf, prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partc.errors import LoadError, PartcError
+from partc.plan.mesh import ISLAND, PP, Mesh
+from partc.plan.sharding import cut, join_pieces
+from partc.plan.wires import is_residual
+from partc.program.checkpoints.residuals import MET, fitted
+from partc.program.folders import CHECKPOINT
+from partc.program.optimizer.same_optimizer import CLASS
+from partc.program.role import Shard, dtype_of
+from partc.program.stage.runtime import Stage
+from partc.program.tensorfile import TensorFile, has_its_size
+
+MANIFEST = CHECKPOINT
+SCHEMA = 2
+MAX_BYTES = 512_000_000
+SUMS, ISLANDS = "sums", "islands"  # entries that not every checkpoint has
+CUTS = "partc.cuts"  # a rank's file says here how its tensors are sharded
+_DAMAGE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError,
+    RecursionError, PartcError,
+)  # fmt: skip
+LARGEST = torch.finfo(torch.float32).max
+_ENTRIES = {"schema", "step", "mesh", "random", "tensors", "files", "optimizer", "data", "sha256"}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The checked list of a checkpoint; shards are read from the ranks' files when asked for."""
+
+    path: Path
+    step: int
+    mesh: Mesh
+    shards: Mapping[str, Shard]
+    stages: Mapping[str, int]  # by tensor the pipeline rank whose files have it
+    digests: tuple[str, ...]  # by rank
+    groups: tuple[dict[str, Any], ...]
+    files: dict[int, TensorFile]
+    digest: str  # of all the rest
+    random: tuple[int, int]  # the seed of random numbers, and the steps since
+    data: dict[str, Any] | None = None  # the state of a loader
+    sums: dict[str, Any] = field(default_factory=dict)  # whose residuals it has (`residuals.py`)
+    islands: dict[str, Any] = field(default_factory=dict)  # how they met (`residuals.py`)
+
+    @classmethod
+    def read(cls, path: Path) -> Saved:
+        """Check and read ``checkpoint.json``; LoadError for any damage."""
+        try:
+            return cls._checked(path, _fields(path / MANIFEST))
+        except LoadError as error:
+            if error.where == str(path):
+                raise
+            refuse(path, str(error), "Restore the folder, or load an older step.")
+        except _DAMAGE as error:
+            refuse(path, repr(error), "Restore the folder, or load an older step.")
+
+    @classmethod
+    def _checked(cls, path: Path, fields: Any) -> Saved:
+        if fields["schema"] != SCHEMA:
+            refuse(path, f"it has schema {fields['schema']!r}", f"This partc reads {SCHEMA}.")
+        if fields.keys() - {SUMS, ISLANDS} != _ENTRIES:
+            raise ValueError(f"its entries differ in {sorted(fields.keys() ^ _ENTRIES)}")
+        rest = {name: entry for name, entry in fields.items() if name != "sha256"}
+        if digest_of(rest) != fields["sha256"]:
+            do = "Restore the folder, or load an older step."
+            refuse(path, f"{MANIFEST} was changed or damaged: its digest differs", do)
+        mesh = Mesh(tuple((name, _whole(size)) for name, size in fields["mesh"]))
+        tensors, digests = fields["tensors"], tuple(map(_digest, fields["files"]))
+        if len(digests) != mesh.num_ranks:
+            refuse(path, "it does not name a file for each rank", "Restore it.")
+        shards = {key: _shard(mesh, key, *entry[:3]) for key, entry in tensors.items()}
+        stages = {key: _stage(mesh, *entry[3:]) for key, entry in tensors.items()}
+        return cls(
+            path, _whole(fields["step"]), mesh, shards, stages, digests,
+            tuple(map(_group, fields["optimizer"])), {}, fields["sha256"],
+            (_int(fields["random"]["seed"]), _whole(fields["random"]["step"])), fields["data"],
+            dict(fields.get(SUMS, {})), _met(fields.get(ISLANDS, {})),
+        )  # fmt: skip
+
+    # the files of ranks --------------------------------------------------------------------------
+    def verify(self, wanted: Mapping[str, Shard], stage: Stage) -> None:
+        """Check the files that this rank reads, and its share of all others; LoadError if one is
+        damaged, or holds other tensors than the list says.
+
+        ``wanted``: how this rank's tensors are cut, by key.
+        """
+        share = range(dist.get_rank(), len(self.digests), dist.get_world_size())
+        reads = (rank for key, shard in wanted.items() for rank in self._ranks(key, shard, stage))
+        for rank in sorted({*share, *reads}):
+            file = self.path / file_name(rank)
+            whole = file.is_file() and not file.is_symlink() and has_its_size(file)
+            if not whole or sha256_of(file) != self.digests[rank]:
+                refuse(file, "it is missing or damaged", "Restore it, or load an older step.")
+            self._prove(file, TensorFile(file), self.mesh.coords(rank))
+
+    def _prove(self, path: Path, file: TensorFile, coords: Mapping[str, int]) -> None:
+        """LoadError unless a rank's file has what it has to, in these shapes, dtypes and cuts."""
+        mine = {key: s for key, s in self.shards.items() if self._is_of(key, s, coords)}
+        odd = sorted(file.keys() ^ mine.keys())
+        if odd:
+            refuse(path, f"it and {MANIFEST} differ in {odd[0]}", "Restore the folder.")
+        for key, shard in mine.items():
+            if file.typed(key) != (shard.local_shape(self.mesh), shard.dtype):
+                refuse(
+                    path, f"{key} has another shape or dtype than {MANIFEST} says", "Restore it."
+                )
+        if file.notes.get(CUTS) != cuts_text(mine):
+            refuse(path, f"its tensors are not sharded as {MANIFEST} says", "Restore the folder.")
+
+    def _is_of(self, key: str, shard: Shard, coords: Mapping[str, int]) -> bool:
+        """Whether the rank at ``coords`` has its island's first copy of its shard of a tensor."""
+        others = {axis: index for axis, index in coords.items() if axis not in (PP, ISLAND)}
+        return shard.is_first_copy(others) and coords.get(PP, 0) == self.stages[key]
+
+    def _ranks(self, key: str, wanted: Shard, stage: Stage) -> Iterator[int]:
+        """The ranks from whose files this rank reads a tensor."""
+        shard = self.shards.get(key)
+        if shard is None:
+            return  # residuals of an exact program's checkpoint
+        axes = [axis for axis, _, _ in shard.cuts]
+        if self._is_as_saved(shard, wanted, stage):
+            yield self._rank(key, self._here(shard, stage))
+            return
+        axes += [ISLAND] if self.mesh.islands > 1 else []
+        for indices in product(*(range(self.mesh.size(axis)) for axis in axes)):
+            yield self._rank(key, dict(zip(axes, indices, strict=True)))
+
+    def _here(self, shard: Shard, stage: Stage) -> dict[str, int]:
+        """Where a rank of the same mesh has its shard: on its own island."""
+        axes = [axis for axis, _, _ in shard.cuts]
+        return {a: i for a, i in stage.coords.items() if a in axes or a == ISLAND}
+
+    def _rank(self, key: str, at: Mapping[str, int]) -> int:
+        """The first rank that holds a shard."""
+        return self.mesh.rank({**dict.fromkeys(self.mesh.names, 0), PP: self.stages[key], **at})
+
+    # tensors -------------------------------------------------------------------------------------
+    def piece(self, key: str, wanted: Shard, stage: Stage) -> Tensor:
+        """This rank's shard of one tensor, whatever mesh the tensor was saved under.
+
+        Residuals that were not saved are zeros; of another number of ranks they are dealt out anew.
+        """
+        shard = self.shards.get(key)
+        if shard is None:
+            return torch.zeros(wanted.local_shape(stage.mesh), dtype=wanted.dtype)
+        if self._is_as_saved(shard, wanted, stage):
+            return self._read(key, self._here(shard, stage))
+        whole = self._mean_of_islands(key, shard)
+        if is_residual(wanted.name) and shard.shape != wanted.shape:
+            beside = prod(stage.mesh.size(axis) for axis, dim, _ in wanted.cuts if dim == 1)
+            whole = fitted(wanted.name, whole, wanted.shape, beside)
+        return wanted.take(whole, stage.mesh, stage.coords)
+
+    def _mean_of_islands(self, key: str, shard: Shard) -> Tensor:
+        """The whole tensor; where islands have saved copies of their own, the mean of these."""
+        if self.mesh.islands == 1:
+            return self._join(key, shard, 0, {})
+        total = self._join(key, shard, 0, {ISLAND: 0})
+        if not total.is_floating_point() and not total.is_complex():
+            return total
+        for i in range(1, self.mesh.islands):
+            total = total + self._join(key, shard, 0, {ISLAND: i})
+        return total / self.mesh.islands
+
+    def _is_as_saved(self, shard: Shard, wanted: Shard, stage: Stage) -> bool:
+        alike = self.mesh == stage.mesh and shard.cuts == wanted.cuts
+        return alike and self.has_same_islands(stage)
+
+    def has_same_islands(self, stage: Stage) -> bool:
+        """Whether what islands have kept means the same to a stage: else it takes the mean of their
+        parameters, from which its islands begin.
+        """
+        mine = stage.islands
+        either = (self.islands.keys() | mine.keys()) - {MET}
+        return all(self.islands.get(name) == mine.get(name) for name in either)
+
+    def _join(self, key: str, shard: Shard, num_cuts: int, at: dict[str, int]) -> Tensor:
+        """Join a tensor's saved shards; ``at`` fixes coordinates of its first ``num_cuts`` axes."""
+        if num_cuts == len(shard.cuts):
+            return self._read(key, at)
+        axis, dim, outer = shard.cuts[num_cuts]
+        indices = range(self.mesh.size(axis))
+        parts = [self._join(key, shard, num_cuts + 1, {**at, axis: i}) for i in indices]
+        return join_pieces(parts, cut(dim, outer), outer)
+
+    def _read(self, key: str, at: Mapping[str, int]) -> Tensor:
+        """Read a shard from the file of the first rank that holds it."""
+        rank = self._rank(key, at)
+        if rank not in self.files:
+            self.files[rank] = TensorFile(self.path / file_name(rank))
+        return self.files[rank][key]
+
+
+def cuts_text(shards: Mapping[str, Shard]) -> str:
+    """How tensors are sharded, as text: `{"model/w": [["dp", 0, 1]]}`."""
+    return json.dumps({key: shard.cuts for key, shard in sorted(shards.items())})
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """The sha256 of entries as JSON."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def refuse(path: Path, why: str, do: str) -> NoReturn:
+    raise LoadError(where=str(path), what="cannot be loaded", why=why, do=do) from None
+
+
+# entries -----------------------------------------------------------------------------------------
+def _fields(file: Path) -> Any:
+    if not file.is_file() or file.is_symlink() or file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{MANIFEST} is no plain file of at most {MAX_BYTES} bytes")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _shard(mesh: Mesh, key: str, shape: Any, dtype: Any, cuts: Any) -> Shard:
+    """A tensor's entry; ValueError for cuts that its mesh or shape does not allow."""
+    sizes, left = tuple(map(_whole, shape)), [*map(_whole, shape)]
+    each = tuple((axis, _whole(dim), _whole(outer)) for axis, dim, outer in cuts)
+    axes = [axis for axis, _, _ in each]
+    if len({*axes}) < len(axes) or not {*axes} <= {*mesh.names} - {PP}:
+        raise ValueError(f"{key} cannot be sharded over {axes}")
+    for axis, dim, outer in each:
+        if not outer or left[dim] % (outer * mesh.size(axis)):
+            raise ValueError(f"dim {dim} of {key} cannot be sharded over {axis}")
+        left[dim] //= mesh.size(axis)
+    if prod(sizes) >= 1 << 63:
+        raise ValueError(f"{key} has more elements than a tensor may have")
+    return Shard("", key, sizes, dtype_of(_text(dtype)), each)
+
+
+def _stage(mesh: Mesh, stage: Any = 0) -> int:
+    if _whole(stage) >= mesh.pipeline_ranks:
+        raise ValueError(f"there is no pipeline rank {stage}")
+    return int(stage)
+
+
+def _met(entry: Any) -> dict[str, Any]:
+    """How islands met; behind how many steps they have met last is a whole number."""
+    found = dict(entry)
+    if MET in found:
+        _int(found[MET])
+    return found
+
+
+def _group(entry: Any) -> dict[str, Any]:
+    """Hyperparameters of a group, with the names of its parameters."""
+    for name, value in entry.items():
+        parts = value if isinstance(value, list) else [value]
+        plain = str if name in ("params", CLASS) else (bool, int, float, str)
+        if not all(isinstance(part, plain) for part in parts):
+            raise ValueError(f"the optimizer's {name} is no plain value")
+        if any(isinstance(part, int | float) and LARGEST < abs(part) < inf for part in parts):
+            raise ValueError(f"the optimizer's {name} = {value} is more than float32 holds")
+    if not isinstance(entry["params"], list) or isinstance(entry.get(CLASS), list):
+        raise ValueError("a group of the optimizer is malformed")
+    return dict(entry)
+
+
+def _digest(entry: Any) -> str:
+    if len(bytes.fromhex(_text(entry))) != 32:
+        raise ValueError(f"{entry!r} is no digest")
+    return str(entry)
+
+
+def _text(entry: Any) -> str:
+    if not isinstance(entry, str):
+        raise TypeError(f"{entry!r} is no text")
+    return entry
+
+
+def _int(entry: Any) -> int:
+    if type(entry) is not int:
+        raise TypeError(f"{entry!r} is no whole number")
+    return entry
+
+
+def _whole(entry: Any) -> int:
+    if _int(entry) < 0:
+        raise ValueError(f"{entry!r} is below 0")
+    return int(entry)

@@ -1,0 +1,294 @@
+"""Compare what ranks must hold alike: batch, weights, buffers, and the seed of random numbers.
+
+A program gives plausible losses on ranks that were given different batches, so that nobody would
+notice. At the first step of each program, and at every ``every``-th step, each rank makes a number
+of all that it has (``tensor_hash.py``), and one small collective over the default group shows every
+rank the numbers of all. Where they differ a second one finds the tensors, and all ranks raise.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import sqrt
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partc.plan.mesh import ISLAND, PP, Mesh
+from partc.program.ranks.disagreement import Found, disagreement, equal_pieces, refused_elsewhere
+from partc.program.ranks.tensor_hash import hashes_of, joined, sketch_of
+from partc.program.role import Role, Shard
+from partc.program.tensors.holders import Holders
+from partc.wrong_calls import check_whole_number
+
+EVERYWHERE = ("random", "source")  # kinds that islands have alike too
+EVERY = 100  # steps from one comparison to the next
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a rank was given whole: a number of each tensor by name, and how often it has loaded.
+
+    A tensor that it takes no piece of counts too: other pipeline ranks have to be given the same,
+    or each stage would be of another model. It says nothing where these have loaded once more.
+    """
+
+    numbers: Mapping[str, int]
+    num_loads: int
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Things of one kind that the same ranks hold alike.
+
+    ``kind``: input, parameter, buffer, source or random. A source is the whole tensor that a rank
+    took its piece from, since pieces say nothing of each other; 0 where it is not known.
+    ``apart``: the mesh axes along which ranks have different pieces. ``places``: the coordinates on
+    ``pp`` of the ranks that have them. ``everywhere``: whether islands have them alike too.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    apart: frozenset[str]
+    places: tuple[int, ...]
+    everywhere: bool = False
+
+    def groups(self, mesh: Mesh) -> Iterator[list[int]]:
+        """The groups of ranks whose copies have to be equal."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, coords in enumerate(mesh.all_coords()):
+            if coords.get(PP, 0) in self.places:
+                apart = self.apart if self.everywhere else {*self.apart, ISLAND}
+                key = tuple(index for axis, index in coords.items() if axis in apart)
+                groups.setdefault(key, []).append(rank)
+        yield from (ranks for ranks in groups.values() if len(ranks) > 1)
+
+
+class Agreement:
+    """Compares the ranks of a run now and then.
+
+    Attributes:
+        every: how many steps lie between two comparisons; 0 compares at the first step of each
+            program alone. It has to be the same on all ranks. A comparison reads all weights once.
+    """
+
+    def __init__(
+        self,
+        holders: Holders,
+        sources: Callable[[], Sources],
+        *,
+        draws: bool,
+        own_rows: bool = False,
+    ) -> None:
+        self._every, self.num_steps, self.own_rows = EVERY, 0, own_rows
+        self._holders, self._draws, self.sources = holders, draws, sources
+        self._seen: dict[int, Role] = {}  # of the programs that have run
+
+    @property
+    def every(self) -> int:
+        return self._every
+
+    @every.setter
+    def every(self, steps: int) -> None:
+        self._every = check_whole_number(steps, "stage.agreement.every")
+
+    def compare(
+        self, role: Role, inputs: Sequence[Tensor] | None, held: Mapping[str, Tensor],
+        drawn: tuple[int, int], device: torch.device,
+    ) -> None:  # fmt: skip
+        """Compare before a step, if it is time; all ranks call this together.
+
+        Args:
+            role: of the program that runs.
+            inputs: what this rank was given; None where its checks have refused that.
+            held: its pieces of parameters and buffers by the user's names.
+            drawn: the seed of random numbers, and the steps taken since it was set.
+            device: of the collective.
+
+        Raises:
+            RunError: on every rank, if ranks differ in what they must hold alike.
+        """
+        number, self.num_steps = self.num_steps, self.num_steps + 1
+        new = id(role) not in self._seen
+        self._seen[id(role)] = role
+        due = new or (self.every > 0 and number % self.every == 0)
+        if due and role.mesh.num_ranks > 1:
+            comparison = _Comparison(self, role, inputs, held, drawn, device)
+            refused = True
+            try:
+                comparison.run(first=number == 0, new=new)
+                refused = inputs is None
+            finally:
+                if refused:  # on all ranks: the next call compares again
+                    self.num_steps = number
+                    del self._seen[id(role)]
+
+    def compare_weights(
+        self, role: Role, held: Mapping[str, Tensor], drawn: tuple[int, int], device: torch.device
+    ) -> None:
+        """Compare what ranks hold, of no batch; as ``compare``, whenever all ranks call it."""
+        if role.mesh.num_ranks > 1:
+            comparison = _Comparison(self, role, (), held, drawn, device)
+            comparison.run(first=False, new=False)
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """How each tensor of the model is sharded."""
+        return self._holders.shards
+
+    def alike(self, role: Role) -> list[Alike]:
+        """All that ranks hold alike, in one order on all ranks."""
+        every = tuple(range(role.mesh.pipeline_ranks))
+        kinds: dict[tuple[str, frozenset[str], tuple[int, ...]], list[str]] = {}
+        for each in role.batch:
+            apart = frozenset(axis for axis, *_ in each.cuts)
+            kinds.setdefault(("input", apart, every), []).append(each.name)
+        for name, places in sorted(self._holders.places.items()):
+            apart = frozenset(axis for axis, *_ in self._holders.shards[name].cuts)
+            kind = "parameter" if name in self._holders.params else "buffer"
+            kinds.setdefault((kind, apart, places), []).append(name)
+            if apart or len(every) > 1:
+                kinds.setdefault(("source", frozenset(), every), []).append(name)
+        if self._draws:
+            kinds["random", frozenset(), every] = ["seed", "number of steps"]
+        return [
+            Alike(key[0], tuple(names), *key[1:], everywhere=key[0] in EVERYWHERE)
+            for key, names in kinds.items()
+        ]
+
+
+@dataclass
+class _Comparison:
+    """One comparison, on one rank."""
+
+    of: Agreement
+    role: Role
+    inputs: Sequence[Tensor] | None
+    held: Mapping[str, Tensor]
+    drawn: tuple[int, int]
+    device: torch.device
+
+    def run(self, *, first: bool, new: bool) -> None:
+        """Compare; at the first step weights have to be equal to the bit."""
+        said = [joined(self._numbers(each)) for each in self.alike]
+        rows = self._exchange([int(self.inputs is None), self._batch(), *said])
+        refused = [rank for rank, row in enumerate(rows) if row[0]]
+        if refused and self.inputs is None:
+            return  # this rank's own error is on its way
+        if refused:
+            raise refused_elsewhere(refused)
+        columns = zip(self.alike, range(2, len(rows[0])), strict=True)
+        unlike = [each for each, i in columns if [*self._odd(each, [row[i] for row in rows])]]
+        every = [one for each in unlike for one in self._found(each, first)]
+        found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
+        if found:
+            raise disagreement([*reversed(found.values())], self.role, own_rows=self.of.own_rows)
+        if new and not self.role.is_inference:  # who evaluates may give all ranks the same
+            self._look_for_equal_pieces([row[1] for row in rows])
+
+    @cached_property
+    def alike(self) -> list[Alike]:
+        """What ranks hold alike; before the first step of a training islands have equal weights."""
+        found = self.of.alike(self.role)
+        if self.drawn[1] == 0:
+            found = [replace(x, everywhere=True) if x.kind == "parameter" else x for x in found]
+        return found
+
+    # numbers -------------------------------------------------------------------------------------
+    @cached_property
+    def _sources(self) -> Sources:
+        return self.of.sources()
+
+    @cached_property
+    def _hashes(self) -> dict[tuple[str, str], int]:
+        """The hash of every tensor that this rank has, by kind and name."""
+        batch = zip(self.role.batch, self.inputs or (), strict=False)
+        tensors = {("input", each.name): x for each, x in batch}
+        for of in self.alike:
+            if of.kind in ("parameter", "buffer"):
+                tensors |= {(of.kind, n): self.held[n] for n in of.names if n in self.held}
+        return dict(zip(tensors, hashes_of([*tensors.values()]), strict=True))
+
+    def _numbers(self, of: Alike) -> list[int]:
+        """This rank's number of each of some things; 0 for what it has not."""
+        if of.kind == "random":
+            return [each & (1 << 63) - 1 for each in self.drawn]
+        if of.kind == "source":
+            told = self._sources
+            return [*(told.numbers.get(name, 0) for name in of.names), told.num_loads]
+        return [self._hashes.get((of.kind, name), 0) for name in of.names]
+
+    def _batch(self) -> int:
+        """One number for all inputs."""
+        return joined([self._hashes.get(("input", each.name), 0) for each in self.role.batch])
+
+    def _exchange(self, mine: Sequence[float]) -> list[list[int]]:
+        """The numbers of all ranks, by rank."""
+        whole = all(isinstance(each, int) for each in mine)
+        dtype = torch.int64 if whole else torch.float64
+        sent = torch.tensor(mine, dtype=dtype, device=self.device)
+        got = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+        dist.all_gather(got, sent)
+        rows: list[list[int]] = torch.stack(got).tolist()
+        return rows
+
+    # what differs --------------------------------------------------------------------------------
+    def _odd(self, of: Alike, values: Sequence[int]) -> Iterator[tuple[list[int], int]]:
+        """The ranks whose value is not that of most of their group, and one of those most."""
+        for ranks in of.groups(self.role.mesh):
+            mine = [values[rank] for rank in ranks]
+            usual = max(dict.fromkeys(mine), key=mine.count)  # in a tie that of the first rank
+            odd = [rank for rank in ranks if values[rank] != usual]
+            if odd:
+                yield odd, next(rank for rank in ranks if values[rank] == usual)
+
+    def _found(self, of: Alike, first: bool) -> Iterator[Found]:
+        """The things that differ, of things some of which do.
+
+        Copies of a weight that each rank trains by itself, on GPUs whose sums come in no fixed
+        order, may drift apart by rounding: at later steps that is no difference.
+        """
+        rows = self._exchange(self._numbers(of))
+        drifts = of.kind in ("parameter", "buffer") and not first
+        sketches = self._exchange(self._sketches(of)) if drifts else []
+        for i, name in enumerate(of.names):
+            numbers = [row[i] for row in rows]
+            if of.kind == "source" and not self._is_told(name, numbers, [row[-1] for row in rows]):
+                continue
+            for odd, usual in self._odd(of, numbers):
+                if sketches:
+                    there = sketches[usual][2 * i : 2 * i + 2]
+                    odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]
+                values = (rows[usual][i], rows[odd[0]][i]) if of.kind == "random" else None
+                if odd:
+                    yield Found(of.kind, name, tuple(odd), usual, values)
+
+    def _is_told(self, name: str, numbers: Sequence[int], loads: Sequence[int]) -> bool:
+        """Whether all ranks know from what a tensor was loaded, in the same load if it is whole."""
+        return 0 not in numbers and (bool(self.of.shards[name].cuts) or len({*loads}) == 1)
+
+    def _sketches(self, of: Alike) -> list[float]:
+        """Two numbers of each tensor: its product with fixed numbers, and its norm."""
+        pairs = [sketch_of(self.held[n]) if n in self.held else (0.0, 0.0) for n in of.names]
+        return [number for pair in pairs for number in pair]
+
+    def _is_far(self, name: str, there: Sequence[float], here: float) -> bool:
+        """Whether two copies differ by more than rounding; also if either is not finite."""
+        dtype = self.of.shards[name].dtype
+        if not dtype.is_floating_point:
+            return True
+        return not abs(here - there[0]) <= sqrt(torch.finfo(dtype).eps) * there[1]
+
+    def _look_for_equal_pieces(self, batches: Sequence[int]) -> None:
+        """Warn where ranks with samples of their own were given the same ones."""
+        role, here = self.role, dist.get_rank()
+        dealt = {axis for x in role.batch for axis, *_ in x.cuts} | {ISLAND}
+        cut = [axis for axis in role.mesh.names if axis in dealt]
+        own = [tuple(coords[axis] for axis in cut) for coords in role.mesh.all_coords()]
+        same = [rank for rank, batch in enumerate(batches) if batch == batches[here]]
+        if any(own[rank] != own[here] for rank in same):
+            warnings.warn(equal_pieces(same, cut), stacklevel=6)

@@ -1,0 +1,49 @@
+"""Agreement between ranks on which program of a stage comes next."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from partc.program.tensors.holders import exchange_texts
+
+
+class SameChoice:
+    """Compares what all ranks are about to run, by one sum of two numbers over their hosts.
+
+    The numbers stay on the host, so that no GPU waits for them.
+    """
+
+    def __init__(self) -> None:
+        self.alone = dist.get_world_size() == 1
+        self._group: Any = None
+        self._host = torch.device("cpu")
+        if not self.alone and "gloo" not in dist.get_backend_config():
+            self._group = dist.new_group(backend="gloo")
+
+    def differing(self, text: str) -> list[str]:
+        """Every rank's text if they differ, in rank order; empty if all ranks have this one.
+
+        All ranks call this together.
+        """
+        if self.alone:
+            return []
+        number = _number(text)
+        most = torch.tensor([number, -number])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        high, low = most.tolist()
+        return [] if high == -low == number else self.texts(text)
+
+    def texts(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        return [text] if self.alone else exchange_texts(text, self._group, self._host)
+
+
+@lru_cache(maxsize=1024)
+def _number(text: str) -> int:
+    """A number of 62 bits that stands for a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2

@@ -1,0 +1,391 @@
+"""The programs of one stage: several shapes and modes over one set of weights.
+
+In eval mode, and for a batch of another shape than the first one, a stage runs another program. It
+was compiled ahead (``Program.for_shapes``), or is compiled when it is first needed, with parameters
+stored as the first program stores them. All ranks agree on the program before they run it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from partc.errors import PartcError
+from partc.plan import Plan
+from partc.program import Program
+from partc.program.choices import Choices
+from partc.program.model.habits import LOG, Reseeded, tell_of_input_grads
+from partc.program.ranks.disagreement import refused_elsewhere
+from partc.program.ranks.handshake import check_agreement
+from partc.program.ranks.other_ranks import of_other_ranks
+from partc.program.ranks.same_choice import SameChoice
+from partc.program.ranks.waiting import waiting
+from partc.program.stage.calls_of_stage import Calls
+from partc.program.stage.family_errors import (
+    CALL,
+    REFUSED,
+    alone_by_choice,
+    calls_differ,
+    inside_autocast,
+    no_gradients,
+    no_recipe,
+    not_ignored,
+    ranks_differ,
+    step_in_eval,
+    too_many,
+)
+from partc.program.stage.island_turns import IslandTurns
+from partc.program.stage.members import Member
+from partc.program.stage.run_state import Guard
+from partc.program.step.autocast import autocast_now, run_without, without
+from partc.program.step.batch_fit import Pieces, Rows, fill, longest, uneven_error
+from partc.program.step.given import plain_inputs
+from partc.program.step.loss_backward import check_scale
+from partc.program.step.results import results_of
+from partc.program.step.step_failures import naming_calls
+from partc.program.step.step_loss import evaluated
+from partc.program.step.uneven_rows import Results, UnevenRows
+from partc.program.wanted import Mode, Wanted
+from partc.trace.record import Kind
+
+Run = Callable[[], Any]
+_CALLED: Mapping[Kind, str] = {"step": "step", "loss": "eval_step", "forward": "forward"}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A training step that is ready to run: ``run`` gives its loss, ``whole`` what it returns."""
+
+    run: Run
+    whole: Callable[[Tensor], Any]
+    is_half: bool  # whether it computes in float16
+
+
+class Family:
+    """The programs of one loss on this rank, and the choice between them."""
+
+    def __init__(
+        self, first: Member, mesh: DeviceMesh | None, choices: Choices, guard: Guard
+    ) -> None:
+        self.first, self.choices, self.guard = first, choices, guard
+        self.state, self._tensors, self._mesh = guard.state, guard.tensors, mesh
+        program = first.program
+        self.programs = {each.wanted: each for each in (program, *program.others)}
+        self.members = {program.wanted: first}
+        self.islands = IslandTurns(first, self.members, self.state)
+        self._plan = Plan.parse(program.plan)
+        self._calls = Calls(program, lambda: self.programs.values())
+        forward = program.forward_batch.layouts
+        self._rows = Rows.of(self._plan, program.mesh, program.inputs, forward)
+        self._pieces, self._uneven = Pieces.of(program), UnevenRows.of(program)
+        varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
+        self._same = SameChoice() if varies else None
+        self._reseeded = Reseeded()
+        self._met = Counter[str]()  # calls of all ranks beside steps
+
+    # asked -----------------------------------------------------------------------------------
+    @property
+    def mode_now(self) -> Mode:
+        """The mode that the user has asked for, or else the one that was compiled."""
+        return self.state.mode or self.first.program.wanted.mode
+
+    @property
+    def infers(self) -> bool:
+        """Whether a call of the stage gives what the model returns, without gradients."""
+        return self.state.mode == "eval" or self.first.role.is_inference
+
+    def scale_in(self, named: dict[str, Any]) -> Any:
+        """Take ``scale`` from the arguments of a step, unless it is the name of an input."""
+        arguments = self.first.program.arguments.each
+        if any(a.name == "scale" for a in arguments):
+            return None
+        return check_scale(named.pop("scale", None))
+
+    def step(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Ready | None:
+        """A training step, ready to run; None for a batch that is dropped."""
+        if self.first.role.is_inference:
+            raise no_gradients(self.first.program)
+        if self.state.mode == "eval":
+            raise step_in_eval()
+        found = self._ready("step", self.mode_now, args, named, device)
+        if found is None:
+            return None
+        member, run = found
+        returned = member.returned
+        return Ready(lambda: returned.loss(run()), returned.whole, member.role.is_half)
+
+    def loss(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
+        """The loss in eval mode, with the extras if there are any."""
+        found = self._ready("loss", "eval", args, named, device)
+        return None if found is None else found[0].returned.of_results(found[1]())
+
+    def forward(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
+        """What the model returns."""
+        found = self._ready("forward", self.mode_now, args, named, device)
+        if found is None:
+            return None
+        member, run = found
+        return results_of(evaluated(run()), member.program.returns)
+
+    # chosen ----------------------------------------------------------------------------------
+    @of_other_ranks("step")
+    def _ready(
+        self, kind: Kind, mode: Mode, args: Sequence[Any], named: Mapping[str, Any], device: str
+    ) -> tuple[Member, Run] | None:
+        """The program that all ranks take for this batch, with its inputs."""
+        autocast = autocast_now(device)  # which the program has in its text
+        waiting().begin(_CALLED[kind])
+        found = None
+        try:
+            with without(autocast):
+                found = self._chosen(kind, mode, args, named, device, autocast)
+        finally:
+            if found is None:
+                waiting().end()
+        return found and (found[0], run_without(autocast, found[1]))
+
+    def _chosen(
+        self, kind: Kind, mode: Mode, args: Sequence[Any], named: Mapping[str, Any], device: str,
+        autocast: str,
+    ) -> tuple[Member, Run] | None:  # fmt: skip
+        """The same where no autocast is open; ``autocast`` is the one around the call."""
+        try:
+            if autocast and self._same is None:
+                raise inside_autocast(autocast)
+            inputs, form = self._calls.tensors(kind, args, named)
+            tell_of_input_grads(self._plan, kind, [*self.first.program.inputs], inputs)
+            inputs = plain_inputs(inputs, self.first.role, known=not form)
+        except PartcError:
+            self._refuse()
+            raise
+        asked = replace(Wanted.of(kind, mode, inputs, form), autocast=autocast)
+        wanted = self._pieces.whole(asked)
+        if self._same is not None:
+            each = self._same.differing(wanted.as_text())
+            whole = self._together(each)
+            if whole is not None:
+                return self._with_all_rows(whole, [Wanted.parse(text) for text in each], inputs)
+            wanted = self._agreed(wanted, each)
+            if kind != "forward" and not self._may_differ(wanted):
+                self.first.checks.checked(inputs, device)
+            even = self._even(wanted)
+            if even is None:
+                return None
+            wanted = even
+            inputs = fill(inputs, self._pieces.mine(wanted), self._values(wanted))
+        member = self._member(wanted)
+        with alone_by_choice(self.choices.most_programs):
+            taken = member.checks.taken(inputs, device)
+        return member, partial(self._counted, member, taken)
+
+    def meet(self, call: str, most: int = 0) -> None:
+        """RunError on all ranks if some of them run something else than this call, which is one of
+        all ranks. ``most``: only so many times, of a call that every step makes; 0 always.
+        """
+        self._met[call] += 1
+        if most and self._met[call] > most:
+            return
+        if self._same is not None and (texts := self._same.differing(f"{CALL}{call}")):
+            raise calls_differ(texts)
+
+    def _refuse(self) -> None:
+        """Tell the other ranks, which would wait for this one, that it does not run."""
+        if self._same is not None:
+            self._same.differing(REFUSED)
+        else:
+            self.first.checks.refuse()
+
+    def _agreed(self, wanted: Wanted, texts: Sequence[str]) -> Wanted:
+        """What all ranks run; where their lengths differ the longest, if they may be filled up.
+
+        ``texts``: what every rank wants, if they differ.
+
+        RunError on every rank, with what each has, if ranks differ in more.
+        """
+        if not texts:
+            return wanted
+        if any(text.startswith(CALL) for text in texts):
+            raise calls_differ(texts)
+        if REFUSED in texts:
+            raise refused_elsewhere([i for i, text in enumerate(texts) if text == REFUSED])
+        each = [Wanted.parse(text) for text in texts]
+        found = longest(each, self._rows)
+        if found is None or not self._may_fill(each, found):
+            mine = [self._pieces.mine(one) for one in each]
+            raise ranks_differ(mine, own_rows=bool(self._pieces.of_each))
+        return found
+
+    def _together(self, texts: Sequence[str]) -> Wanted | None:
+        """The whole batch where ranks have different numbers of its rows, and may gather it."""
+        if not texts or REFUSED in texts or self.choices.partial != "replicate":
+            return None
+        if any(text.startswith(CALL) for text in texts):
+            return None
+        each = [Wanted.parse(text) for text in texts]
+        return self._uneven.whole(each) if self._uneven is not None else None
+
+    def _with_all_rows(
+        self, whole: Wanted, each: Sequence[Wanted], inputs: Sequence[Tensor]
+    ) -> tuple[Member, Run]:
+        """The program of the whole batch, which gives back this rank's rows of its results."""
+        uneven = self._uneven
+        assert uneven is not None
+        cuts = self._cuts_of_results(whole)
+        member = self._member(whole)
+        taken = member.checks.taken(uneven.gathered(inputs, each), self._tensors.device.type)
+        run = partial(self._counted, member, taken)
+        return member, lambda: uneven.own_rows(run, each, cuts)
+
+    def _cuts_of_results(self, whole: Wanted) -> Results:
+        """How results are cut where ranks share the rows, of a program with these arguments."""
+        assert self._uneven is not None
+        example, results = self._uneven.example(whole), self.first.program.results
+        if whole.kind == "forward":
+            shared = [w for w in self.programs if (w.kind, w.form) == (whole.kind, whole.form)]
+            wanted = next((w for w in shared if not w.replicated), example)
+            results = self._member(wanted).program.results
+        if any(outer > 1 for cuts in results.values() for *_, outer in cuts):  # of its length
+            results = self._member(example).program.results
+        return results
+
+    def _may_differ(self, wanted: Wanted) -> bool:
+        """Whether the batch has as many inputs as the first one, of the same dtypes."""
+        first = self.first.program.wanted.inputs
+        return [dtype for _, dtype in wanted.inputs] == [dtype for _, dtype in first]
+
+    def _may_fill(self, each: Sequence[Wanted], to: Wanted) -> bool:
+        """Whether ``pad`` names every input that is filled up on some rank."""
+        values = self._values(to)
+        return all(
+            value is not None or len({one.inputs[i] for one in each}) == 1
+            for i, value in enumerate(values)
+        )
+
+    def _values(self, wanted: Wanted) -> list[float | None]:
+        """The number with which each input is filled up; of a forward, whose inputs have names of
+        their own, and whose result would be longer, none.
+        """
+        if wanted.kind == "forward":
+            return [None] * len(wanted.inputs)
+        names = list(self.first.program.inputs)
+        names += [""] * (len(wanted.inputs) - len(names))
+        return [self.choices.pad.get(name) for name, _ in zip(names, wanted.inputs, strict=False)]
+
+    def _even(self, wanted: Wanted) -> Wanted | None:
+        """The same batch as data ranks can compute it; None if it is to be dropped."""
+        uneven = self._rows.uneven(wanted)
+        if not uneven:
+            return wanted
+        alone = replace(wanted, replicated=True)
+        if all(rows == 1 for rows, _ in uneven) or alone in self.programs:
+            return alone
+        if self.choices.partial is None:
+            raise uneven_error(wanted, uneven)
+        if self.choices.partial == "replicate":
+            return alone
+        if self.choices.partial == "pad" and wanted.kind == "forward":
+            return alone  # results of more rows are not what the model returns
+        if self.choices.partial == "drop":
+            self._note("partc leaves out %s: %d rows for %d data ranks", wanted, *uneven[0])
+            return None
+        return self._filled(wanted)
+
+    def _filled(self, wanted: Wanted) -> Wanted:
+        """The batch with more rows, which the loss has been shown to ignore."""
+        to = self._rows.filled(wanted)
+        values = self._values(to)
+        changed = [i for i, one in enumerate(wanted.inputs) if one != to.inputs[i]]
+        why = "not every input has a number in pad"
+        if all(values[i] is not None for i in changed):
+            why = self._why_not(wanted, to)
+        if why:
+            raise not_ignored(wanted, why)
+        return to
+
+    def _why_not(self, wanted: Wanted, to: Wanted) -> str:
+        recipe = self.first.program.recipe
+        if recipe is None:
+            return "the model is not at hand to try it"
+        return recipe.ignores(wanted, to, self.first.program, self._values(to))
+
+    # made ------------------------------------------------------------------------------------
+    def _member(self, wanted: Wanted) -> Member:
+        first = self.first.program.wanted
+        told = (wanted.kind, wanted.mode, wanted.autocast)
+        if self._same is None and told == (first.kind, first.mode, first.autocast):
+            return self.first  # whose checks refuse another batch
+        if wanted not in self.members:
+            program = self.programs.get(wanted) or self._compiled(wanted)
+            check_agreement(program, self._tensors.device)
+            self.members[wanted] = Member.over(program, self._mesh, self._tensors, self.guard)
+            self.programs[wanted] = program
+        return self.members[wanted]
+
+    def _compiled(self, wanted: Wanted) -> Program:
+        recipe = self.first.program.recipe
+        if recipe is None:
+            raise no_recipe(wanted, self.programs)
+        if len(self.programs) >= self.choices.most_programs:
+            raise too_many(wanted, self.choices.most_programs)
+        begun = perf_counter()
+        with torch.inference_mode(False):  # where scripts evaluate; the trace needs a graph
+            program = recipe.program(wanted, self.first.program)
+        self._note(
+            "partc compiled a program in %.1f s: %s (%d of at most %d of this stage)",
+            perf_counter() - begun, wanted, len(self.programs) + 1, self.choices.most_programs,
+        )  # fmt: skip
+        return program
+
+    def _note(self, text: str, *values: Any) -> None:
+        """Tell the user, on the first rank; others tell those who listen."""
+        LOG.log(logging.WARNING if dist.get_rank() == 0 else logging.DEBUG, text, *values)
+
+    # run -------------------------------------------------------------------------------------
+    def _counted(self, member: Member, inputs: Sequence[Tensor]) -> Any:
+        """What a program returns. Steps count as taken; evaluations have numbers of their own."""
+        trains = member.program.wanted.kind == "step"
+        counts = trains or self.first.role.is_inference
+        seed, step = self.state.seed
+        if member.draws:  # programs count by themselves, and others have run meanwhile
+            self._reseeded.look(seed, trains=trains)
+            member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
+        self.islands.begin(member)
+        try:
+            with (
+                torch.no_grad(),
+                of_other_ranks("step"),
+                naming_calls(member.role, member.run, inputs),
+            ):
+                result = (member.run.step if trains else member.run)(*inputs)
+        finally:
+            waiting().end()
+        self.islands.end(member)
+        if counts:
+            self.state.seed = seed, step + 1
+        else:
+            self.state.num_evaluations += 1
+        return result
+
+    # changed ---------------------------------------------------------------------------------
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Follow ``.to()`` and alike, once the stage's tensors have followed it."""
+        for member in self.members.values():
+            if member is not self.first:
+                member.apply(fn)
+                member.link(self._tensors)
+
+    def follow(self, other: Family) -> None:
+        """Take mode, seed and compiled programs of another stage's family."""
+        self.state.mode, self.state.seed = other.state.mode, other.state.seed
+        self.state.num_evaluations, self.state.met = other.state.num_evaluations, other.state.met
+        self.programs |= other.programs

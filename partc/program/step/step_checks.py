@@ -1,0 +1,139 @@
+"""What a step refuses: inputs, casts and numbers other than those it was compiled with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partc.errors import RunError
+from partc.plan.sharding import dtype_name
+from partc.program.role import Role
+from partc.program.step.decided import Decided
+from partc.program.step.given import check_inputs, plain_inputs
+from partc.program.tensors.rank_tensors import RankTensors
+from partc.trace.frozen_numbers import FrozenNumbers
+
+FIRST_STEPS = 3  # that look at all numbers of the model
+
+
+class Guard(Protocol):
+    """What is looked at before every run, whichever program runs (``run_state.py``)."""
+
+    @property
+    def tensors(self) -> RankTensors: ...
+
+    def begin(self) -> None: ...
+
+    def compare(self, role: Role, inputs: Sequence[Tensor] | None) -> None: ...
+
+
+class StepChecks:
+    """The checks before each run of a role.
+
+    ``numbers``: those of the model's Python in the process that compiled it. ``guard`` looks at
+    everything else on this rank, and compares all ranks now and then. ``decided``: the buffers
+    whose values decided what the program does.
+    """
+
+    def __init__(self, role: Role, numbers: FrozenNumbers, guard: Guard, decided: Decided) -> None:
+        self.role, self.numbers, self.guard, self.num_steps = role, numbers, guard, 0
+        self.decided = decided
+
+    def taken(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
+        """What the program takes: the inputs as plain tensors; all ranks call this together.
+
+        RunError if inputs, dtypes or the model's numbers are not as they were compiled, or ranks do
+        not hold alike what they must.
+        """
+        try:
+            plain = self.checked(inputs, device)
+            self.guard.begin()
+        except RunError:
+            self.refuse()
+            raise
+        self.guard.compare(self.role, plain)
+        return plain
+
+    def refuse(self) -> None:
+        """Tell the other ranks, which would wait for this one, that it does not run."""
+        self.guard.compare(self.role, None)
+
+    def checked(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
+        """The inputs as plain tensors; RunError if they are not as they were compiled."""
+        check_default_dtype()
+        plain = plain_inputs(inputs, self.role)
+        check_inputs(plain, self.role, device)
+        self._check_numbers()
+        self.decided.check()
+        return tuple(x.contiguous() for x in plain)  # as the program's kernels were given them
+
+    def _check_numbers(self) -> None:
+        """Look whether the script has changed a number that the model was compiled with.
+
+        All of them at the first steps, later some at each step, so that it takes no time.
+        """
+        first = self.num_steps < FIRST_STEPS
+        changes = self.numbers.all_changes() if first else self.numbers.changes()
+        self.num_steps += 1
+        if changes:
+            raise RunError(
+                where="step",
+                what="; ".join(changes[:4]),
+                why="a program has the numbers of the model as they were when it was compiled",
+                do="Compile again, make it an input of the step, or a buffer.",
+            )
+
+
+def check_default_dtype() -> None:
+    """RunError where tensors of a program that name no dtype would not be float32."""
+    default = torch.get_default_dtype()
+    if default != torch.float32:
+        raise RunError(
+            where="torch.get_default_dtype()",
+            what=f"the default dtype is {default}",
+            why="the program was compiled with float32 as the default of what names no dtype",
+            do="Call torch.set_default_dtype(torch.float32) before it is loaded and run.",
+        )
+
+
+def check_world_stands(world: Any) -> None:
+    """RunError if the process groups of a stage have been destroyed; ``world`` is its default."""
+    if dist.group.WORLD is not world:
+        raise RunError(
+            where="step",
+            what="the process group in which the stage was made is gone",
+            why="it was destroyed, and perhaps another one was made",
+            do="Call program.module() again, and load what was saved before.",
+        )
+
+
+@contextmanager
+def can_be_moved(move: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """RunError where ``.to()`` of a stage asks for what this process has not got."""
+    try:
+        if move(torch.empty(0)).is_meta:
+            raise RuntimeError("a stage computes, and tensors on meta have no values")
+        yield
+    except (AssertionError, RuntimeError) as error:
+        raise RunError(
+            where="stage.to(...)",
+            what="its tensors cannot be moved so",
+            why=str(error).partition("\n")[0],
+            do='Say where ranks compute when the stage is made: program.module(device="cuda").',
+        ) from None
+
+
+def check_casts(casts: Mapping[str, torch.dtype]) -> None:
+    """RunError if tensors were cast to other dtypes than they were compiled with."""
+    for name, dtype in casts.items():
+        raise RunError(
+            where=name,
+            what=f"was cast to {dtype_name(dtype)}",
+            why="the casts, sums and constants of the program are for the dtypes of the model",
+            do="Cast the model and compile it again, or enter torch.autocast in its loss.",
+        )
