@@ -59,6 +59,11 @@ def test_run_py_refuses_a_role_that_is_no_python(
             run["load_role"]({"roles": [[1, "role0.py"]]}, {"role0.py": text}, 0)
         assert caught.value.code == 2
         assert "role0.py: is no Python" in capsys.readouterr().err
+    for text in (b"SHARDS = {}", b"x: int = dist.Group", b"1 / 0", b"name = ''\nname()"):
+        with pytest.raises(SystemExit) as caught:
+            run["load_role"]({"roles": [[1, "role0.py"]]}, {"role0.py": text}, 0)
+        assert caught.value.code == 2
+        assert "role0.py: is no rank program (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["role0.py", "plan.toml", "program.json"])
