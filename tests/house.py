@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -197,14 +197,28 @@ def room_of(module: str) -> str:
     return room
 
 
+def part_of(module: str, files: Mapping[str, Path]) -> str:
+    """The folder of a module inside of its room, which has parts: ``partc.program.ranks``; ""
+    directly in the room.
+    """
+    folder = module if files[module].name == "__init__.py" else module.rpartition(".")[0]
+    return "" if folder == room_of(module) or room_of(module) in (GROUND, TOP) else folder
+
+
 def report(house: House) -> Iterator[str]:
     """The counts as lines of text."""
     sizes: dict[str, list[int]] = {}
+    parts: dict[str, list[int]] = {}
     for name in house.files:
         sizes.setdefault(room_of(name) if name != FACE else GROUND, []).append(house.lines(name))
+        if name != FACE and (part := part_of(name, house.files)):
+            parts.setdefault(part, []).append(house.lines(name))
     for room in ROOMS:
         if room in sizes:
             yield f"{room:32} {len(sizes[room]):4} modules {sum(sizes[room]):7,} lines"
+        for part in sorted(each for each in parts if room_of(each) == room):
+            inside = f"  of it {part.removeprefix(room)}"
+            yield f"{inside:32} {len(parts[part]):4} modules {sum(parts[part]):7,} lines"
     every = [size for each in sizes.values() for size in each]
     readme = (house.root / "README.md").read_text(encoding="utf-8")
     yield f"{'all':32} {len(every):4} modules {sum(every):7,} lines"

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.house import FACE, GROUND, HERE, ROOMS, TOP, House, room_of
+from tests.house import FACE, GROUND, HERE, ROOMS, TOP, House, part_of, room_of
 
 HOUSE = House(HERE)
 
@@ -37,6 +37,18 @@ def test_an_import_is_seen_wherever_it_stands() -> None:
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if room not in (GROUND, TOP)])
 def test_a_room_says_what_it_is(room: str) -> None:
+    says_what_it_is(room)
+
+
+PARTS = sorted({part_of(name, HOUSE.files) for name in HOUSE.files if name != FACE} - {""})
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("partc.program.")])
+def test_a_part_of_the_largest_room_says_what_it_is(part: str) -> None:
+    says_what_it_is(part)
+
+
+def says_what_it_is(room: str) -> None:
     text = HOUSE.files[room].read_text(encoding="utf-8")
     lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
     starts = [
