@@ -57,6 +57,7 @@ from partc.wrong_calls import known_arguments
 
 
 @known_arguments
+@torch.enable_grad()  # where a script has switched gradients off
 def verify(
     program: Program,
     model: nn.Module,

@@ -228,6 +228,18 @@ def test_compile_writes_a_folder(
     assert main(["check", out]) == 0
 
 
+def test_compile_deletes_no_file_of_yours(
+    tmp_path: Path, compiles: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "build"
+    command = ["compile", MODEL, "--mesh", "dp=2,tp=2", "--plan", "megatron", "--out", str(out)]
+    assert main(command) == 0
+    (out / "train.py").write_text("mine")
+    assert main(command) == 2
+    assert "it also holds train.py, which partc did not write" in capsys.readouterr().err
+    assert (out / "train.py").read_text() == "mine"
+
+
 @pytest.mark.filterwarnings("ignore:recompute says nothing here")  # the model has no blocks
 @pytest.mark.parametrize(("said", "written"), [("block", '"block"'), ("up,down", '["up", "down"]')])
 def test_what_is_computed_again_is_a_word_or_paths(

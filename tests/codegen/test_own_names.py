@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import partc
+from partc.program.stage.runtime import Stage
 from partc.verification.verification import verify
+from tests.mistakes.things import one_rank
 
 
 class Named(nn.Module):
@@ -58,6 +60,46 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tensor parallel": ("tp=2", "megatron", {}),
     "stages": ("pp=2", "ddp", {"microbatches": 2, "schedule": "zb-h1"}),
 }
+
+
+class Gained(nn.Module):
+    """Parameters, buffers or modules of the given names."""
+
+    def __init__(self, names: list[str], kind: str) -> None:
+        super().__init__()
+        self.names, self.linear = names, nn.Linear(4, 4)
+        for name in names:
+            if kind == "module":
+                self._modules[name] = nn.Linear(4, 4)
+            elif kind == "buffer":
+                self._buffers[name] = torch.rand(4) + 0.5
+            else:
+                self._parameters[name] = nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x).tanh()
+        for name in self.names:
+            own = self._modules.get(name)
+            if own is not None:
+                y = y + own(x) / len(self.names)
+            else:
+                y = y + (self._parameters | self._buffers)[name] * x  # type: ignore[operator]
+        return y
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
+def test_names_of_a_stage_may_be_those_of_a_model(kind: str) -> None:
+    torch.manual_seed(0)
+    with one_rank():
+        plain = partc.compile(Gained([], kind), "dp=1", BATCH, loss=loss_of, plan="ddp").module()
+        taken = {*dir(nn.Module()), *vars(Gained([], kind))}
+        names = sorted({*vars(plain), *dir(type(plain))} - taken)
+        assert {"agreement", "_loaded", "step", "mesh"} <= {*names}
+        model = Gained(names, kind)
+        stage = partc.compile(model, "dp=1", BATCH, loss=loss_of, plan="ddp").module()
+        Stage.load_full(stage, model)
+        torch.testing.assert_close(Stage.step(stage, *BATCH), loss_of(model, *BATCH))
+        assert [*Stage.full_state_dict(stage)] == [*model.state_dict()]
 
 
 def own_names(program: partc.Program) -> Iterator[str]:

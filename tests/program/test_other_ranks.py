@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from partc.api import compile
 from partc.errors import RunError
+from partc.program import load
 from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.verification.processes import Processes
@@ -34,10 +35,18 @@ def told(words: str) -> str:
         return "".join(getattr(error, "__notes__", []))
 
 
-def apart(folder: Path, call: str) -> str:
-    """What each rank is told where the first alone makes a call of all."""
+def apart(folder: Path, call: str, build: Path | None = None) -> str:
+    """What each rank is told where the first alone makes a call of all; with a folder the program
+    is one that was saved there, and knows no model.
+    """
     model, x = nn.Linear(8, 4), torch.ones(4, 8)
-    stage = compile(model, "dp=2", (x,), loss=loss, plan="fsdp").module()
+    program = compile(model, "dp=2", (x,), loss=loss, plan="fsdp")
+    if build is not None:
+        if dist.get_rank() == 0:
+            program.save(build)
+        dist.barrier()
+        program = load(build)
+    stage = program.module()
     stage.load_full(model)
     stage.step(x)
     calls: dict[str, Callable[[], object]] = {
@@ -63,6 +72,14 @@ def apart(folder: Path, call: str) -> str:
 )
 def test_a_call_that_one_rank_makes_alone(world: Processes, tmp_path: Path, call: str) -> None:
     for said in world.run(apart, tmp_path, call, num=2):
+        assert f"ranks differ in what they run: ranks 0: {call}; ranks 1: step" in said
+
+
+@pytest.mark.parametrize(
+    "call", ["save_checkpoint", "load_checkpoint", "full_state_dict", "clip_grad_norm_"]
+)
+def test_the_same_of_a_saved_program(world: Processes, tmp_path: Path, call: str) -> None:
+    for said in world.run(apart, tmp_path / "steps", call, tmp_path / "build", num=2):
         assert f"ranks differ in what they run: ranks 0: {call}; ranks 1: step" in said
 
 

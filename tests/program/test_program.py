@@ -161,6 +161,17 @@ def test_run_py_leaves_no_thread_of_its_process_group(tmp_path: Path) -> None:
     assert "gloo" not in after
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_run_py_says_that_it_sees_no_gpu(tmp_path: Path) -> None:
+    example_program(1, 1).save(tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py"), "--device", "cuda"],
+        capture_output=True, text=True, timeout=patience(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "this process sees no GPU. Give --device cpu." in done.stderr
+
+
 # tensor files --------------------------------------------------------------------------------
 def test_tensor_files_round_trip(tmp_path: Path) -> None:
     tensors = {

@@ -36,6 +36,11 @@ def test_the_example_is_right_on_every_mesh(dp: int, tp: int) -> None:
     assert report.worst.error < 1e-14
 
 
+def test_gradients_may_be_switched_off_around_it() -> None:
+    with torch.no_grad():
+        assert "gradient" in check(example_program(2, 1)).check().kinds()
+
+
 WAIT = "gathered_done.wait()\n        down_weight = gathered.T "
 LATE = "down_weight = gathered.T.clone()\n        gathered_done.wait() "
 MISTAKES = {  # edit -> what the worst rows must name

@@ -8,7 +8,6 @@ stored as the first program stores them. All ranks agree on the program before t
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +27,6 @@ from partc.program.model.habits import LOG, Reseeded, tell_of_input_grads
 from partc.program.ranks.disagreement import refused_elsewhere
 from partc.program.ranks.handshake import check_agreement
 from partc.program.ranks.other_ranks import of_other_ranks
-from partc.program.ranks.same_choice import SameChoice
 from partc.program.ranks.waiting import waiting
 from partc.program.stage.calls_of_stage import Calls
 from partc.program.stage.family_errors import (
@@ -47,6 +45,7 @@ from partc.program.stage.family_errors import (
 from partc.program.stage.island_turns import IslandTurns
 from partc.program.stage.members import Member
 from partc.program.stage.run_state import Guard
+from partc.program.stage.same_calls import SameCalls
 from partc.program.step.autocast import autocast_now, run_without, without
 from partc.program.step.batch_fit import Pieces, Rows, fill, longest, uneven_error
 from partc.program.step.given import plain_inputs
@@ -89,9 +88,9 @@ class Family:
         self._rows = Rows.of(self._plan, program.mesh, program.inputs, forward)
         self._pieces, self._uneven = Pieces.of(program), UnevenRows.of(program)
         varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
-        self._same = SameChoice() if varies else None
+        self.calls_alike = SameCalls(choices.most_programs > 1 or len(self.programs) > 1)
+        self._same = self.calls_alike.choice if varies else None
         self._reseeded = Reseeded()
-        self._met = Counter[str]()  # calls of all ranks beside steps
 
     # asked -----------------------------------------------------------------------------------
     @property
@@ -183,6 +182,8 @@ class Family:
                 return None
             wanted = even
             inputs = fill(inputs, self._pieces.mine(wanted), self._values(wanted))
+        else:
+            self.calls_alike.check(_CALLED[kind])
         member = self._member(wanted)
         with alone_by_choice(self.choices.most_programs):
             taken = member.checks.taken(inputs, device)
@@ -192,16 +193,12 @@ class Family:
         """RunError on all ranks if some of them run something else than this call, which is one of
         all ranks. ``most``: only so many times, of a call that every step makes; 0 always.
         """
-        self._met[call] += 1
-        if most and self._met[call] > most:
-            return
-        if self._same is not None and (texts := self._same.differing(f"{CALL}{call}")):
-            raise calls_differ(texts)
+        self.calls_alike.meet(call, most)
 
     def _refuse(self) -> None:
         """Tell the other ranks, which would wait for this one, that it does not run."""
-        if self._same is not None:
-            self._same.differing(REFUSED)
+        if (choice := self.calls_alike.choice) is not None:
+            choice.differing(REFUSED)
         else:
             self.first.checks.refuse()
 

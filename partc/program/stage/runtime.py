@@ -87,7 +87,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         read = ReadNumbers.of(model, program.numbers) if read is None else read
         self.begin_modules(like if model is None else model, read)
         self._show_tensors()
-        self._loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
+        loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
+        object.__setattr__(self, "_loaded", loaded)  # a model may have a tensor of this name
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
         residuals.begin(self._tensors.held)
@@ -95,14 +96,15 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         names = sorted(shard.name for shard in self._tensors.all_shards.values())
         take_flags(model, self._shown, names, device, program.plan)
         raw = RawModel(model, self._shown, self._tensors)
-        self.agreement = Agreement(
+        agreement = Agreement(
             self._tensors.holders,
             self._tensors.sources,
             draws=bool(program.draws) or residuals.draws(program.plan),
             own_rows=Plan.parse(program.plan).batch == "local",
         )
+        object.__setattr__(self, "agreement", agreement)
         guard = Guard(
-            self._tensors, self._loaded, raw, self.agreement, self.check_modules, RunState(),
+            self._tensors, self._loaded, raw, agreement, self.check_modules, RunState(),
             dist.group.WORLD,
         )  # fmt: skip
         first = Member(self._program, self._role, self._rank_step, {}, guard)

@@ -19,6 +19,7 @@ from partc.program.stage.exported import check_not_exported
 from partc.program.stage.family import Family, Ready
 from partc.program.stage.family_errors import late_gradients, untrained
 from partc.program.stage.members import Member
+from partc.program.stage.one_thread import OneThread
 from partc.program.step.loss_backward import loss_with_backward, scaled_step
 from partc.program.step.step_loss import dropped, of_step
 from partc.program.tensors.copies import Writes
@@ -36,6 +37,7 @@ class SeveralPrograms(nn.Module):
 
     _families: list[Family]
     _factors: SameFactor
+    _turn: OneThread
     _shown: dict[str, Shown]
     _tensors: RankTensors
     _loaded: Loaded
@@ -72,7 +74,8 @@ class SeveralPrograms(nn.Module):
             as of ``step``; None for a partial batch that is left out.
         """
         self.writes.check()
-        return self._own.loss(inputs, named, self._device_type)
+        with self._turn.of("eval_step"):
+            return self._own.loss(inputs, named, self._device_type)
 
     @known_arguments
     def share(self, program: Program) -> SharedProgram:
@@ -139,8 +142,12 @@ class SeveralPrograms(nn.Module):
 
     def _begin(self, family: Family) -> None:
         """Run these programs, in the mode in which the first was compiled."""
-        self._families = [family]
-        self._factors = SameFactor(self._tensors.mesh, self._tensors.device)
+        own = {
+            "_families": [family], "_turn": OneThread(self._tensors.mesh.num_ranks),
+            "_factors": SameFactor(self._tensors.mesh, self._tensors.device),
+        }  # fmt: skip
+        for name, part in own.items():  # a model may have tensors of these names
+            object.__setattr__(self, name, part)
         self.begin_mode(family.mode_now == "train")
 
     def _follow(self, other: SeveralPrograms) -> None:
@@ -159,11 +166,12 @@ class SeveralPrograms(nn.Module):
         self.check_no_hooks()
         for each in self._shown.values():
             each.check_no_hooks()
-        ready = family.step(inputs, named, self._device_type)
-        if ready is None:
-            return None
-        with without_inference():
-            return ready.whole(of_step(self._run(ready, scale)))
+        with self._turn.of("step"):
+            ready = family.step(inputs, named, self._device_type)
+            if ready is None:
+                return None
+            with without_inference():
+                return ready.whole(of_step(self._run(ready, scale)))
 
     def _run(self, ready: Ready, scale: float | Tensor | None) -> Tensor:
         """The loss of a step, whose gradients are then in every ``.grad``."""
@@ -196,15 +204,18 @@ class SeveralPrograms(nn.Module):
         """A call of one of the families: results in eval mode, else the loss for ``backward``."""
         check_not_exported()
         self.writes.check()
-        if family.infers:
-            return family.forward(inputs, named, self._device_type)
-        ready = family.step(inputs, named, self._device_type)
-        if ready is None:
-            return None
+        with self._turn.of("forward"):
+            if family.infers:
+                return family.forward(inputs, named, self._device_type)
+            ready = family.step(inputs, named, self._device_type)
+            return None if ready is None else ready.whole(self._with_backward(ready))
+
+    def _with_backward(self, ready: Ready) -> Tensor:
+        """The loss of a step that is ready, whose ``backward`` hands out gradients."""
         shown = list(self._shown.values())
         with without_inference():
             loss = loss_with_backward(shown, ready.run, self._factors.check, is_half=ready.is_half)
-        return ready.whole(loss if loss.requires_grad else dropped(loss))
+        return loss if loss.requires_grad else dropped(loss)
 
     def _apply_to_families(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Let all programs follow ``.to()``, once the stage's tensors have."""
@@ -232,4 +243,5 @@ class SharedProgram:
 
     def eval_step(self, *inputs: Any, **named: Any) -> Any:
         """This loss in eval mode, without gradients, as ``Stage.eval_step``."""
-        return self._family.loss(inputs, named, self._stage._device_type)
+        with self._stage._turn.of("eval_step"):
+            return self._family.loss(inputs, named, self._stage._device_type)
