@@ -202,7 +202,7 @@ def part_of(module: str, files: Mapping[str, Path]) -> str:
     directly in the room.
     """
     folder = module if files[module].name == "__init__.py" else module.rpartition(".")[0]
-    return "" if folder == room_of(module) or room_of(module) in (GROUND, TOP) else folder
+    return "" if folder in (room_of(module), FACE) or room_of(module) in (GROUND, TOP) else folder
 
 
 def report(house: House) -> Iterator[str]:

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.house import FACE, GROUND, HERE, ROOMS, TOP, House, part_of, room_of
+from tests.house import FACE, GROUND, HERE, ROOMS, TOP, House, part_of, report, room_of
 
 HOUSE = House(HERE)
 
@@ -27,6 +27,13 @@ def test_circles_stay_in_a_room() -> None:
 def test_every_room_has_modules_and_every_module_a_room() -> None:
     rooms = {room_of(name) for name in HOUSE.files if name != FACE}
     assert rooms == {*ROOMS}
+
+
+def test_the_report_counts_every_module_once() -> None:
+    lines = [line for line in report(HOUSE) if "modules" in line and not line.startswith("circles")]
+    counts = [int(line.rpartition(" modules")[0].split()[-1]) for line in lines]
+    parts = [count for line, count in zip(lines, counts, strict=True) if line.startswith("  of it")]
+    assert counts[-1] == len(HOUSE.files) == sum(counts[:-1]) - sum(parts)
 
 
 def test_an_import_is_seen_wherever_it_stands() -> None:
