@@ -17,13 +17,16 @@ from benchmarks.measure import written_bytes
 from partc.cost.bytes import sent_share
 from partc.measure.timed_calls import CALLS, Function, HostClock, TransferTimes
 
-TINY, SMALL = 1, 64  # elements of calls that show what gloo adds
-Kind = tuple[str, bool]  # of a transfer; whether it has fewer elements than there are ranks
+FEW, SMALL = (
+    (1, 2),
+    64,
+)  # elements of calls that show what gloo adds: it sends fewer messages of few
+Kind = tuple[str, int]  # of a transfer; its elements if they are few, else 0
 
 
 @dataclass
 class SizedTimes(TransferTimes):
-    """Counts transfers by kind besides, those of one number apart."""
+    """Counts transfers by kind besides, those of few numbers apart."""
 
     kinds: Counter[Kind] = field(default_factory=Counter)
 
@@ -31,7 +34,8 @@ class SizedTimes(TransferTimes):
         timed = super()._timed(name, original)
 
         def call(*arguments: Any, **keywords: Any) -> Any:
-            self.kinds[CALLS[name], arguments[0].numel() < dist.get_world_size()] += 1
+            num = arguments[0].numel()
+            self.kinds[CALLS[name], num if num in FEW else 0] += 1
             return timed(*arguments, **keywords)
 
         return call
@@ -73,22 +77,23 @@ class Meter:
 
 
 def added_bytes() -> dict[Kind, float]:
-    """What gloo writes for one call of each kind beside the numbers: the heads of its messages,
-    of which there are fewer where there is not a number for each rank.
-    """
+    """What gloo writes for one call of each kind beside the numbers: the heads of its messages."""
     num = dist.get_world_size()
     x, whole = torch.zeros(SMALL * num), torch.zeros(SMALL * num * num)
-    few = torch.zeros(TINY)
-    return {
-        ("all_reduce", False): _added("all_reduce", x, lambda: dist.all_reduce(x)),
-        ("all_reduce", True): _added("all_reduce", few, lambda: dist.all_reduce(few)),
-        ("all_gather", False): _added("all_gather", x, lambda: dist.all_gather_single(whole, x)),
-        ("all_to_all", False): _added(
+    few = {("all_reduce", num): _added_to_few(torch.zeros(num)) for num in FEW}
+    return few | {
+        ("all_reduce", 0): _added("all_reduce", x, lambda: dist.all_reduce(x)),
+        ("all_gather", 0): _added("all_gather", x, lambda: dist.all_gather_single(whole, x)),
+        ("all_to_all", 0): _added(
             "all_to_all", x, lambda: dist.all_to_all_single(torch.empty_like(x), x)
         ),
-        ("send", False): _added("send", x, lambda: _send_on(x)),
-        ("recv", False): 0.0,
+        ("send", 0): _added("send", x, lambda: _send_on(x)),
+        ("recv", 0): 0.0,
     }
+
+
+def _added_to_few(x: Tensor) -> float:
+    return _added("all_reduce", x, lambda: dist.all_reduce(x))
 
 
 def _send_on(x: Tensor) -> None:
