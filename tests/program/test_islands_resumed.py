@@ -17,7 +17,6 @@ from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.program.island_runs import (
     DILOCO,
-    LONG,
     MEAN,
     OVERLAPPED,
     PAIRS,
@@ -87,7 +86,6 @@ WIRE = STREAMING + '\nstart_step = 2\nwire = "fp8"\nblock = 16'
 
 RESUMED = {
     "mean": MEAN, "diloco": DILOCO, "streaming": WIRE, "pairs": PAIRS, "overlapped": OVERLAPPED,
-    "long": LONG,
 }  # fmt: skip
 
 
