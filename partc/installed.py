@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from partc.errors import PartcError, UsageError
+from partc.wrong_calls import failed_at
 
 
 @cache
@@ -19,18 +21,19 @@ def load_installed(group: str, kind: str) -> None:
     ``kind`` is what a message calls one of them.
     """
     for entry in entry_points(group=group):
-        _load_one(entry, group, kind)
+        loaded(entry, group, kind)
 
 
-def _load_one(entry: EntryPoint, group: str, kind: str) -> None:
+def loaded(entry: EntryPoint, group: str, kind: str) -> Any:
+    """What an entry point names; UsageError if it cannot be imported."""
     try:
-        entry.load()
+        return entry.load()
     except PartcError:  # it says itself what is wrong
         raise
     except Exception as error:
         raise UsageError(
             where=f"{kind} {entry.name}",
             what=f"{entry.value!r} cannot be loaded",
-            why=f"{type(error).__name__}: {error}",
+            why=failed_at(error),
             do=f"Correct the entry point of the group {group!r}, or the package that names it.",
         ) from error

@@ -20,10 +20,11 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, TypeVar
 
-from partc.errors import PartcError, PlanError, UsageError
+from partc.errors import PlanError, UsageError
+from partc.installed import loaded
 from partc.passes.runner import OTHERS, Pass, State, Table
 from partc.plan import Plan
-from partc.wrong_calls import did_you_mean, failed_at, known_arguments, quoted
+from partc.wrong_calls import did_you_mean, known_arguments, quoted
 
 LOG = logging.getLogger("partc")
 GROUP = "partc.passes"
@@ -190,17 +191,7 @@ def _load() -> None:
 
 def _load_one(entry: EntryPoint) -> None:
     before = len(_OWN)
-    try:
-        named = entry.load()
-    except PartcError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            where=f"pass {entry.name}",
-            what=f"{entry.value!r} cannot be loaded",
-            why=failed_at(error),
-            do=f"Correct the entry point of the group {GROUP!r}, or the package that names it.",
-        ) from error
+    named = loaded(entry, GROUP, "pass")
     why = _no_pass(named, loads_some=len(_OWN) > before)
     if why:
         raise UsageError(

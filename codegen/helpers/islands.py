@@ -52,9 +52,14 @@ def average_over(tensors: list[Tensor], num: int, group: dist.ProcessGroup) -> N
     for bucket, flat, done in zip(buckets, flats, under_way, strict=True):
         done.wait()
         flat /= num
-        parts = flat.split([x.numel() for x in bucket])
-        for x, mean in zip(bucket, parts, strict=True):
-            x.copy_(mean.view(x.shape))
+        copy_back(flat, bucket)
+
+
+def copy_back(flat: Tensor, bucket: list[Tensor]) -> None:
+    """Give the tensors of a bucket their parts of what was sent as one."""
+    parts = flat.split([x.numel() for x in bucket])
+    for x, part in zip(bucket, parts, strict=True):
+        x.copy_(part.view(x.shape))
 
 
 def average_with(others: list[int], tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -73,10 +78,7 @@ def average_with(others: list[int], tensors: list[Tensor], group: dist.ProcessGr
                 )
         for done in under_way:
             done.wait()
-        mean = sum(arrived, flat) / (1 + len(others))
-        parts = mean.split([x.numel() for x in bucket])
-        for x, part in zip(bucket, parts, strict=True):
-            x.copy_(part.view(x.shape))
+        copy_back(sum(arrived, flat) / (1 + len(others)), bucket)
 
 
 def beside(island: int, num: int) -> list[int]:

@@ -38,8 +38,8 @@ TABLES = {"ALIASES": TIED, "DTYPES": DTYPE, "FRAGMENTS": MEETS, "FROZEN": MEETS}
 LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE, "str": TEXT}
 LOCALS |= dict.fromkeys(HELPERS, ROUNDED)
 ISLAND_HELPERS = {
-    "average_over", "average_rounded", "average_with", "beside", "buckets_of", "in_blocks",
-    "paired_with", "start_sums",
+    "average_over", "average_rounded", "average_with", "beside", "buckets_of", "copy_back",
+    "in_blocks", "paired_with", "start_sums",
 }  # fmt: skip
 
 

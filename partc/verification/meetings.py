@@ -175,15 +175,20 @@ class Meetings:
 
     def _end(self, params: list[Shard], part: int) -> None:
         """The definition of what becomes of a part once its sum is there."""
-        lr, momentum, mix = self.how.outer_lr, self.how.outer_momentum, self.how.mix
+        mix = self.how.mix
         for s in self._of_part(params, part):
-            last, velocity, total = self.outer[s.name]
-            delta = total / len(self.copies)
-            velocity = momentum * velocity + delta
-            new = last - lr * (delta + momentum * velocity)
-            self.outer[s.name] = new, velocity, total
+            new = self._outer_step(s.name, self.outer[s.name][2] / len(self.copies))
             for copy in self.copies:
                 copy[s.name] = (1 - mix) * new + mix * copy[s.name]
+
+    def _outer_step(self, name: str, delta: Tensor) -> Tensor:
+        """The definition of the outer optimizer, SGD with Nesterov momentum: where it comes to."""
+        last, velocity, *under_way = self.outer[name]
+        momentum = self.how.outer_momentum
+        velocity = momentum * velocity + delta
+        new = last - self.how.outer_lr * (delta + momentum * velocity)
+        self.outer[name] = new, velocity, *under_way
+        return new
 
     def _drawn(self, name: str, shard: Shard) -> Tensor:
         """Numbers of a whole tensor, which follow from a name, on the device of the text: a GPU
@@ -197,23 +202,17 @@ class Meetings:
         island's become a mean with those of its partners.
         """
         if self.how.partners != ALL:
-            met = [s.name for s in params if self.parts[s.name] == part]
-            self._mix([*met, *(s.name for s in running)], behind)
+            self._mix([s.name for s in (*self._of_part(params, part), *running)], behind)
             return
         for s in running:
             self._give(s.name, self._mean(s.name))
-        ways = self._rounded_ways([s for s in params if self.parts[s.name] == part])
-        for s in params:
-            if self.parts[s.name] != part:
-                continue
+        met = self._of_part(params, part)
+        ways = self._rounded_ways(met)
+        for s in met:
             new = self._mean(s.name)
             if self.how.keeps:
-                last, velocity, *_ = self.outer[s.name]
-                new = last - ways[s.name] if s.name in ways else new
-                lr, momentum = self.how.outer_lr, self.how.outer_momentum
-                velocity = momentum * velocity + (last - new)
-                new = last - lr * ((last - new) + momentum * velocity)
-                self.outer[s.name] = new, velocity
+                way = ways.get(s.name, self.outer[s.name][0] - new)
+                new = self._outer_step(s.name, way)
             self._give(s.name, new)
 
     def _mix(self, names: list[str], behind: int) -> None:

@@ -6,24 +6,17 @@ The package is a folder on the path of another process, with a dist-info that na
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
-from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from partc.cli.main import main
 from partc.errors import CheckError
 from partc.passes import own_passes
-from partc.verification.processes import Processes
 from tests.docs.pages import blocks
 from tests.house import HERE
-from tests.patience import patience
+from tests.installed import Folder
 
 MODULE = "their_passes"
 BEGIN = """\
@@ -70,41 +63,12 @@ def setup():
 COMPILE = ["compile", "train:setup", "--mesh", "tp=2", "--plan", "megatron"]
 
 
-def command(folder: Path, words: tuple[str, ...]) -> tuple[int, str, str]:
-    """The exit code of a command in a folder, what it prints, and what it says of errors."""
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as told:
-        code = main(list(words))
-    return code, printed.getvalue(), told.getvalue()
-
-
-@dataclass(frozen=True)
-class Package:
+class Package(Folder):
     """What a user installed: a module of passes, and its entry points."""
 
-    folder: Path
-
-    def write(self, *passes: str, entry: str = MODULE) -> None:
-        info = self.folder / f"{MODULE}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{GROUP}]\ntheirs = {entry}\n")
-        (self.folder / f"{MODULE}.py").write_text(BEGIN + "".join(passes))
-        (self.folder / "train.py").write_text(TRAIN)
-
-    def partc(self, *words: str, code: int = 0) -> str:
-        """What a command prints, in a new process that finds the package; of an error its JSON."""
-        with Processes(1, timeout=patience()) as process:
-            ((found, printed, told),) = process.run(command, self.folder, words)
-        assert found == code, printed + told
-        return str(printed)
-
-    def refused(self, *words: str) -> dict[str, str]:
-        """The parts of the error that a command ends with; none of them is empty."""
-        parts: dict[str, str] = json.loads(self.partc(*words, "--json", code=2))["error"]
-        assert all(parts.values()), parts
-        return parts
+    def made_of(self, *passes: str, entry: str = MODULE) -> None:
+        self.install(GROUP, entry)
+        self.write(**{MODULE: BEGIN + "".join(passes), "train": TRAIN})
 
 
 @pytest.fixture
@@ -118,7 +82,7 @@ def source_of(folder: Path) -> str:
 
 
 def test_it_is_listed_runs_and_may_be_left_out(package: Package) -> None:
-    package.write(MULTIPLY, entry=f"{MODULE}:{ENTRY}")
+    package.made_of(MULTIPLY, entry=f"{MODULE}:{ENTRY}")
     listed = json.loads(package.partc("passes", "--json"))["passes"]
     names = [each["name"] for each in listed]
     row = names.index("multiply_by_powers")
@@ -131,21 +95,21 @@ def test_it_is_listed_runs_and_may_be_left_out(package: Package) -> None:
     package.partc(*train, "--out", "with", "--dump", "dump")
     package.partc(*train, "--out", "without", "--disable", "multiply_by_powers")
     package.partc("verify", "with", "--model", "train:setup")
-    ours, plain = source_of(package.folder / "with"), source_of(package.folder / "without")
+    ours, plain = source_of(package.path / "with"), source_of(package.path / "without")
     assert "/ 128" in plain
     assert "/ 128" not in ours
     assert "* 0.0078125" in ours
-    plan = (package.folder / "with" / "plan.toml").read_text()
+    plan = (package.path / "with" / "plan.toml").read_text()
     assert plan.startswith(f"# passes of others: multiply_by_powers ({MODULE})\n")
-    plain = (package.folder / "without" / "plan.toml").read_text()
+    plain = (package.path / "without" / "plan.toml").read_text()
     assert plain == plan.replace(plan.splitlines()[0], "# left out: multiply_by_powers")
     again = [*train[:-1], "with/plan.toml", "--out", "again"]
     package.partc(*again)
-    assert source_of(package.folder / "again") == ours
+    assert source_of(package.path / "again") == ours
     parts = package.refused(*again, "--disable", "multiply_by_powers")
     assert parts["what"] == f"it was made with the pass multiply_by_powers ({MODULE})"
-    dumped = package.folder / "dump" / f"{row + 1:02}-multiply_by_powers.txt"
-    before = package.folder / "dump" / f"{row:02}-insert_collectives.txt"
+    dumped = package.path / "dump" / f"{row + 1:02}-multiply_by_powers.txt"
+    before = package.path / "dump" / f"{row:02}-insert_collectives.txt"
     assert dumped.read_text().startswith("# after multiply_by_powers (")
     assert "div.Tensor(" in before.read_text()
     assert "mul.Tensor(" in dumped.read_text()
@@ -153,7 +117,7 @@ def test_it_is_listed_runs_and_may_be_left_out(package: Package) -> None:
 
 def test_passes_behind_one_pass_run_as_they_were_registered(package: Package) -> None:
     last = NOTE.format(name="last").replace("insert_collectives", "first")
-    package.write(last, NOTE.format(name="first"), NOTE.format(name="second"))
+    package.made_of(last, NOTE.format(name="first"), NOTE.format(name="second"))
     told = package.partc(*COMPILE, "--out", "build").splitlines()[:3]
     assert told == [f"{name} tp=2 megatron True" for name in ("first", "last", "second")]
 
@@ -220,25 +184,25 @@ def broken(graph):
 @pytest.mark.parametrize("mistake", [name for name in BROKEN if name != "forgets a sum"])
 def test_a_pass_that_breaks_the_graph_is_named(package: Package, mistake: str) -> None:
     text, says = BROKEN[mistake]
-    package.write(text)
+    package.made_of(text)
     parts = package.refused(*COMPILE, "--out", "build")
     assert parts["where"] == f"pass broken ({MODULE})"
     assert says in parts["why"]
     assert "--disable" in parts["do"]
-    assert not (package.folder / "build").exists()
+    assert not (package.path / "build").exists()
 
 
 def test_a_pass_that_breaks_the_graph_may_be_left_out(package: Package) -> None:
-    package.write(BROKEN["raises"][0])
+    package.made_of(BROKEN["raises"][0])
     package.partc(*COMPILE, "--out", "build", "--disable", "broken")
-    assert (package.folder / "build").exists()
+    assert (package.path / "build").exists()
 
 
 def test_a_pass_that_breaks_the_meaning_is_refused_by_the_proof(package: Package) -> None:
-    package.write(BROKEN["forgets a sum"][0])
+    package.made_of(BROKEN["forgets a sum"][0])
     parts = package.refused(*COMPILE, "--out", "build")
     assert parts["code"] == CheckError.code
-    assert not (package.folder / "build").exists()
+    assert not (package.path / "build").exists()
 
 
 MISPLACED = {
@@ -270,7 +234,7 @@ MISPLACED = {
 @pytest.mark.parametrize("mistake", MISPLACED)
 def test_a_pass_without_a_place_or_a_name_is_named(package: Package, mistake: str) -> None:
     text, says = MISPLACED[mistake]
-    package.write(text)
+    package.made_of(text)
     parts = package.refused("passes")
     assert "'check' or" not in parts["do"]
     name = "propagate" if mistake == "taken by one of partc's" else "lost"
@@ -279,7 +243,7 @@ def test_a_pass_without_a_place_or_a_name_is_named(package: Package, mistake: st
 
 
 def test_an_entry_point_that_leads_nowhere_is_named(package: Package) -> None:
-    package.write(entry="their_pases")
+    package.made_of(entry="their_pases")
     parts = package.refused("passes")
     assert (parts["where"], parts["what"]) == ("pass theirs", "'their_pases' cannot be loaded")
     assert "No module named 'their_pases'" in parts["why"]
@@ -301,7 +265,7 @@ NO_PASS = {
 @pytest.mark.parametrize("mistake", NO_PASS)
 def test_an_entry_point_that_names_no_pass_is_named(package: Package, mistake: str) -> None:
     entry, text, says = NO_PASS[mistake]
-    package.write(text, entry=entry)
+    package.made_of(text, entry=entry)
     parts = package.refused("passes")
     assert (parts["where"], parts["what"]) == ("pass theirs", f"{entry!r} is no pass")
     assert says in parts["why"]
@@ -309,7 +273,7 @@ def test_an_entry_point_that_names_no_pass_is_named(package: Package, mistake: s
 
 
 def test_a_module_that_fails_is_named_with_its_line(package: Package) -> None:
-    package.write("size = 1 / 0\n")
+    package.made_of("size = 1 / 0\n")
     parts = package.refused("passes")
     assert "ZeroDivisionError: division by zero" in parts["why"]
 
@@ -328,7 +292,7 @@ def test_another_group_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_pipeline_hands_it_the_graph_of_each_stage(package: Package) -> None:
     """Behind a pass that pipelines alone take; a step of one stage takes neither."""
     text = NOTE.format(name="late").replace("insert_collectives", "split_stages")
-    package.write(text)
+    package.made_of(text)
     pipeline = [*COMPILE[:2], "--mesh", "pp=2", "--plan", "ddp", "--microbatches", "2"]
     told = package.partc(*pipeline, "--out", "build").splitlines()
     ran = [line for line in told if line.startswith("late ")]

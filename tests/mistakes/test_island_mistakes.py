@@ -116,6 +116,13 @@ def island(program: Program) -> tuple[str, str, list[str]]:
     return name, text[:begin], text[begin:].splitlines()
 
 
+def edited(program: Program, old: str, new: str) -> Program:
+    """The program with one edit in its text."""
+    [(name, text)] = program.sources.items()
+    assert old in text
+    return replace(program, sources={name: text.replace(old, new)})
+
+
 def without_one(lines: list[str]) -> Iterator[tuple[str, str]]:
     """Each statement that is left out, and the text without it."""
     begin = next(i for i, line in enumerate(lines) if "def __init__" in line)
@@ -167,9 +174,7 @@ def test_check_refuses_every_edit_of_how_islands_meet() -> None:
 )
 def test_verify_refuses_islands_that_meet_otherwise(old: str, new: str) -> None:
     program = compiled("island=2", OUTER)
-    [(name, text)] = program.sources.items()
-    assert old in text
-    changed = replace(program, sources={name: text.replace(old, new)})
+    changed = edited(program, old, new)
     report = verify(changed, model(), (X,), loss=loss)
     with pytest.raises(CheckError, match="island"):
         report.check()
@@ -197,9 +202,7 @@ GOSSIP = PLAN + 'start_step = 2\nfragments = 2\npartners = "pairs"\n'
 )
 def test_verify_refuses_gossip_that_mixes_otherwise(old: str, new: str) -> None:
     program = compiled("island=4", GOSSIP)
-    [(name, text)] = program.sources.items()
-    assert old in text
-    changed = replace(program, sources={name: text.replace(old, new)})
+    changed = edited(program, old, new)
     with pytest.raises(PartcError, match="island"):  # ranks may also wait for each other
         verify(changed, model(), (X,), loss=loss).check()
 
@@ -224,9 +227,7 @@ OVERLAPPED = OUTER.replace("period = 4", "period = 8") + "overlap = 2\nmix = 0.2
 )
 def test_verify_refuses_islands_that_go_on_otherwise(old: str, new: str) -> None:
     program = compiled("island=4", OVERLAPPED)
-    [(name, text)] = program.sources.items()
-    assert old in text
-    changed = replace(program, sources={name: text.replace(old, new)})
+    changed = edited(program, old, new)
     with pytest.raises(PartcError):  # of islands, or of sums that nobody waits for
         verify(changed, model(), (X,), loss=loss).check()
 

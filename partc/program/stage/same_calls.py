@@ -25,7 +25,7 @@ class SameCalls:
             self.check(call)
 
     def check(self, call: str) -> None:
-        """The same, whenever it is called."""
+        """The same, every time: RunError on all ranks if some run something else than this call."""
         texts = self.choice.differing(f"{CALL}{call}") if self.choice is not None else []
         if REFUSED in texts:
             raise refused_elsewhere([i for i, text in enumerate(texts) if text == REFUSED])
