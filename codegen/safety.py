@@ -11,6 +11,7 @@ import builtins
 from collections.abc import Sequence
 
 from partc.errors import CheckError
+from partc.program.helper_file import imports_helpers
 from partc.wrong_calls import did_you_mean
 
 IMPORTS = {
@@ -111,7 +112,7 @@ def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> Non
         raise _Unfit(line, "an assert that calls functions does not belong in a program")
     if isinstance(node, ast.With) and not all(map(_is_range, node.items)):
         raise _Unfit(line, "a with that is no record_function does not belong in a program")
-    if isinstance(node, ast.Import | ast.ImportFrom):
+    if isinstance(node, ast.Import | ast.ImportFrom) and not imports_helpers(node):
         modules = (
             [node.module or ""]
             if isinstance(node, ast.ImportFrom)

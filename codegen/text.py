@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # Python's levels of precedence, the tightest first; at NONE no expression needs parentheses.
 ATOM, POWER, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, NONE = range(20, 9, -1)
@@ -59,10 +60,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Printed:
-    """The text of a file, and for which of the user's calls each line stands, by line number."""
+    """The text of a file, and for which of the user's calls each line stands, by line number.
+
+    ``helpers``: the functions that it imports from the file beside it, and those that these call.
+    """
 
     text: str
     origins: dict[int, Origin]
+    helpers: tuple[Callable[..., Any], ...] = ()
 
 
 def block(lines: Iterable[Line], indent: int) -> str:

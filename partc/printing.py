@@ -10,6 +10,7 @@ from partc.codegen.files.header import header, stage_header
 from partc.codegen.files.island import Islands, MeetingIslands, check_names, check_real
 from partc.codegen.files.late_island import LateIslands
 from partc.codegen.files.pipeline import Pipeline, file_name
+from partc.codegen.files.role_file import helper_file
 from partc.cost.prediction import Work
 from partc.errors import PlanError
 from partc.graph import Graph
@@ -19,6 +20,7 @@ from partc.plan import Plan
 from partc.plan.decided import GLOO
 from partc.plan.mesh import Mesh
 from partc.plan.stale import Stale
+from partc.program.helper_file import helpers_of
 from partc.program.role import Role
 from partc.reports.cost import cost_report
 from partc.reports.island_cost import Meeting, with_meeting, with_meetings
@@ -62,7 +64,8 @@ def print_step(
         islands=islands,
     )  # fmt: skip
     _check_asked(plan, [printed.text])
-    return {"sources": {ROLE: printed.text}, "origins": {ROLE: printed.origins}, "files": [ROLE]}
+    sources = {ROLE: printed.text, **helper_file([printed])}
+    return {"sources": sources, "origins": {ROLE: printed.origins}, "files": [ROLE]}
 
 
 def print_pipeline(
@@ -84,7 +87,8 @@ def print_pipeline(
     name_of = {rank: name for name, ranks in groups.items() for rank in ranks}
     _check_asked(plan, [each.text for each in printed.values()])
     return {
-        "sources": {name: each.text for name, each in printed.items()},
+        "sources": {name: each.text for name, each in printed.items()}
+        | helper_file(printed.values()),
         "origins": {name: each.origins for name, each in printed.items()},
         "files": [name_of[rank] for rank in range(order.ranks)],
     }
@@ -113,7 +117,7 @@ def cost_step(
     islands: Islands | None = None,
 ) -> dict[str, object]:  # fmt: skip
     """What the step costs, with the peak of its source as it stands."""
-    role = Role.load(sources[ROLE], ROLE)
+    role = Role.load(sources[ROLE], ROLE, helpers=helpers_of(sources))
     report = cost_report(graph, role=role, work=work, mesh=mesh, prefetch=plan.prefetch)
     if islands is not None and graph.loss is not None:
         report = with_meeting(report, _meeting(islands, role, mesh), mesh.islands)
@@ -129,7 +133,10 @@ def cost_pipeline(
     islands: Islands | None = None,
 ) -> dict[str, object]:  # fmt: skip
     """What the step of every pipeline rank costs; ``files`` are theirs."""
-    roles = [Role.load(sources[name], name, rank) for rank, name in enumerate(files)]
+    helpers = helpers_of(sources)
+    roles = [
+        Role.load(sources[name], name, rank, helpers=helpers) for rank, name in enumerate(files)
+    ]
     costs, step = staged.costs, staged.step
     cost = pipeline_cost(staged.graphs, costs, step, roles, mesh, work=work)
     if islands is not None and any(graph.grads for graph in staged.graphs):

@@ -36,10 +36,10 @@ from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
 from partc.codegen.files.instances import instances, share_tables, span_of_table
 from partc.codegen.files.island import Head, Islands
+from partc.codegen.files.role_file import role_file
 from partc.codegen.files.shared_blocks import Unlike, shared_blocks
 from partc.codegen.files.spelling import (
     dtype_name,
-    header_line,
     read,
     result_type,
     row_name,
@@ -52,7 +52,6 @@ from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
 from partc.codegen.repeats.runs import Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, interfaces
-from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
@@ -111,11 +110,9 @@ def _emit(
     check_printed(checked, items)
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    text = RoleText(
+    return RoleText(
         graph, header, items, sides, helpers, mesh=mesh, prefetch=prefetch, islands=islands
-    ).text()
-    check_source(text)
-    return Printed(text, helpers.origins(text))
+    ).file()
 
 
 @dataclass
@@ -143,8 +140,8 @@ class RoleText:
     )  # "layers.0.w" of a parameter or buffer
     lent_by_blocks: dict[str, Any] = field(default_factory=dict)  # what the step reads of blocks
 
-    def text(self) -> str:
-        """The text of the file."""
+    def file(self) -> Printed:
+        """The file, and the helpers that it needs of the file beside it."""
         self.make_classes()
         self.name_attributes()
         arguments = self.arguments_by_node()
@@ -160,13 +157,12 @@ class RoleText:
             for each in self.islands.calls:
                 self.helpers.use(each)
             last = self.islands.text([self.graph], self.attributes, head, draws=self.draws)
-        return TEMPLATES.get_template("program.py.j2").render(
-            header=[header_line(line) for line in self.header.strip().splitlines()],
+        body = TEMPLATES.get_template("program.py.j2").render(
             distributed=self.is_distributed,
             mesh=literal(dict(self.mesh.axes)),
             dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
             tables=self._tables(),
-            helpers=self.helpers.text(),
+            helpers=self.helpers.own_text(),
             blocks=blocks,
             draws=self.draws,
             own=self.helpers,
@@ -177,6 +173,7 @@ class RoleText:
             last=last,
             **head,
         )
+        return role_file(body, self.header, self.helpers, distributed=self.is_distributed)
 
     # classes and attributes ------------------------------------------------------------------
     @cached_property

@@ -21,14 +21,14 @@ from partc.codegen.files.island import Head, Islands
 from partc.codegen.files.pipeline_tables import pipeline_tables
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.rank_step import RankStep, actions_of
+from partc.codegen.files.role_file import role_file
 from partc.codegen.files.roll_schedule import turn_lines
 from partc.codegen.files.shared_blocks import shared_blocks
-from partc.codegen.files.spelling import dtype_name, header_line, result_type
+from partc.codegen.files.spelling import dtype_name, result_type
 from partc.codegen.files.stages import Prepared, StageText, stage_text
 from partc.codegen.files.templates import TEMPLATES
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.layers import Layers, stage_key
-from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Printed, block
 from partc.graph import Graph, value
 from partc.graph.hooked import calls_hooks
@@ -95,9 +95,7 @@ class Pipeline:
             )
             for rank, numbers in self._numbers(ranks).items()
         }  # fmt: skip
-        text = _File(self, steps, header, helpers).text()
-        check_source(text)
-        return Printed(text, helpers.origins(text))
+        return role_file(_File(self, steps, helpers).body(), header, helpers)
 
     def groups(self) -> list[tuple[int, ...]]:
         """The pipeline ranks in groups that run one file each, in order of their first rank."""
@@ -220,7 +218,6 @@ class _File:
 
     pipeline: Pipeline
     steps: Mapping[int, RankStep]
-    header: str
     helpers: Helpers
 
     @property
@@ -231,7 +228,8 @@ class _File:
     def stages(self) -> list[StageText]:
         return list(self.first.stages.values())
 
-    def text(self) -> str:
+    def body(self) -> str:
+        """The text from the tables on."""
         blocks = shared_blocks(self.stages)
         values = [stage.values() for stage in self._classes()]
         schedule, graph = self.pipeline.schedule, self.pipeline.graphs[0]
@@ -254,14 +252,12 @@ class _File:
             last = islands.text(graphs, attributes, head, draws=self.first.draws, shards=shards)
         tables = pipeline_tables(self.steps, "".join(v["declarations"] for v in values))
         return TEMPLATES.get_template("pipeline.py.j2").render(
-            header=[header_line(line) for line in self.header.strip().splitlines()],
             mesh=literal(dict(self.pipeline.mesh.axes)),
             dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
             tables=[*tables, *own],
-            helpers=self.helpers.text(),
+            helpers=self.helpers.own_text(),
             blocks=blocks,
             stages=values,
-            links="Links" in self.helpers.used,
             linked=schedule.stages > 1,
             title=title.code,
             axes=[a for a in graph.mesh.names if a != MICROBATCH_AXIS],

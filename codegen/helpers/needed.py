@@ -1,7 +1,8 @@
 """Which helper functions a program needs, and their source text.
 
-Helper functions are those of this folder and of ``partc.graph.ops``. A program gets the source of
-the helpers that it calls, and of the helpers that these call.
+Helper functions are those of this folder and of ``partc.graph.ops``. A file beside the roles gets
+the source of the helpers that roles call, and of the helpers that these call
+(``files/helper_file.py``); a role's own file has those that read its tables.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ COMMON = (printed, draws, links, attention, islands, ops)
 # replaces them in a program for NCCL, or in one that sends messages over gloo.
 MODULES = {"gloo": COMMON, "nccl": (nccl, arrived, *COMMON)}
 MESSAGES = (messages, arrived, *COMMON)
+OF_TABLES = {"empty"}  # read the tables of a role, and stand in its file
 Printed = Callable[..., Any]
 
 
@@ -66,7 +68,9 @@ class Outlined:
 
 
 class Helpers:
-    """Collects the helper functions that a program calls; ``text`` prints them and their callees.
+    """Collects the helper functions that a program calls.
+
+    ``own_text`` prints those that stand in its own file, ``shared`` are the others.
 
     ``backend`` is what carries tensors between ranks, ``gloo`` or ``nccl``. With ``messages``,
     which gloo alone has, weights are gathered, and gradients summed and scattered, by the functions
@@ -126,16 +130,34 @@ class Helpers:
                 at = text.find(f"\n{body}\n", at + 1)
         return dict(sorted(found.items()))
 
-    def text(self) -> str:
-        """The sources of all helpers that the program needs, in a fixed order, two lines apart."""
+    def own_text(self) -> str:
+        """The sources of the helpers of a role's own file, two lines apart."""
+        own = [_source(each) for each in self._needed() if each.__name__ in OF_TABLES]
+        return "\n\n\n".join([*own, *(function.text for function in self.outlined)])
+
+    def shared(self) -> tuple[Printed, ...]:
+        """The helpers that the program needs of the file beside it."""
+        return tuple(each for each in self._needed() if each.__name__ not in OF_TABLES)
+
+    def _needed(self) -> list[Printed]:
+        """All helpers that the program calls, and those that these call, in a fixed order."""
         needed, todo = set[Printed](), sorted(self.used)
         while todo:
             function = _find(todo.pop(), self.modules)
             if function is not None and function not in needed:
                 needed.add(function)
                 todo += _called(function)
-        printed = [_source(function) for function in sorted(needed, key=_position)]
-        return "\n\n\n".join([*printed, *(function.text for function in self.outlined)])
+        return in_order(needed)
+
+
+def in_order(functions: Iterable[Printed]) -> list[Printed]:
+    """Helpers without repeats, by module as in ORDER, and by line within a module."""
+    return sorted({*functions}, key=_position)
+
+
+def sources(functions: Iterable[Printed]) -> str:
+    """The sources of helpers as programs print them, two lines apart."""
+    return "\n\n\n".join(map(_source, functions))
 
 
 def names() -> set[str]:

@@ -17,6 +17,7 @@ from partc.plan.mesh import PP
 from partc.plan.wires import is_residual
 from partc.program import Program
 from partc.program.expected import Expected, seeded_weight
+from partc.program.helper_file import helpers_of
 from partc.program.role import COMPILES, Role, Shard
 from partc.verification.narrow_sums import sum_exactly
 from partc.verification.precision import convert, converted
@@ -92,7 +93,8 @@ class Run:
             return role
         name, text = self.program.role_of(rank), self.program.source(rank)
         place = self.program.mesh.coords(rank).get(PP, 0)
-        return Role.load(text.replace(f"\n{COMPILES}\n", "\n\n"), name, place)
+        eager = text.replace(f"\n{COMPILES}\n", "\n\n")
+        return Role.load(eager, name, place, helpers=helpers_of(self.program.sources))
 
     def _one(self, role: Role, rank: int, mode: AbstractContextManager[Any] | None) -> Outcome:
         step = self._built(role, rank)

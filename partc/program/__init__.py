@@ -30,6 +30,8 @@ from partc.program.choices import MOST_PROGRAMS, Pad, Partial, choices_of
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
 from partc.program.folders import CONSTANTS
+from partc.program.helper_file import NAME as HELPERS
+from partc.program.helper_file import helpers_of
 from partc.program.hooks import read_hooks, write_hooks
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
 from partc.program.not_a_stage import NotAStage
@@ -204,7 +206,7 @@ class Program(NotAStage):
         place, name = self.mesh.coords(rank).get(PP, 0), self.role_of(rank)
         text, printed = self.sources[name], self.fixed.sources if self.fixed else {}
         lines = self.lines.get(name, UserLines()).moved(printed.get(name, text), text)
-        return Role.load(text, name, place, lines, self.hooks)
+        return Role.load(text, name, place, lines, self.hooks, helpers_of(self.sources))
 
     @known_arguments
     def module(
@@ -358,8 +360,9 @@ def edited_files(path: str | Path) -> tuple[str, ...]:
 
 
 def _program(folder: Path, manifest: Manifest) -> Program:
-    roles = sorted({name for _, name in manifest.roles})
-    sources = {name: manifests.file_of(folder / name) for name in roles}
+    roles = {name for _, name in manifest.roles}
+    names = sorted(roles | ({HELPERS} & manifest.files.keys()))
+    sources = {name: manifests.file_of(folder / name) for name in names}
     return Program(
         plan=manifests.file_of(folder / PLAN), mesh=manifest.mesh, sources=sources,
         roles=manifest.roles, cost=SavedCost(manifest.cost["text"], manifest.cost["data"]),

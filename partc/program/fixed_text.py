@@ -33,6 +33,7 @@ from partc.program.fixed_words import (
     Names,
     reason_of,
 )
+from partc.program.helper_file import imported
 
 Json = Mapping[str, Any]
 LISTED = "Reduced"  # the class that finishes these sums
@@ -154,7 +155,7 @@ def parts_of(text: str) -> Iterator[Part]:
     """Every part of a text that has to stay, in order."""
     tree = ast.parse(text)
     names = Names.of(tree)
-    yield from _doubled(tree.body, ())
+    yield from _doubled(tree.body, (), imported(tree))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not _is_module(node):
             asking = next((p for p in _parts(node, (), names) if p.reason == DEVICE), None)
@@ -218,10 +219,12 @@ def statements(
                 yield from statements(each, here)
 
 
-def _doubled(body: list[ast.stmt], path: tuple[str, ...]) -> Iterator[Part]:
+def _doubled(
+    body: list[ast.stmt], path: tuple[str, ...], known: frozenset[str] = frozenset()
+) -> Iterator[Part]:
     """Functions and classes that take the name of an earlier one, or are made under a condition."""
     free = not path or path[-1].startswith("class ")
-    seen: set[str] = set()
+    seen = set(known)
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             if not free or node.name in seen:

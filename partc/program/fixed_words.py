@@ -10,6 +10,7 @@ import torch
 
 from partc.graph.draws import DRAWABLE
 from partc.plan.wires import HELPERS
+from partc.program.helper_file import imported, imports_helpers
 
 DEVICE = "the device, or the library that moves tensors"
 DRAWS = "which random numbers are drawn"
@@ -48,7 +49,7 @@ class Names:
     """Names of a text that decide on what a run cannot judge, where something is put under them.
 
     ``keyed``: attributes of which random numbers are drawn, ``self.dp_rank``. ``methods``,
-    ``functions``: names of what the text defines in classes and outside.
+    ``functions``: names of what the text defines in classes, and outside of them or in helpers.py.
     """
 
     keyed: frozenset[str] = frozenset()
@@ -60,7 +61,7 @@ class Names:
         defined = ast.FunctionDef | ast.ClassDef
         outside = frozenset(node.name for node in tree.body if isinstance(node, defined))
         every = frozenset(node.name for node in ast.walk(tree) if isinstance(node, defined))
-        return cls(_keyed(tree), every - outside, outside)
+        return cls(_keyed(tree), every - outside, outside | imported(tree))
 
 
 def _keyed(tree: ast.AST) -> frozenset[str]:
@@ -72,6 +73,8 @@ def _keyed(tree: ast.AST) -> frozenset[str]:
 
 def reason_of(node: ast.AST, names: Names) -> str:
     """What a statement or expression decides on, of the above; "" if it decides on none of them."""
+    if imports_helpers(node):  # a name of that file stands for its function alone
+        return ""
     found = {reason for each in _words(node) if (reason := _reason(each, names))}
     return next(
         (

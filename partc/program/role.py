@@ -6,6 +6,7 @@ nn.Module ``Step``. Loading executes the source, so a caller has to check the fi
 
 from __future__ import annotations
 
+import ast
 import marshal
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from partc.errors import LoadError
 from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, join_pieces, take_piece
+from partc.program import helper_file
+from partc.program.helper_file import without_import
 from partc.program.hooks import set_hooks
 from partc.program.step.step_failures import naming_calls
 from partc.program.user_lines import UserLines, show_lines
@@ -128,18 +131,22 @@ class Role:
     @classmethod
     def load(
         cls, source: str, file_name: str, pipeline_rank: int = 0, lines: UserLines | None = None,
-        hooks: str | None = None,
+        hooks: str | None = None, helpers: str = "",
     ) -> Role:  # fmt: skip
         """Execute a source as a module, whose lines tracebacks and debuggers can show.
 
         ``pipeline_rank``: whose tables to take where several pipeline ranks run the file.
         ``lines``: which of the user's calls they stand for. ``hooks``: the text of ``hooks.py``;
-        None: its functions change nothing. LoadError if the source is no rank program.
+        None: its functions change nothing. ``helpers``: the text of ``helpers.py``, from which the
+        source imports. LoadError if the source is no rank program.
         """
         lines = lines or UserLines()
         shown = show_lines(file_name, source, lines)
         module = ModuleType(file_name.removesuffix(".py"))
         try:
+            if helpers:
+                exec(marshal.loads(_compiled(helpers, _shown_helpers(helpers))), module.__dict__)
+            _check_imports(source, module)
             exec(marshal.loads(_compiled(source, shown)), module.__dict__)
             tables = {name: getattr(module, name) for name in TABLES}
             module.Step  # noqa: B018 - part of the contract
@@ -161,7 +168,7 @@ class Role:
             module=module,
             **read,
             compiles=f"\n{COMPILES}\n" in source,
-            is_half=re.search(r"\bfloat16\b", source) is not None,
+            is_half=re.search(r"\bfloat16\b", source + helpers) is not None,
             file=file_name,
             lines=lines,
         )
@@ -250,7 +257,19 @@ def _compiled(source: str, shown: str) -> bytes:
     """A text's code, compiled once under the name that is shown, as a text is loaded again and
     again; as bytes, since torch.compile counts what it compiled of each code object.
     """
-    return marshal.dumps(compile(source, shown, "exec"))
+    tree = without_import(ast.parse(source, shown))
+    return marshal.dumps(compile(tree, shown, "exec"))
+
+
+def _shown_helpers(text: str) -> str:
+    return show_lines(helper_file.NAME, text, UserLines())
+
+
+def _check_imports(source: str, module: ModuleType) -> None:
+    """ImportError for a function that a role imports and the file beside it has not got."""
+    lacking = sorted(helper_file.imported(ast.parse(source)) - vars(module).keys())
+    if lacking:
+        raise ImportError(f"it imports {lacking[0]}, which {helper_file.NAME} does not define")
 
 
 def _said(error: Exception, shown: str) -> str:
