@@ -24,13 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from partc.audit.changed_lines import Place
 from partc.graph.draws import takes_numbers
 from partc.program.expected import numbers
-from partc.program.user_lines import file_of
+from partc.program.user_lines import TEXT, file_of
 
 # An op, one of its arguments and the number there; of a comparison no argument, but all its numbers
 Bound = tuple[str, str, tuple[float, ...]]
 LITTLE = 1e-3  # by which a bound is changed, as a part of it
 SEEN = 1e-9  # the part of the largest number by which a result has to differ then
-TEXT = "<partc "  # with this begin the names of files that ranks run
 TRIED = (0.5, 0.1, 0.02, 4e-3, 1e-3, 1e-4, 2.0, 10.0, 100.0)  # where a bound is moved
 
 

@@ -19,6 +19,7 @@ from partc.dryrun.alone import alone
 from partc.dryrun.live_memory import LiveMemory
 from partc.errors import CheckError, PartcError, RunError
 from partc.program.role import Role
+from partc.program.user_lines import TEXT, file_of
 
 
 def record(role: Role, rank: int, library: str = "gloo") -> Record:
@@ -117,10 +118,10 @@ def fail(role: Role, rank: int, error: Exception) -> NoReturn:
         error = error.__cause__  # torch's, which the step has explained for its users
     if isinstance(error, PartcError):
         raise error
-    file = role.module.Step.__init__.__code__.co_filename
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{file_of(f.filename)}:{f.lineno}" for f in frames if f.filename.startswith(TEXT)]
     raise CheckError(
-        where=f"{_file(role)}:{lines[-1] if lines else 0}, rank {rank}",
+        where=f"{lines[-1] if lines else _file(role)}, rank {rank}",
         what=f"the text cannot be run: {type(error).__name__}",
         why=str(error).strip().partition("\n")[0],
         do="Undo the edit of this line, or of what it reads.",

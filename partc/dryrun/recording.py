@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from partc.dryrun.alone import LoneDist, LoneMesh, Transfer, in_place_of_dist
 from partc.program.role import Role
-from partc.program.user_lines import file_of
+from partc.program.user_lines import TEXT, file_of
 
 # whether torch counts the groups of some ranks too, in the names of later ones
 COUNTS_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
@@ -158,7 +158,7 @@ def group_name(ranks: Sequence[int], local: bool, made: int, held: int) -> str:
 def _place() -> str:
     """The file and line of the program that makes the call."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and not frame.f_code.co_filename.startswith("<partc "):
+    while frame.f_back is not None and not frame.f_code.co_filename.startswith(TEXT):
         frame = frame.f_back
     file = file_of(frame.f_code.co_filename)
     return f"{file}:{frame.f_lineno}"

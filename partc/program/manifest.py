@@ -24,6 +24,7 @@ from partc.program.basis import Basis
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
 from partc.program.folders import PROGRAM, if_checkpoints
+from partc.program.helper_file import NAME as HELPERS
 from partc.program.tensorfile import has_its_size
 from partc.program.user_lines import UserLines
 from partc.program.wanted import Wanted
@@ -151,7 +152,9 @@ class Manifest:
         _need(texts <= set(files), "a role has no file")
         lacking = sorted(NEEDED - set(files))
         _need(not lacking, f"it has no digest of {', '.join(lacking)}")
-        odd = sorted(name for name in set(files) - texts - NEEDED if name.endswith(".py"))
+        odd = sorted(
+            name for name in set(files) - texts - NEEDED - {HELPERS} if name.endswith(".py")
+        )
         _need(not odd, f"no rank runs {', '.join(odd)}")
         return cls(
             model=_text(fields["model"]),

@@ -143,9 +143,8 @@ class Role:
         lines = lines or UserLines()
         shown = show_lines(file_name, source, lines)
         module = ModuleType(file_name.removesuffix(".py"))
+        _run_helpers(helpers, module)
         try:
-            if helpers:
-                exec(marshal.loads(_compiled(helpers, _shown_helpers(helpers))), module.__dict__)
             _check_imports(source, module)
             exec(marshal.loads(_compiled(source, shown)), module.__dict__)
             tables = {name: getattr(module, name) for name in TABLES}
@@ -261,13 +260,25 @@ def _compiled(source: str, shown: str) -> bytes:
     return marshal.dumps(compile(tree, shown, "exec"))
 
 
-def _shown_helpers(text: str) -> str:
-    return show_lines(helper_file.NAME, text, UserLines())
+@lru_cache(maxsize=32)
+def _imports(source: str) -> frozenset[str]:
+    return helper_file.imported(ast.parse(source))
+
+
+def _run_helpers(text: str, module: ModuleType) -> None:
+    """Execute the functions that a role imports in its own module; LoadError if they fail."""
+    if not text:
+        return
+    shown = show_lines(helper_file.NAME, text, UserLines())
+    try:
+        exec(marshal.loads(_compiled(text, shown)), module.__dict__)
+    except Exception as error:  # as above
+        raise _malformed(helper_file.NAME, _said(error, shown)) from error
 
 
 def _check_imports(source: str, module: ModuleType) -> None:
     """ImportError for a function that a role imports and the file beside it has not got."""
-    lacking = sorted(helper_file.imported(ast.parse(source)) - vars(module).keys())
+    lacking = sorted(_imports(source) - vars(module).keys())
     if lacking:
         raise ImportError(f"it imports {lacking[0]}, which {helper_file.NAME} does not define")
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Origin = tuple[str, str]  # a module's path, ``blocks.*.mlp`` in any block, and a source line
 MOST_COMPARED = 40_000  # pairs of changed lines, of which the most similar are looked for
+TEXT = "<partc "  # with this begin the names of files that ranks run
 _LOADED: dict[str, str] = {}  # the text behind each name that tracebacks show
 
 
@@ -95,10 +96,10 @@ def show_lines(file_name: str, text: str, lines: UserLines) -> str:
 
     Two programs of one process may have files of the same name: a second text gets a number.
     """
-    shown, number = f"<partc {file_name}>", 1
+    shown, number = f"{TEXT}{file_name}>", 1
     while _LOADED.get(shown, text) != text:
         number += 1
-        shown = f"<partc {file_name} {number}>"
+        shown = f"{TEXT}{file_name} {number}>"
     if shown not in _LOADED or lines.of:
         linecache.cache[shown] = (len(text), None, lines.beside(text), shown)
     _LOADED[shown] = text
@@ -111,7 +112,7 @@ def file_of(shown: str) -> str:
     >>> file_of("<partc stage0.py 2>")
     'stage0.py'
     """
-    return shown.removeprefix("<partc ").removesuffix(">").partition(" ")[0]
+    return shown.removeprefix(TEXT).removesuffix(">").partition(" ")[0]
 
 
 def path_in_model(module: str, block: Any, role: Role, step: Any) -> str:

@@ -22,6 +22,7 @@ from partc.program import Program, load
 from tests.audit.mutants import Mutant, mutants
 from tests.example_program import example_program
 from tests.pipelines import toy, toy_program
+from tests.texts import roles_of
 
 MODEL = "tests.example_program:cli_target"
 
@@ -99,7 +100,7 @@ def test_every_gradient_is_followed_to_the_end(plan: str) -> None:
 def test_ranks_that_differ_in_the_order_of_transfers_are_refused() -> None:
     """One of two pipeline ranks takes another one for the source of the loss."""
     program = made("pipeline")
-    name = min(program.sources)
+    name = min(roles_of(program))
     text = program.sources[name].replace("group_src=1", "group_src=0")
     with pytest.raises(CheckError, match=r"starts broadcast .* where rank"):
         audit(replace(program, sources={**program.sources, name: text}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,14 +16,12 @@ from partc.errors import CheckError, PartcError
 from partc.program import Program
 from partc.program.fixed_text import FixedText
 from tests.audit.bounded import Bounded, loss_of, program
+from tests.texts import edited, one_role, with_role
 
 
 def changed(pattern: str, new: str) -> Program:
     """The program with the first match of a pattern replaced."""
-    ((name, text),) = program().sources.items()
-    fresh, num = re.subn(pattern, new, text, count=1)
-    assert num == 1, text
-    return replace(program(), sources={name: fresh})
+    return edited(program(), pattern, new)
 
 
 SILENT = [
@@ -109,9 +106,9 @@ def test_edits_of_forward_programs_are_compared_too() -> None:
     with torch.no_grad():
         batch = (torch.randn(8, 8),)
         made = partc.compile(Bounded().eval(), "dp=2", batch, loss=loss_of, plan="ddp")
-    ((name, text),) = made.sources.items()
+    _, text = one_role(made)
     wrong = text.replace("-30.0, 30.0)", "-30.0, 31.0)")
     with pytest.raises(CheckError, match="other numbers than the printed one"):
-        audit(replace(made, sources={name: wrong}))
+        audit(with_role(made, wrong))
     renamed = re.sub(r"\bclamp\b(?!\()", "limited", text)
-    assert "printed and edited text agree" in str(audit(replace(made, sources={name: renamed})))
+    assert "printed and edited text agree" in str(audit(with_role(made, renamed)))

@@ -22,6 +22,7 @@ from partc.program import Program, load
 from partc.program.tensorfile import write_tensors
 from tests.audit.test_audit import Noisy, edited, made
 from tests.example_program import example_program
+from tests.texts import roles_of
 
 
 @cache
@@ -117,7 +118,10 @@ def test_comments_docstrings_and_what_runs_can_judge_are_free(kind: str) -> None
 def test_runs_find_wrong_keys_changed_parameters_and_sends_that_meet(
     kind: str, old: str, new: str, said: str
 ) -> None:
-    sources = {name: text.replace(old, new) for name, text in program(kind).sources.items()}
+    sources = dict(program(kind).sources)
+    roles = roles_of(program(kind))
+    edited = roles if any(old in text for text in roles.values()) else sources
+    sources |= {name: text.replace(old, new) for name, text in edited.items()}
     assert sources != program(kind).sources
     with pytest.raises(PartcError, match=said):
         audit(replace(program(kind), sources=sources, fixed=None))

@@ -10,20 +10,39 @@ import torch
 from torch import Tensor, nn
 
 from partc.codegen.files.emit import emit as print_role
+from partc.codegen.files.role_file import helper_file
 from partc.graph import Graph
 from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import take_piece
+from partc.program import Program
+from partc.program.helper_file import helpers_of
 from partc.program.role import Role
 from partc.verification.threads import ThreadMesh, run_ranks
 
 Loss = Callable[..., Any]
 
 
-def emit(graph: Graph, **options: Any) -> str:
-    """The text of a role's file."""
-    return print_role(graph, **options).text
+class Emitted(str):
+    """The text of a role's file, and that of the helpers beside it."""
+
+    helpers: str = ""
+
+
+def emit(graph: Graph, **options: Any) -> Emitted:
+    """The text of a role's file, and of its helpers."""
+    printed = print_role(graph, **options)
+    text = Emitted(printed.text)
+    text.helpers = helpers_of(helper_file([printed]))
+    return text
+
+
+def emitted_of(program: Program) -> Emitted:
+    """The text of the first rank's file, and of its helpers."""
+    text = Emitted(program.source())
+    text.helpers = helpers_of(program.sources)
+    return text
 
 
 def traced(model: nn.Module, inputs: tuple[Tensor, ...], loss: Loss | None = None) -> Graph:
@@ -37,9 +56,11 @@ def planned(graph: Graph, mesh: str, preset: str) -> Graph:
     return partition(graph, Plan(preset=preset))[1]
 
 
-def loaded(source: str, model: nn.Module, constants: dict[str, Tensor], mesh: Any = None) -> Any:
+def loaded(
+    source: Emitted, model: nn.Module, constants: dict[str, Tensor], mesh: Any = None
+) -> Any:
     """The step module of a program, this rank's pieces of the model's weights in it."""
-    module = Role.load(source, "program.py").module
+    module = Role.load(source, "program.py", helpers=source.helpers).module
     step = module.Step(mesh)
     fill(
         module,
@@ -84,7 +105,7 @@ def worst_gradient(
 
 def check_single(
     model: nn.Module, inputs: tuple[Tensor, ...], loss: Loss | None, tolerance: float
-) -> str:
+) -> Emitted:
     """Compare loss and every gradient of the one-rank program with eager; the program's text."""
     graph = traced(model, inputs, loss)
     source = emit(graph, header="one rank")
@@ -105,7 +126,7 @@ def check_ranks(
     mesh: str,
     preset: str,
     tolerance: float,
-) -> str:
+) -> Emitted:
     """Compare loss and all pieces of all gradients on all ranks with eager; the text."""
     graph = planned(traced(model, inputs, loss), mesh, preset)
     source = emit(graph, header=f"{preset} on {mesh}", prefetch=2)

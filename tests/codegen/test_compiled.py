@@ -15,7 +15,7 @@ from partc.codegen.safety import check_source
 from partc.errors import CheckError, PlanError, RunError
 from partc.program import Program
 from partc.verification.verification import verify
-from tests.codegen.emitted import loaded
+from tests.codegen.emitted import emitted_of, loaded
 from tests.codegen.mlps import toy
 from tests.patience import patience
 from tests.zoo import MODELS
@@ -126,7 +126,7 @@ def test_masks_are_drawn_in_the_same_order(graphs: list[fx.GraphModule]) -> None
     losses = []
     for compiler in ("none", "inductor"):
         program = partc.compile(model, {}, inputs, plan="ddp", compile=compiler)
-        _, step = loaded(program.source(), model, dict(program.constants))
+        _, step = loaded(emitted_of(program), model, dict(program.constants))
         step.seed(3)
         losses.append(step.step(*inputs))
     assert graphs

@@ -227,7 +227,7 @@ def test_hostile_names_stay_names() -> None:
     Named.__name__ = Named.__qualname__ = 'N"""\nimport os'
     torch.manual_seed(0)
     source = check_single(Named().double(), (torch.randn(3, 4, dtype=torch.float64),), None, 1e-12)
-    role = Role.load(source, "hostile.py")
+    role = Role.load(source, "hostile.py", helpers=source.helpers)
     assert {shard.name for shard in role.params} >= {f"m {name}.weight" for name in HOSTILE}
 
 

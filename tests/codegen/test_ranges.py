@@ -19,6 +19,7 @@ from partc.machines.what_if import Change
 from partc.program import Program
 from partc.reports.simulate_saved import simulate_saved
 from partc.verification.threads import ThreadMesh, run_ranks
+from tests.texts import roles_of
 
 X = torch.randn(8, 6)
 
@@ -113,7 +114,7 @@ def test_a_step_has_the_names_of_its_prediction(inner: tuple[int, ...]) -> None:
 def test_a_pipeline_has_the_names_of_its_actions() -> None:
     """Ranks that share a file have numbers of their own in the names."""
     program = compiled("pp=4", "ddp", (12,) * 8, microbatches=8)
-    assert len(program.sources) < 4
+    assert len(roles_of(program)) < 4
     for names, boxes in zip(entered(program), predicted(program), strict=True):
         for kind in ("F", "B", "collective"):
             mine = {n: c for n, c in names.items() if n.startswith(f"partc::{kind}::")}

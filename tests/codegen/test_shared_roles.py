@@ -29,6 +29,7 @@ from partc.verification.verification import verify
 from tests.patience import patience
 from tests.pipelines import TOLERANCE, Block, Toy, compiled, new_toy, stages_of_toy, toy
 from tests.printed_turns import done_by
+from tests.texts import roles_of
 from tests.zoo import Case
 
 Change = Callable[[Toy], None]
@@ -62,7 +63,7 @@ def test_middle_ranks_share_a_file_and_compute_the_model(
     schedule: str, mesh: str, preset: str
 ) -> None:
     made = program(schedule, mesh, preset)
-    assert sorted(made.sources) == ["pipeline0.py", "pipeline1_to_2.py", "pipeline3.py"]
+    assert sorted(roles_of(made)) == ["pipeline0.py", "pipeline1_to_2.py", "pipeline3.py"]
     case = toy(layers_of(schedule))
     verify(made, case.model, case.inputs, case.loss).check(TOLERANCE)
 
@@ -98,7 +99,7 @@ def test_a_stage_of_one_layer_names_it_by_rank() -> None:
     """Its layer is no element of a list in the program, so its parameters' names say which."""
     case = toy(4)
     made = compiled(case, "pp=4", Plan(preset="ddp", stages=stages_of_toy(4, 4)), "1f1b", 8)
-    assert len(made.sources) == 3
+    assert len(roles_of(made)) == 3
     assert 'f"blocks.{n}.w1.weight"' in made.source(1)
     assert "# blocks.n\n" in made.source(2)
     verify(made, case.model, case.inputs, case.loss).check(TOLERANCE)
@@ -144,7 +145,7 @@ def test_ranks_that_differ_in_more_than_numbers_have_files_of_their_own(change: 
     assert isinstance(case.model, Toy)
     change(case.model)
     made = of_case(replace(case, model=case.model.double()), "1f1b")
-    assert sorted(made.sources) == [f"pipeline{rank}.py" for rank in range(4)]
+    assert sorted(roles_of(made)) == [f"pipeline{rank}.py" for rank in range(4)]
     verify(made, case.model, case.inputs, case.loss).check(TOLERANCE)
 
 

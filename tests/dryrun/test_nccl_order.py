@@ -30,6 +30,7 @@ from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.role import Role
 from tests.pipelines import TRAINING, toy_program
+from tests.texts import edited
 
 STARTS = 100
 LAYOUTS = {  # preset, and microbatches
@@ -74,9 +75,8 @@ def spoilt(made: Program, old: str, new: str) -> dict[int, Role]:
     """The first rank of every stage, with something else in the text of pipeline rank 0."""
     ranks = {rank: made.mesh.first_rank(rank) for rank in range(made.mesh.pipeline_ranks)}
     roles = {rank: made.role(rank) for rank in ranks.values()}
-    text = made.source(0)
-    assert old in text
-    return roles | {0: Role.load(text.replace(old, new), "pipeline0.py")}
+    spoiled = edited(made, re.escape(old), new.replace("\\", r"\\"))
+    return roles | {0: spoiled.role(0)}
 
 
 @pytest.mark.parametrize(

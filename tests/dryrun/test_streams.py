@@ -9,6 +9,7 @@ from partc.dryrun.run import dry_run
 from partc.errors import CheckError
 from partc.program.role import Role
 from tests.dryrun.hand_program import SOURCE
+from tests.texts import load_role
 from tests.zoo import MODELS
 
 STEP = """\
@@ -61,10 +62,8 @@ def test_what_races(body: str, message: str) -> None:
 def test_no_wait_of_a_program_is_too_many() -> None:
     """Each line of a step that waits for a transfer is needed."""
     case = MODELS["llama"]()
-    source = compile(
-        case.model, "dp=2,tp=2", case.inputs, loss=case.loss, plan="fsdp+megatron"
-    ).source(0)
-    lines = source.splitlines(keepends=True)
+    program = compile(case.model, "dp=2,tp=2", case.inputs, loss=case.loss, plan="fsdp+megatron")
+    lines = program.source(0).splitlines(keepends=True)
     waits = [
         i for i, line in enumerate(lines) if line.partition("  #")[0].rstrip().endswith(".wait()")
     ]
@@ -73,4 +72,4 @@ def test_no_wait_of_a_program_is_too_many() -> None:
         indent = lines[i][: len(lines[i]) - len(lines[i].lstrip())]
         without = "".join([*lines[:i], f"{indent}pass\n", *lines[i + 1 :]])
         with pytest.raises(CheckError, match=r"under way|nobody waits"):
-            dry_run(Role.load(without, f"without_{i}.py"))
+            dry_run(load_role(program, without, f"without_{i}.py"))

@@ -17,6 +17,7 @@ import partc
 from partc.errors import RunError
 from partc.program import Program, load_edited
 from partc.program.user_lines import UserLines
+from tests.texts import one_role, roles_of
 
 HERE = Path(__file__).name
 
@@ -93,7 +94,7 @@ def test_the_number_is_that_of_the_block_that_failed() -> None:
 def test_lines_follow_an_edit(tmp_path: Path) -> None:
     program = compiled()
     program.save(tmp_path)
-    (name,) = program.sources
+    name, _ = one_role(program)
     old = "        y = x + down"
     text = program.sources[name].replace(old, f"        # mine\n        {old.strip()}[:, :3]")
     (tmp_path / name).write_text(text)
@@ -114,7 +115,7 @@ def test_equal_names_show_their_own_text() -> None:
 def test_every_statement_of_a_pipeline_rank_has_its_call() -> None:
     """What computes has a call; the block's number comes from the rank's own tables."""
     program = compiled("pp=2", microbatches=2)
-    for name, text in program.sources.items():
+    for name, text in roles_of(program).items():
         found = program.lines[name].of
         for number, line in enumerate(text.splitlines(), 1):
             if "F.linear(" in line and "=" in line:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import partc
 from partc.codegen.files.roll_schedule import parted, turn_lines, whole_backwards
-from partc.codegen.helpers.needed import Helpers
+from partc.codegen.helpers.needed import Helpers, sources
 from partc.errors import PlanError
 from partc.graph import value
 from partc.graph.graph_parse import parse_graph
@@ -229,7 +229,7 @@ def test_tied_gradients_do_not_wait_for_each_other(
 
     def run(rank: int, dist: ThreadDist) -> list[float]:
         printed: dict[str, Any] = {"torch": torch, "dist": dist, "nn": nn, "Tensor": Tensor}
-        exec(helpers.text(), printed)
+        exec(sources(helpers.shared()), printed)
         param = nn.Parameter(torch.zeros(2))
         param.grad = torch.full((2,), 10.0**rank)
         printed["sum_tied"](param, None, order, Group((0, 1, 2), "pp", rank))
