@@ -64,8 +64,9 @@ def _is_idle(mutant: Mutant) -> bool:
 
 
 def edited(program: Program, old: str, new: str) -> Program:
-    """A program with the first ``old`` of a file replaced."""
-    name, text = next((n, t) for n, t in sorted(program.sources.items()) if old in t)
+    """A program with the first ``old`` of a file replaced, of a role's if one has it."""
+    files = [*sorted(roles_of(program).items()), *program.sources.items()]
+    name, text = next((n, t) for n, t in files if old in t)
     return replace(program, sources={**program.sources, name: text.replace(old, new, 1)})
 
 

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from .helpers import (
+    Gathered, Reduced, cross_entropy_grad, gather_weights, scatter_grads, weight_grad,
+)
+
 MESH = {"dp": 2}
 DTYPES = {"float64": torch.float64}
 BLOCK_SHARDS = {  # of one of blocks.0 .. 3
@@ -45,59 +49,6 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     for axis, dim, _ in cuts:
         shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
     return torch.empty(shape, dtype=DTYPES[dtype])
-
-
-class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
-    def finish(self) -> None:
-        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
-        while self:
-            self[0][1].wait()
-            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
-                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-                param.grad = grad if param.grad is None else param.grad.add_(grad)
-
-
-class Gathered(list[tuple[list[Tensor], dist.Work]]):
-    def take(self) -> list[Tensor]:
-        """Wait for weights that ranks are gathering in pieces, and hand them over whole."""
-        whole = []
-        while self:
-            pieces, done = self.pop(0)
-            done.wait()
-            whole += [x.flatten(0, 1) for x in pieces]
-        return whole
-
-
-def gather_weights(shards: list[Tensor], num: int, group: dist.ProcessGroup) -> Gathered:
-    """Start one transfer of all ranks' pieces of weights."""
-    mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
-    flat = mine.new_empty(num * mine.numel())
-    done = dist.all_gather_single(flat, mine, group=group, async_op=True)
-    parts = zip(flat.view(num, -1).split([x.numel() for x in shards], 1), shards, strict=True)
-    return Gathered([([part.view(num, *x.shape) for part, x in parts], done)])
-
-
-def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
-                  group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients in one transfer, of which this rank keeps its pieces."""
-    pieces = [x.reshape(num, -1) for x in grads.values()]
-    sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
-    arrived = torch.empty_like(sent)  # gloo's reduce_scatter sends twice as much
-    done = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
-    parts = zip(grads.items(), arrived.split([x.shape[1] for x in pieces], 1), strict=True)
-    return {p: part.unflatten(1, (len(x) // num, *x.shape[1:])) for (p, x), part in parts}, done
-
-
-def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
-    """Gradient of the weight in `y = x @ weight.T`."""
-    return d_y.flatten(0, -2).T @ x.flatten(0, -2)
-
-
-def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
-                       ignored: int) -> Tensor:
-    """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
-    scale, place = torch.where(target == ignored, 0, d_loss)[:, None], place[:, None]
-    return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
 @torch.compile

@@ -5,6 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .helpers import add_grad, add_weight_grad, log_softmax_over
+
 MESH = {}
 DTYPES = {"float64": torch.float64}
 BLOCK_SHARDS = {  # of one of blocks.0 .. 1
@@ -34,27 +36,6 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     for axis, dim, _ in cuts:
         shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
     return torch.empty(shape, dtype=DTYPES[dtype])
-
-
-def add_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Add to a parameter's gradient, as autograd does."""
-    param.grad = grad if param.grad is None else param.grad.add_(grad)
-
-
-def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
-    """Add the gradient of the weight in `y = x @ weight.T`."""
-    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
-    if weight.grad is None:
-        weight.grad = d_y.T @ x
-    else:
-        weight.grad.addmm_(d_y.T, x)
-
-
-def log_softmax_over(x: Tensor) -> Tensor:
-    """Log-probabilities by the last dim, written over their logits a few rows at a time."""
-    for rows in x.chunk(16):
-        rows.copy_(rows.log_softmax(-1))
-    return x
 
 
 class Block(nn.Module):

@@ -7,6 +7,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from .helpers import (
+    Reduced, cross_entropy_grad, masked_embedding, room, weight_grad, window, write_weight_grad,
+)
+
 MESH = {"dp": 2, "tp": 2}
 DTYPES = {"float64": torch.float64}
 BLOCK_SHARDS = {  # of one of blocks.0 .. 1
@@ -36,51 +40,6 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     for axis, dim, _ in cuts:
         shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
     return torch.empty(shape, dtype=DTYPES[dtype])
-
-
-def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-    """Memory for gradients that leave in one transfer, and the part of it that each has."""
-    sizes = [p.numel() for p in params]
-    flat = params[0].new_empty(sum(sizes))
-    return flat, {p: x.view(p.shape) for p, x in zip(params, flat.split(sizes), strict=True)}
-
-
-class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
-    def finish(self) -> None:
-        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
-        while self:
-            self[0][1].wait()
-            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
-                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-                param.grad = grad if param.grad is None else param.grad.add_(grad)
-
-
-def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
-    """Gradient of the weight in `y = x @ weight.T`."""
-    return d_y.flatten(0, -2).T @ x.flatten(0, -2)
-
-
-def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
-    """Write the gradient of the weight in `y = x @ weight.T`."""
-    torch.mm(d_y.flatten(0, -2).T, x.flatten(0, -2), out=out)
-
-
-def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
-                       ignored: int) -> Tensor:
-    """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
-    scale, place = torch.where(target == ignored, 0, d_loss)[:, None], place[:, None]
-    return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
-
-
-def window(ids: Tensor, index: int, rows: int, outside: int = -1) -> Tensor:
-    """Indices counted from rank `index`'s first row of `rows`; others become `outside`."""
-    local = ids - index * rows
-    return torch.where((local >= 0) & (local < rows), local, outside)
-
-
-def masked_embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """Rows of a table, 0 where the index is negative: `f32[V,D], i64[8,64] -> f32[8,64,D]`."""
-    return weight[ids.clamp(min=0)].masked_fill((ids < 0).unsqueeze(-1), 0)
 
 
 class Block(nn.Module):
