@@ -31,6 +31,13 @@ def edited(program: Program, pattern: str, new: str) -> Program:
     raise AssertionError(f"no file has {pattern}")
 
 
+def everywhere(program: Program, old: str, new: str) -> Program:
+    """The program with some words replaced in all of its files."""
+    texts = {name: text.replace(old, new) for name, text in program.sources.items()}
+    assert texts != program.sources, f"no file has {old}"
+    return replace(program, sources=texts)
+
+
 def with_role(program: Program, text: str, name: str = "") -> Program:
     """The program with another text of a role; without a name of the one that all ranks run."""
     return replace(program, sources={**program.sources, name or one_role(program)[0]: text})

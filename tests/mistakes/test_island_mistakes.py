@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from partc.plan import Plan
 from partc.program import Program
 from partc.verification.verification import verify
 from partc.wrappers.said import check_said
+from tests.texts import everywhere, one_role, with_role
 
 PLAN = 'preset = "ddp"\nallow = ["local_steps"]\n[local_steps]\nperiod = 4\n'
 STALE = 'preset = "ddp"\nallow = ["stale"]\n[stale]\nsteps = 1\ncompensation = 0.5\n'
@@ -109,18 +109,11 @@ def test_a_plan_with_islands_replays() -> None:
 
 
 # edits --------------------------------------------------------------------------------------------
-def island(program: Program) -> tuple[str, str, list[str]]:
+def island(program: Program) -> tuple[str, list[str]]:
     """The file's text up to its last class, and the lines of that."""
-    [(name, text)] = program.sources.items()
+    _, text = one_role(program)
     begin = text.index("class NetStepIsland")
-    return name, text[:begin], text[begin:].splitlines()
-
-
-def edited(program: Program, old: str, new: str) -> Program:
-    """The program with one edit in its text."""
-    [(name, text)] = program.sources.items()
-    assert old in text
-    return replace(program, sources={name: text.replace(old, new)})
+    return text[:begin], text[begin:].splitlines()
 
 
 def without_one(lines: list[str]) -> Iterator[tuple[str, str]]:
@@ -136,11 +129,11 @@ def without_one(lines: list[str]) -> Iterator[tuple[str, str]]:
 def test_check_refuses_every_edit_of_how_islands_meet() -> None:
     program = compiled("island=2", OUTER)
     audit(program)
-    name, before, lines = island(program)
+    before, lines = island(program)
     edits = [*without_one(lines)]
     assert len(edits) > 20
     for _, text in edits:
-        edited = replace(program, sources={name: f"{before}{text}\n"})
+        edited = with_role(program, f"{before}{text}\n")
         with pytest.raises(PartcError):
             audit(edited)
     for old, new in (
@@ -149,7 +142,7 @@ def test_check_refuses_every_edit_of_how_islands_meet() -> None:
     ):  # fmt: skip
         text = "\n".join([before.rstrip("\n"), "", "", *lines]).replace(old, new)
         assert text != "\n".join([before.rstrip("\n"), "", "", *lines])
-        edited = replace(program, sources={name: text + "\n"})
+        edited = with_role(program, text + "\n")
         with pytest.raises(PartcError):
             audit(edited)
 
@@ -174,7 +167,7 @@ def test_check_refuses_every_edit_of_how_islands_meet() -> None:
 )
 def test_verify_refuses_islands_that_meet_otherwise(old: str, new: str) -> None:
     program = compiled("island=2", OUTER)
-    changed = edited(program, old, new)
+    changed = everywhere(program, old, new)
     report = verify(changed, model(), (X,), loss=loss)
     with pytest.raises(CheckError, match="island"):
         report.check()
@@ -202,7 +195,7 @@ GOSSIP = PLAN + 'start_step = 2\nfragments = 2\npartners = "pairs"\n'
 )
 def test_verify_refuses_gossip_that_mixes_otherwise(old: str, new: str) -> None:
     program = compiled("island=4", GOSSIP)
-    changed = edited(program, old, new)
+    changed = everywhere(program, old, new)
     with pytest.raises(PartcError, match="island"):  # ranks may also wait for each other
         verify(changed, model(), (X,), loss=loss).check()
 
@@ -227,7 +220,7 @@ OVERLAPPED = OUTER.replace("period = 4", "period = 8") + "overlap = 2\nmix = 0.2
 )
 def test_verify_refuses_islands_that_go_on_otherwise(old: str, new: str) -> None:
     program = compiled("island=4", OVERLAPPED)
-    changed = edited(program, old, new)
+    changed = everywhere(program, old, new)
     with pytest.raises(PartcError):  # of islands, or of sums that nobody waits for
         verify(changed, model(), (X,), loss=loss).check()
 
@@ -236,10 +229,10 @@ def test_verify_refuses_islands_that_go_on_otherwise(old: str, new: str) -> None
 def test_check_refuses_edits_of_other_meetings(plan: str) -> None:
     program = compiled("island=4", plan)
     audit(program)
-    name, before, lines = island(program)
+    before, lines = island(program)
     for _, text in without_one(lines):
         with pytest.raises(PartcError):
-            audit(replace(program, sources={name: f"{before}{text}\n"}))
+            audit(with_role(program, f"{before}{text}\n"))
 
 
 @pytest.mark.parametrize("partners", ["ring", "pairs"])
@@ -279,10 +272,9 @@ class NetStepIsland"""
 def test_verify_refuses_outer_gradients_that_are_rounded_otherwise(old: str, new: str) -> None:
     program = compiled("island=2", WIRE)
     assert verify(program, model(), (X,), loss=loss).check()
-    [(name, text)] = program.sources.items()
-    assert old in text
-    text = text.replace(old, new).replace("class NetStepIsland", EXACT)
-    report = verify(replace(program, sources={name: text}), model(), (X,), loss=loss)
+    changed = everywhere(program, old, new)
+    text = one_role(changed)[1].replace("class NetStepIsland", EXACT)
+    report = verify(with_role(changed, text), model(), (X,), loss=loss)
     with pytest.raises(CheckError, match="island"):
         report.check()
 
@@ -290,11 +282,11 @@ def test_verify_refuses_outer_gradients_that_are_rounded_otherwise(old: str, new
 def test_verify_lets_each_meeting_begin_with_the_same_numbers() -> None:
     """What is a little off is off by no more in the next: a number at an edge is rounded alike."""
     program = compiled("island=2", WIRE)
-    [(name, text)] = program.sources.items()
+    _, text = one_role(program)
     last, off = "            params[name].copy_(outer)", 2**-36
     assert last in text
     edited = text.replace(last, f"            outer.mul_(1 + {off})\n{last}")
-    report = verify(replace(program, sources={name: edited}), model(), (X,), loss=loss)
+    report = verify(with_role(program, edited), model(), (X,), loss=loss)
     worst = max(row.error for row in report.rows if row.kind == "meeting of islands")
     assert off / 2 < worst < 1.5 * off
 

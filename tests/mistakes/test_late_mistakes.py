@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from partc.api import compile
@@ -19,6 +17,7 @@ from tests.mistakes.test_island_mistakes import (
     model,
     without_one,
 )
+from tests.texts import everywhere, with_role
 
 PLAN = 'preset = "ddp"\nallow = ["stale"]\n[stale]\nsteps = 1\n'
 MORE = PLAN.replace("steps = 1", "steps = 2\ncompensation = 0.5\nstart_step = 2")
@@ -60,11 +59,11 @@ def test_a_plan_with_late_gradients_replays() -> None:
 def test_check_refuses_every_edit_of_how_gradients_are_late() -> None:
     program = compiled("island=2", MORE)
     audit(program)
-    name, before, lines = island(program)
+    before, lines = island(program)
     edits = [*without_one(lines)]
     assert len(edits) > 20
     for _, text in edits:
-        edited = replace(program, sources={name: f"{before}{text}\n"})
+        edited = with_role(program, f"{before}{text}\n")
         with pytest.raises(PartcError):
             audit(edited)
 
@@ -92,9 +91,7 @@ def test_check_refuses_every_edit_of_how_gradients_are_late() -> None:
 )  # fmt: skip
 def test_verify_refuses_gradients_that_are_otherwise_late(old: str, new: str) -> None:
     program = compiled("island=2", MORE)
-    [(name, text)] = program.sources.items()
-    assert old in text
-    changed = replace(program, sources={name: text.replace(old, new)})
+    changed = everywhere(program, old, new)
     report = verify(changed, model(), (X,), loss=loss)
     with pytest.raises(CheckError, match="late gradient"):
         report.check()

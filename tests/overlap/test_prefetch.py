@@ -10,6 +10,7 @@ from partc.plan import Plan
 from partc.program import Program
 from partc.verification.verification import verify
 from tests.overlap.words import IDS, Block, model, step
+from tests.texts import one_role
 
 FSDP = Plan(preset="fsdp")
 
@@ -33,7 +34,7 @@ def test_two_blocks_are_gathered_where_the_step_is_faster() -> None:
     chosen = compiled(FSDP)
     assert Plan.parse(chosen.plan).prefetch == 2
     assert chosen.sources == two.sources
-    (text,) = two.sources.values()
+    _, text = one_role(two)
     first, second = (text.index(f"self.blocks[-{n}].regather()") for n in (1, 2))
     assert first < second < text.index("# head")
     verify(two, model(), (IDS,), lambda m, x: m(x)).check()

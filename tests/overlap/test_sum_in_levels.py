@@ -9,6 +9,7 @@ from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.verification.verification import verify
 from tests.pairs import FAST, SLOW, in_pairs
+from tests.texts import roles_of
 from tests.zoo import FAMILIES, MODELS, Case
 
 
@@ -67,5 +68,5 @@ def test_what_microbatches_add_up(axes: str) -> None:
     case = FAMILIES["gpt2"].case("gpt2", batch=8)
     mesh = in_pairs(axes, FAST, SLOW)
     program = compile(case.model, mesh, case.inputs, loss=case.loss, plan="ddp", microbatches=2)
-    assert all("gather_grads(grads, 2, self.dp_shard)" in s for s in program.sources.values())
+    assert all("gather_grads(grads, 2, self.dp_shard)" in s for s in roles_of(program).values())
     verify(program, case.model, case.inputs, loss=case.loss).check()

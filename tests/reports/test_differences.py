@@ -12,6 +12,7 @@ import partc
 from partc.errors import LoadError
 from partc.program import Program
 from partc.reports.differences import differences
+from tests.texts import with_role
 
 X = torch.randn(8, 6)
 
@@ -68,7 +69,7 @@ def test_transfers_are_those_of_the_cost(fsdp: Program) -> None:
 
 def test_an_edit_is_told_by_its_function(fsdp: Program) -> None:
     text = fsdp.sources["stage0.py"].replace("torch.tanh(", "torch.sin(", 1)
-    found = differences(fsdp, replace(fsdp, sources={"stage0.py": text}), ("a", "b"))
+    found = differences(fsdp, with_role(fsdp, text), ("a", "b"))
     assert [str(row) for row in found.rows] == [
         "stage0.py, SequentialStep.step: 1 line gone, 1 new"
     ]

@@ -25,6 +25,7 @@ from partc.plan.wires import WIRES, is_residual
 from partc.program import Program
 from partc.verification.defined_sums import Site
 from partc.verification.verification import verify
+from tests.texts import everywhere
 from tests.zoo import MODELS, Case
 
 PLAN = 'preset = "ddp"\nallow = ["compress"]\n[compress]\nleast_mb = 0.0001\nwire = '
@@ -137,9 +138,9 @@ def test_pieces_over_tp_are_summed_apart(wire: str, preset: str) -> None:
     cuts = {shard.cuts for shard in program.role(0).buffers if is_residual(shard.name)}
     assert len(cuts) > 1
     assert "reduced.finish(self.tp)" in program.source()
-    text = program.source().replace("reduced.finish(self.tp)", "reduced.finish()")
+    edited = everywhere(program, "reduced.finish(self.tp)", "reduced.finish()")
     with pytest.raises((CheckError, RuntimeError)):
-        verified(replace(program, sources=dict.fromkeys(program.sources, text)), case)
+        verified(edited, case)
 
 
 @pytest.mark.parametrize("preset", ["hsdp", "zero1", "zero2"])
@@ -155,10 +156,9 @@ def test_sums_between_machines_are_compressed_alone(preset: str, wire: str) -> N
     sent = [each for each in program.cost.as_json()["traffic"] if " in " in each["kind"]]
     assert {each["axis"] for each in sent} == {"dp_replicate"}
     if WIRES[wire].needs_rest or wire == "int8":
-        text = program.source().replace("reduced.finish(self.dp_shard)", "reduced.finish()")
-        assert text != program.source()
+        edited = everywhere(program, "reduced.finish(self.dp_shard)", "reduced.finish()")
         with pytest.raises((CheckError, RuntimeError)):
-            verified(replace(program, sources=dict.fromkeys(program.sources, text)), case)
+            verified(edited, case)
 
 
 @cache
@@ -245,9 +245,7 @@ IN_STAGES = {  # in the texts of a pipeline's programs -> what is wrong then
 def test_mistakes_in_stages_are_found(mistake: str) -> None:
     old, new = IN_STAGES[mistake]
     program = staged('"int8-stochastic"\nblock = 8', "pp=2,dp=2")
-    texts = {name: text.replace(old, new) for name, text in program.sources.items()}
-    assert texts != program.sources
-    edited = replace(program, sources=texts)
+    edited = everywhere(program, old, new)
     with pytest.raises((CheckError, RuntimeError)):
         verified(edited, tower())
     with pytest.raises(CheckError):
@@ -307,9 +305,8 @@ OF_OTHERS = {  # scheme -> in the text -> what is wrong then
 }  # fmt: skip
 
 
-def wrong(program: Program, text: str) -> None:
-    """Both verify and the check of the text refuse it."""
-    edited = replace(program, sources=dict.fromkeys(program.sources, text))
+def wrong(program: Program, edited: Program) -> None:
+    """Both verify and the check of the text refuse an edit."""
     with pytest.raises((CheckError, RuntimeError)):
         verified(edited)
     with pytest.raises(CheckError):
@@ -322,23 +319,19 @@ def test_mistakes_of_other_schemes_are_found(wire: str) -> None:
     start = "start_step = 2" if wire == "random-k" else ""
     program = compiled(f'{PLAN}"{wire}"\n{own}\n{start}')
     for old, new in OF_OTHERS[wire].items():
-        assert old.strip() in program.source(), old
-        wrong(program, program.source().replace(old.strip(), new.strip()))
+        wrong(program, everywhere(program, old.strip(), new.strip()))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify; and by the check of the text, which knows the printed one."""
     old, new = MISTAKES[mistake]
-    text = compiled().source()
-    assert old in text
-    text = text.replace(old, new)
+    edited = everywhere(compiled(), old, new)
     if new is OWN:
-        text = text.replace(
-            "sent = self.rounded(self",
-            "self.own = self.rounded_sum()\n        sent = self.rounded(self",
-        ).replace("    def wait(self) -> bool:", KEEPS)
-    wrong(compiled(), text)
+        rounded = "sent = self.rounded(self"
+        edited = everywhere(edited, rounded, f"self.own = self.rounded_sum()\n        {rounded}")
+        edited = everywhere(edited, "    def wait(self) -> bool:", KEEPS)
+    wrong(compiled(), edited)
 
 
 KEEPS = """    def rounded_sum(self) -> Tensor:

@@ -41,6 +41,7 @@ from tests.pipelines import (
     zoo_error,
 )
 from tests.printed_turns import done_by
+from tests.texts import roles_of
 from tests.zoo import FAMILIES, Case
 
 LAYOUTS = {"data": ("dp=2", "ddp"), "sequence": ("dp=2,tp=2", "fsdp+megatron-sp")}
@@ -308,7 +309,7 @@ def test_replicas_add_up_once_per_step(mesh: str) -> None:
     plan = Plan(preset="hsdp", stages=("1",) if "pp" in mesh else ())
     program = compiled(case, mesh, plan, "1f1b", 3)
     verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
-    for source in program.sources.values():
+    for source in roles_of(program).values():
         turns, _, ends = source.rpartition("def finish(self)")
         assert "group=self.dp_shard" in turns or "self.dp_shard)" in turns
         assert "sum_grads(self.partials.take(bucket), self.dp_replicate)" in ends

@@ -19,6 +19,7 @@ from partc.errors import CheckError, PlanError, RunError
 from partc.graph import Graph, collectives, first_operand, set_fake
 from partc.plan import Plan
 from partc.program import Program
+from partc.program.helper_file import NAME as HELPERS
 from partc.verification.verification import verify
 from tests.patience import patience
 from tests.pipelines import BATCH, HIDDEN, Block, Cut, compiled
@@ -166,10 +167,11 @@ def program() -> Program:
 
 def found_in_programs(rank: int, edit: Edit) -> str:
     """What finds a mistake: the ranks in ``threads``, or ``numbers``, or nothing."""
-    role = f"pipeline{rank}.py"
-    text = edit(program().sources[role])
-    assert text != program().sources[role], "the mistake was made nowhere"
-    spoiled = replace(program(), sources={**program().sources, role: text})
+    before = program().sources
+    fresh = {name: edit(before[name]) for name in (f"pipeline{rank}.py", HELPERS)}
+    file = next((name for name, text in fresh.items() if text != before[name]), None)
+    assert file is not None, "the mistake was made nowhere"
+    spoiled = replace(program(), sources={**before, file: fresh[file]})
     given = case()
     try:
         report = verify(spoiled, given.model, given.inputs, given.loss, timeout=patience())

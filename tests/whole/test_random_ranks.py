@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from partc.verification.processes import Processes
 from partc.verification.threads import ThreadMesh, run_ranks
 from partc.verification.verification import verify
 from tests.patience import patience
+from tests.texts import with_role
 from tests.whole.test_random import WIDTH, batch, keys, loss_of
 
 
@@ -126,7 +126,7 @@ def test_a_wrong_place_is_caught() -> None:
     text, place = program.source(), 'self.rng("1.bernoulli", self.dp_rank)'
     assert text.count(place) == 1
     text = text.replace(place, place.replace("self.dp_rank", "0"))
-    wrong = replace(program, sources={"stage0.py": text})
+    wrong = with_role(program, text)
     with pytest.raises(CheckError, match=r"0\.weight"):
         verify(wrong, model, (x, y), loss_of).check()
 

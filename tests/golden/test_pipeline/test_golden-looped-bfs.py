@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from .helpers import Inbox, Links, Nothing, Outbox, add_grad, add_weight_grad
+
 MESH = {"pp": 2}
 STAGE0_SHARDS = {"embed_weight": ("embed.weight", (14, 12), "float64", ())}  # of stage 0
 STAGE2_SHARDS = {  # of stage 2
@@ -34,121 +36,6 @@ INPUTS = {  # the global batch: (shape, dtype)
     "ids": ((24, 10), "int64"),
     "labels": ((24, 10), "int64"),
 }
-
-Link = tuple[dist.ProcessGroup, int, int]  # a group of its own, from rank, to rank
-
-
-def add_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Add to a parameter's gradient, as autograd does."""
-    param.grad = grad if param.grad is None else param.grad.add_(grad)
-
-
-def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
-    """Add the gradient of the weight in `y = x @ weight.T`."""
-    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
-    if weight.grad is None:
-        weight.grad = d_y.T @ x
-    else:
-        weight.grad.addmm_(d_y.T, x)
-
-
-class Links(dict[tuple[str, int], Link]):
-    """This rank's links by what they carry (`x` or `d`) and the stage to which they lead."""
-
-    def __init__(
-        self, mesh: DeviceMesh, rank_of: range | list[int], to: dict[str, range | list[int]]
-    ) -> None:
-        """Make a group for every link of every pipeline, on all ranks in one order, as torch asks.
-
-        `rank_of`: the pipeline rank of every stage; `to`: the stages that receive `x`, or `d`.
-        """
-        super().__init__()
-        self.device: torch.device | None = None
-        dim = mesh.mesh_dim_names.index("pp")
-        pipelines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
-        # every second stage first: links that share no rank are then made at the same time
-        order = [(what, i) for odd in (0, 1) for what in to for i in to[what] if i % 2 == odd]
-        for what, stage in order:
-            sender = rank_of[stage - 1 if what == "x" else stage + 1]
-            for ranks in pipelines:
-                ends = ranks[sender], ranks[rank_of[stage]]
-                group = dist.new_group([*ends])
-                if dist.get_rank() in ends:
-                    self[what, stage] = (group, *ends)
-
-    def meet(self, device: torch.device) -> None:
-        """Before the first step, pass one element over every link, in the order of all ranks.
-
-        NCCL connects two ranks at their first transfer, and there each waits for the other.
-        """
-        if device != self.device:
-            for group, source, target in self.values():
-                x = torch.zeros(1, device=device)
-                if dist.get_rank() == source:
-                    dist.isend(x, target, group=group).wait()
-                else:
-                    dist.irecv(x, source, group=group).wait()
-            self.device = device
-
-
-class Inbox:
-    """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
-
-    def __init__(self, link: Link, likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self.group, self.source, _ = link
-        self.likes = likes
-
-    def begin(self, num: int, device: torch.device) -> None:
-        """Begin a step of `num` microbatches."""
-        self.left, self.device = num, device
-        self.posted: list[list[tuple[Tensor, dist.Work]]] = []
-        self.post()
-
-    def post(self) -> None:
-        """Start to receive one microbatch's tensors, if any are left."""
-        if self.left:
-            self.left -= 1
-            new = [torch.empty(s, dtype=d, device=self.device) for s, d in self.likes]
-            self.posted.append([(x, dist.irecv(x, self.source, group=self.group)) for x in new])
-
-    def take(self) -> list[Tensor]:
-        """The next microbatch's tensors; those after it start to arrive."""
-        here = self.posted.pop(0)
-        for _, done in here:
-            done.wait()
-        self.post()
-        return [x for x, _ in here]
-
-
-class Outbox:
-    """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
-
-    def __init__(self, link: Link, bound: int) -> None:
-        self.group, _, self.target = link
-        self.bound = bound
-        self.sent: list[list[tuple[Tensor, dist.Work]]] = []
-
-    def put(self, tensors: tuple[Tensor, ...]) -> None:
-        """Start to send one microbatch's tensors."""
-        whole = [x.contiguous() for x in tensors]
-        self.sent.append([(x, dist.isend(x, self.target, group=self.group)) for x in whole])
-        self.wait(self.bound)
-
-    def wait(self, bound: int = 0) -> None:
-        """Wait until no more than `bound` microbatches are under way."""
-        while len(self.sent) > bound:
-            for _, done in self.sent.pop(0):
-                done.wait()
-
-
-class Nothing:
-    """Where the pipeline begins and ends."""
-
-    def put(self, tensors: tuple[Tensor, ...]) -> None:
-        """There is no stage behind."""
-
-    def take(self) -> tuple[Tensor, ...]:
-        return ()
 
 
 class Stage0(nn.Module):
