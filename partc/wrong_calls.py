@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
@@ -214,6 +214,11 @@ def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:
     if not near and len(said) >= LEAST_BEGUN:
         near = [each for each in by_lower if each.startswith(said)][:2]
     return f"Did you mean {' or '.join(repr(by_lower[each]) for each in near)}?" if near else ""
+
+
+def is_word(given: object, words: Collection[str]) -> bool:
+    """Whether a value is one of some words; an array, which compares entry by entry, is none."""
+    return isinstance(given, str) and given in words
 
 
 def quoted(given: object) -> str:

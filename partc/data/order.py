@@ -13,6 +13,7 @@ from partc.data.course import Position
 from partc.data.share import Share
 from partc.data.shuffle import shuffled
 from partc.errors import UsageError
+from partc.wrong_calls import is_word, quoted
 
 Last = Literal["drop", "partial", "next"]
 
@@ -108,9 +109,9 @@ class Order:
 
 def check_last(last: str) -> None:
     """UsageError unless this is a word for the rows at an epoch's end."""
-    if last not in get_args(Last):
+    if not is_word(last, get_args(Last)):
         raise UsageError(
-            where=f"last={last!r}",
+            where=f"last={quoted(last)}",
             what="there is no such end of an epoch",
             why="",
             do=f"Give one of {', '.join(get_args(Last))}.",

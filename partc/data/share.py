@@ -15,6 +15,7 @@ from partc.plan import Cuts, Plan
 from partc.plan.batch import MODEL_AXES
 from partc.plan.mesh import ISLAND, MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, Sharding, cut
+from partc.wrong_calls import is_word, quoted
 
 _ALONE = {*MODEL_AXES} - {MICROBATCH_AXIS}  # ranks that differ on these alone read the same rows
 Batch = Literal["local", "global"]
@@ -89,9 +90,9 @@ class Division:
 
     def share(self, rank: int, per_step: int, batch: Batch) -> Share:
         """What a rank reads of a batch: its piece (``"local"``) or all of it (``"global"``)."""
-        if batch not in get_args(Batch):
+        if not is_word(batch, get_args(Batch)):
             raise UsageError(
-                where=f"batch={batch!r}",
+                where=f"batch={quoted(batch)}",
                 what="there is no such batch",
                 why="a step takes the whole batch on every rank, or each rank's piece",
                 do='Give "global" or "local".',

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from partc.errors import UsageError
-from partc.wrong_calls import check_whole_number, did_you_mean, quoted
+from partc.wrong_calls import check_whole_number, did_you_mean, is_word, quoted
 
 Partial = Literal["replicate", "drop", "pad"]
 Pad = Mapping[str, float]
@@ -32,9 +32,9 @@ NO_CHOICES = Choices()
 
 def check_partial(partial: str | None) -> None:
     """UsageError for a word that says nothing about partial batches."""
-    if partial is not None and partial not in get_args(Partial):
+    if partial is not None and not is_word(partial, get_args(Partial)):
         raise UsageError(
-            where=f"partial={partial!r}",
+            where=f"partial={quoted(partial)}",
             what="there is no such way to treat a partial batch",
             why=f"there are {', '.join(get_args(Partial))}",
             do="Take one of these, or leave it out.",

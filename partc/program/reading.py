@@ -19,7 +19,7 @@ from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program.no_dataset import check_loader, of_dataloader
 from partc.program.tensors.holders import exchange_texts
-from partc.wrong_calls import check_flag, check_whole_number, known_arguments, quoted
+from partc.wrong_calls import check_flag, check_whole_number, is_word, known_arguments, quoted
 
 if TYPE_CHECKING:
     from partc.program import Program
@@ -50,7 +50,7 @@ def rows_of(
     """
     program.role_of(rank)  # refuses a rank that the mesh has not
     plan = Plan.parse(program.plan)
-    batch = batch or plan.batch
+    batch = plan.batch if batch is None else batch
     per_step = rows_per_step(plan, program.inputs) if per_step is None else per_step
     return Division.of(plan, program.mesh).share(rank, per_step, batch)
 
@@ -168,9 +168,9 @@ def _is_stream(dataset: Any) -> bool:
 
 def _check_word(split: str) -> None:
     """UsageError for a word that says nothing of how a dataset is split."""
-    if split not in get_args(Split):
+    if not is_word(split, get_args(Split)):
         raise UsageError(
-            where=f"loader(split={split!r})",
+            where=f"loader(split={quoted(split)})",
             what="no dataset is split so",
             why="it gives all rows, or those of one piece",
             do=f"Give one of {', '.join(get_args(Split))}.",

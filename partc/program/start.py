@@ -30,6 +30,7 @@ from partc.program.ranks.meeting import (
     meet,
     number_of,
     open_store,
+    start_group,
 )
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.stage.runtime import Stage
@@ -71,7 +72,7 @@ def _started(
     _check_backend(here)
     _check_library(program, here)
     check_agreement(program, here)
-    mesh = mesh or device_mesh(program.mesh, here.type)
+    mesh = device_mesh(program.mesh, here.type) if mesh is None else mesh
     if mesh is not None:
         _check_mesh(mesh, program.mesh)
     if program.recipe is not None:
@@ -221,12 +222,12 @@ def _join(device: torch.device) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return
     try:
-        rank, world = number_of("RANK"), world_size()
+        number_of("RANK"), world_size()
         store = open_store(JOIN_S, keeps_store(), next(_JOINS))
         meet(store, {}, JOIN_S)
+        start_group(backend, store)
     except NotMetError as error:
         raise RunError(
             where=f"rank {os.environ['RANK']}", what="the ranks do not meet", why=str(error),
             do="Mend that, and start all ranks again.",
         ) from None  # fmt: skip
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)

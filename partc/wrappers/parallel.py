@@ -167,7 +167,7 @@ class Parallel(AsModel):
     def _of_loss(self, loss: Any, args: Any, named: Any) -> Any:
         """What steps by a loss: the stage itself, or a loss that shares its tensors."""
         if loss not in self.losses:
-            compiled = loss or self.how.of
+            compiled = self.how.of if loss is None else loss
             if self.stage is None:
                 self.losses[loss] = self._begun(args, named, compiled)
             else:

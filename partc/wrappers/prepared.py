@@ -193,7 +193,7 @@ class Prepared(nn.Module):
     ) -> tuple[Any, dict[str, Any]]:
         """The arguments of a loss, or of the model, those that ``pad`` names filled up."""
         check_names_of_pad(self.how.pad, {*self.how.inputs, *named})
-        called = loss or self._called
+        called = self._called if loss is None else loss
         return filled(self.model, called, args, named, self.how.pad, self.device_type)
 
     # as of the model -------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class WholeFiles(transformers.Trainer):  # type: ignore[misc]
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        model = model or self._whole_model()
+        model = self._whole_model() if model is None else model
         if hasattr(self.model, "peft_config") and model is not self.model:
             raise _adapters(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)

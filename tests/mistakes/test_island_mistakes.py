@@ -140,11 +140,8 @@ def test_check_refuses_every_edit_of_how_islands_meet() -> None:
         ("FRAGMENTS = (", "FRAGMENTS = ()\nNONE = ("), ("Step = NetStepIsland", "Step = NetStep"),
         ("flat /= num", "flat *= num"), ("_outer_island", "_other"),
     ):  # fmt: skip
-        text = "\n".join([before.rstrip("\n"), "", "", *lines]).replace(old, new)
-        assert text != "\n".join([before.rstrip("\n"), "", "", *lines])
-        edited = with_role(program, text + "\n")
         with pytest.raises(PartcError):
-            audit(edited)
+            audit(everywhere(program, old, new))
 
 
 @pytest.mark.parametrize(

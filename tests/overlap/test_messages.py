@@ -13,6 +13,7 @@ from partc.machines.topology import Topology
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
+from partc.program.helper_file import helpers_of
 from tests.overlap.words import step
 
 SENDS = "class Messages(dist.Work):"
@@ -37,27 +38,27 @@ def on(machine: str, memory_bytes_per_s: float | None = None) -> Mesh:
 def test_a_program_sends_messages_where_copies_count() -> None:
     made = compiled()
     assert "messages = true" in made.plan
-    assert SENDS in made.source(0)
+    assert SENDS in helpers_of(made.sources)
     quick = compiled(on("cpu", memory_bytes_per_s=5e13))
     assert "messages = false" in quick.plan
-    assert SENDS not in quick.source(0)
+    assert SENDS not in helpers_of(quick.sources)
 
 
 @pytest.mark.parametrize("machine", ["dgx-h100", "cpu"])
 def test_it_is_gloo_that_copies(machine: str) -> None:
-    assert (SENDS in compiled(on(machine)).source(0)) == (machine == "cpu")
+    assert (SENDS in helpers_of(compiled(on(machine)).sources)) == (machine == "cpu")
 
 
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_plan_may_ask_for_messages_or_for_none(sends: bool) -> None:
     made = compiled(plan=Plan(preset="fsdp", messages=sends))
     assert Plan.parse(made.plan).messages is sends
-    assert (SENDS in made.source(0)) == sends
+    assert (SENDS in helpers_of(made.sources)) == sends
     assert compiled(plan=Plan.parse(made.plan)).sources == made.sources
 
 
 def test_golden(golden: Callable[..., None]) -> None:
-    golden(compiled(plan=Plan(preset="fsdp", messages=True)).source(0), ".py")
+    golden(helpers_of(compiled(plan=Plan(preset="fsdp", messages=True)).sources), ".py")
 
 
 def test_where_nothing_is_gathered_no_program_sends() -> None:

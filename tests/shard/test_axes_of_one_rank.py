@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import partc
+from partc.program.helper_file import helpers_of
+from tests.texts import roles_of
 
 BATCH = torch.randint(24, (8, 6)), torch.randint(24, (8, 6))
 
@@ -67,9 +69,10 @@ def test_the_program_is_that_of_the_mesh_without_them(
 ) -> None:
     program = made(mesh, plan, microbatches)
     without = made(bare, plan if bare else "ddp", microbatches)
-    assert {n: computes(s) for n, s in program.sources.items()} == {
-        n: computes(s) for n, s in without.sources.items()
+    assert {n: computes(s) for n, s in roles_of(program).items()} == {
+        n: computes(s) for n, s in roles_of(without).items()
     }
+    assert helpers_of(program.sources) == helpers_of(without.sources)
     assert f"MESH = {dict(program.mesh.axes)}".replace("'", '"') in program.source(0)
     assert str(program.mesh).replace(" ", ",") == mesh  # what the launcher makes
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import partc
 from partc.errors import PlanError
 from partc.program import Program
+from partc.program.helper_file import helpers_of
 from partc.verification.verification import verify
 from tests.patience import patience
 
@@ -83,7 +84,7 @@ def test_rows_travel_and_numbers_stay(mesh: str, axis: str, options: dict[str, A
     model = Model(padding=3)
     program = compiled(model, mesh, **options)
     assert TABLE % axis in program.plan
-    assert "all_to_all" in program.source()
+    assert "all_to_all" in helpers_of(program.sources)
     verify(program, model, batch(MANY), loss_of).check(1e-12)
 
 

@@ -165,13 +165,19 @@ def program() -> Program:
     return compiled(case(), "pp=2,dp=2", plan, "1f1b", MICROBATCHES)
 
 
+def with_own_helpers(role: str) -> str:
+    """A role with the helpers in its own file, so that a mistake in them is one rank's alone."""
+    helpers = program().sources[HELPERS].partition('"""\n\n')[2]
+    return re.sub(r"from \.helpers import (\([^)]*\)|.*)\n", lambda _: helpers, role, count=1)
+
+
 def found_in_programs(rank: int, edit: Edit) -> str:
     """What finds a mistake: the ranks in ``threads``, or ``numbers``, or nothing."""
-    before = program().sources
-    fresh = {name: edit(before[name]) for name in (f"pipeline{rank}.py", HELPERS)}
-    file = next((name for name, text in fresh.items() if text != before[name]), None)
-    assert file is not None, "the mistake was made nowhere"
-    spoiled = replace(program(), sources={**before, file: fresh[file]})
+    role = f"pipeline{rank}.py"
+    before = with_own_helpers(program().sources[role])
+    text = edit(before)
+    assert text != before, "the mistake was made nowhere"
+    spoiled = replace(program(), sources={**program().sources, role: text})
     given = case()
     try:
         report = verify(spoiled, given.model, given.inputs, given.loss, timeout=patience())

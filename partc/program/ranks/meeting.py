@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 T = TypeVar("T")
@@ -153,7 +154,10 @@ def meet(store: PrefixStore, said: dict[str, str], seconds: float) -> None:
     `said`: what has to be alike, in words, by name.
     """
     beat = Beat()
-    answered(lambda: compare(store, said, seconds, beat), ANSWER_S, beat)
+    try:
+        answered(lambda: compare(store, said, seconds, beat), ANSWER_S, beat)
+    except RuntimeError:  # torch's, of a connection that was closed
+        raise NotMetError(SILENT) from None
 
 
 def compare(store: PrefixStore, said: dict[str, str], seconds: float, beat: Beat) -> None:
@@ -194,6 +198,16 @@ def wait_for_all(
         refusal = store.get("refused").decode()
         linger(store, seconds, beat)
         raise NotMetError(refusal)
+
+
+def start_group(backend: str, store: PrefixStore) -> None:
+    """Start the process group of all ranks; NotMetError where one ends while they connect."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise NotMetError(f"the ranks cannot connect, one may have ended: {why}") from None
 
 
 class Watch(threading.Thread):

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from .helpers import Partials, Reduced, cross_entropy_grad, log_softmax_over, sum_grads
+
 MESH = {"dp": 2}
 DTYPES = {"float32": torch.float32}
 STAGE0_SHARDS = {  # of stage 0
@@ -42,82 +44,6 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     for axis, dim, _ in cuts:
         shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
     return torch.empty(shape, dtype=DTYPES[dtype])
-
-
-class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
-    def finish(self) -> None:
-        """Wait for gradients that ranks are summing, and add them to those of the parameters."""
-        while self:
-            self[0][1].wait()
-            for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
-                grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
-                param.grad = grad if param.grad is None else param.grad.add_(grad)
-
-
-def sum_grads(grads: dict[nn.Parameter, Tensor],
-              group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients over the group in one transfer."""
-    parts = [x.flatten() for x in grads.values()]
-    flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-    done = dist.all_reduce(flat, group=group, async_op=True)
-    parts = flat.split([x.numel() for x in grads.values()])
-    sums = zip(grads.items(), parts, strict=True)
-    return {p: part.view(x.shape) for (p, x), part in sums}, done
-
-
-def log_softmax_over(x: Tensor) -> Tensor:
-    """Log-probabilities by the last dim, written over their logits a few rows at a time."""
-    for rows in x.chunk(16):
-        rows.copy_(rows.log_softmax(-1))
-    return x
-
-
-def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
-                       ignored: int) -> Tensor:
-    """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
-    scale, place = torch.where(target == ignored, 0, d_loss)[:, None], place[:, None]
-    return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
-
-
-class Nothing:
-    """Where the pipeline begins and ends."""
-
-    def put(self, tensors: tuple[Tensor, ...]) -> None:
-        """There is no stage behind."""
-
-    def take(self) -> tuple[Tensor, ...]:
-        return ()
-
-
-class Partials(dict[nn.Parameter, Tensor]):
-    """This rank's parts of gradients, of all microbatches so far, which ranks have yet to sum."""
-
-    def add(self, param: nn.Parameter, grad: Tensor) -> None:
-        self[param] = self[param].add_(grad) if param in self else grad
-
-    def add_product(self, weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
-        """Add the gradient of the weight in `y = x @ weight.T`."""
-        d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
-        if weight in self:
-            self[weight].addmm_(d_y.T, x)
-        else:
-            self[weight] = d_y.T @ x
-
-    def take(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Hand over the parts of some gradients."""
-        return {param: self.pop(param) for param in params if param in self}
-
-    def buckets(self, params: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-        """The parameters in groups, of up to `limit` bytes of gradients, each for one transfer."""
-        groups: list[list[nn.Parameter]] = []
-        filled = 0
-        for param in (p for p in params if p in self):
-            if not groups or filled + self[param].nbytes > limit:
-                groups.append([])
-                filled = 0
-            groups[-1].append(param)
-            filled += self[param].nbytes
-        return groups
 
 
 class Stage0(nn.Module):
