@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from partc.codegen.account.blocks import Block
 from partc.codegen.account.frame import Frame
 from partc.codegen.account.memory import Held, Memory
-from partc.codegen.account.transfers import Gathering, Transfers
+from partc.codegen.account.transfers import Gathering, Reduction, Transfers
 from partc.codegen.account.walk import Begun, Looped, Walk
 from partc.codegen.repeats.equal import Group
 from partc.codegen.repeats.runs import Loop, Run
@@ -51,7 +51,10 @@ class Execution:
                 self.frame.drop(statement)
             else:
                 self.frame.one(statement)
-        self.frame.transfers.finish(self.frame.reduced)
+        self._finish(self.frame.reduced)
+
+    def _finish(self, reduced: list[Reduction]) -> None:
+        self.frame.transfers.finish(reduced, summed=self.frame.summed)
 
     def _begin(self, loop: Loop, index: int) -> None:
         """Start the gathers of one block, if they have not been."""
@@ -77,7 +80,7 @@ class Execution:
             made.reduced = self.frame.reduced
             self._method(made, block, self.whole.pop((loop, index), []))
             if block.reduces:
-                self.frame.transfers.finish(before)
+                self._finish(before)
             carried = {p: made.held(side.group.nodes[p]) for p in side.carried}
             for position, values in listed.items():
                 values.append(made.held(side.group.nodes[position]))
@@ -157,7 +160,3 @@ class Execution:
             for group, held in zip(loop.groups, values, strict=False):
                 self.frame.bind(group.nodes[position], held)
 
-
-def values_of(frame: Frame, nodes: Sequence[fx.Node]) -> Iterator[Held]:
-    """The memory of several values."""
-    return (frame.held(node) for node in nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -109,8 +109,8 @@ class Frame:
         held = self.memory.piece(num_bytes(node)) if before is None else self.held(before)
         self.memory.meet(node.name, self.temporary.get(node, 0))
         self.passing[node] = held
-        if node in self.function.stored and not adds:
-            self.transfers.grads.append(held)
+        if not adds:
+            self.transfers.store(self.function.stored.get(node, ()), held)
 
     def _several(self, node: fx.Node) -> None:
         """A call with several results, each in a memory of its own, or views of one."""
@@ -122,7 +122,7 @@ class Frame:
             if fake is None or not hasattr(fake, "numel"):
                 continue
             if viewed is not None:
-                self.passing[pick] = self.held(first_of(node))
+                self.passing[pick] = self.held(node.all_input_nodes[0])
                 continue
             held = self.memory.piece(fake.numel() * fake.element_size())
             if pick is None:
@@ -130,10 +130,9 @@ class Frame:
             else:
                 self.passing[pick] = held
         self.memory.meet(node.name, self.temporary.get(node, 0))
-        self.transfers.grads += [
-            self.passing[pick] for pick in picks.values()
-            if pick in self.function.stored and not self.summed
-        ]  # fmt: skip
+        for pick in picks.values() if not self.summed else ():
+            if pick in self.passing:
+                self.transfers.store(self.function.stored.get(pick, ()), self.passing[pick])
 
     def _write(self, node: fx.Node) -> None:
         """A gradient that is written to its part of the memory that is sent."""
@@ -155,8 +154,7 @@ class Frame:
             if operand in function.joint.place:
                 self.variables.pop(str(function.text(operand)), None)
         if function.is_last(node):
-            pieces = self.transfers.comes_in_pieces(node)
-            self.reduced.append(Reduction(node, kept, result, pieces))
+            self.reduced.append(Reduction(node, kept, result, function.reduces(node)))
             return
         self.passing[node] = result
         self.variables[function.handle(node)] = kept
@@ -167,6 +165,8 @@ class Frame:
     def _wait(self, node: fx.Node) -> None:
         start = node.all_input_nodes[0]
         self.passing[node] = self.held(start)
+        if self.transfers.lets_go(start):
+            self.variables[self.function.handle(start)] = None
         copy = self.transfers.wait(start)
         if copy is None:
             return
@@ -175,12 +175,3 @@ class Frame:
             if move.result is not None and move.result is not start:
                 self.bind(move.result, copy)
 
-
-def first_of(node: fx.Node) -> fx.Node:
-    """The first operand of a call."""
-    return node.all_input_nodes[0]
-
-
-def all_held(frame: Frame, nodes: Sequence[fx.Node]) -> Iterator[Held]:
-    """The memory of several values of a function."""
-    return (frame.held(node) for node in nodes)

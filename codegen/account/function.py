@@ -26,7 +26,7 @@ from partc.codegen.repeats.equal import ends_step
 from partc.codegen.text import WIDTH, Line, Text
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
 from partc.graph import Graph, collectives, is_tensor, results_of, value
-from partc.graph.moves import gathers_param
+from partc.graph.moves import gathers_param, moves
 
 INDENTED = 8  # columns that a statement of a method is indented by
 ENTRY = "grads[self.layer_weight]"  # about as long as where a gradient of a bucket is put
@@ -120,6 +120,12 @@ class Function:
     def is_last(self, node: fx.Node) -> bool:
         """Whether the step's ``finish`` waits for a reduction."""
         return self.is_start(node) and any(ends_step(self.graph, user) for user in node.users)
+
+    def reduces(self, start: fx.Node) -> list[str]:
+        """The parameters whose gradients a last reduction reduces."""
+        results = (move.result for move in moves(start))
+        finals = [user for n in results if n is not None for user in (n, *n.users)]
+        return [self.stored[n][0] for n in finals if n in self.stored]
 
     def _at_once(self, start: fx.Node) -> bool:
         """Whether an all_reduce does not return before it is done, so that it has no handle."""

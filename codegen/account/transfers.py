@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -29,7 +29,7 @@ class Reduction:
     start: fx.Node
     sent: Held
     result: Held
-    in_pieces: bool  # whether ranks' pieces arrive, which are added up behind the wait
+    names: Sequence[str]  # of the parameters whose gradients it reduces
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Transfers:
     memory: Memory
     in_pieces: bool
     messages: bool
-    grads: list[Held] = field(default_factory=list)  # kept to the end of the step
+    grads: dict[str, list[Held]] = field(default_factory=dict)  # by parameter, to the step's end
 
     # weights ---------------------------------------------------------------------------------
     def gather(self, start: fx.Node) -> Gathering:
@@ -128,6 +128,11 @@ class Transfers:
         for _ in range(_num(start) - 2 if self.messages else 0):
             yield self.memory.piece(size // _num(start))
 
+    def lets_go(self, start: fx.Node) -> bool:
+        """Whether the handle of a transfer keeps no tensors once it has been waited for."""
+        by_messages = self.messages and kind_of(start) == "all_gather"
+        return by_messages or start.target is collectives.reduce_scatter
+
     def wait(self, start: fx.Node) -> Held:
         """Wait for a transfer: the memory of its result if that is a copy of what has arrived."""
         k = start.kwargs
@@ -142,18 +147,33 @@ class Transfers:
         return copy
 
     # gradients -------------------------------------------------------------------------------
-    def finish(self, reduced: list[Reduction]) -> None:
-        """Wait for gradients that ranks are summing; what was sent goes."""
+    def store(self, names: Iterable[str], held: Held) -> None:
+        """Keep the memory of a gradient; equal blocks that the graph leaves out add theirs."""
+        for name in names:
+            self.grads.setdefault(name, []).append(held)
+
+    def finish(self, reduced: list[Reduction], *, summed: bool = False) -> None:
+        """Wait for gradients that ranks are summing; what was sent goes.
+
+        ``summed``: they are added to gradients that are there.
+        """
         while reduced:
             each = reduced.pop(0)
             each.sent = None
-            if each.in_pieces:
-                num = _num(each.start)
-                for operand in moved(each.start):
-                    self.grads.append(self.memory.piece(num_bytes(operand) // num))
-                    self.memory.meet("finish")
-            else:
-                self.grads.append(each.result)
+            found = self._finished(each)
+            for name, held in zip(each.names, found, strict=False):
+                self.store([] if summed else [name], held)
+            del found
+
+    def _finished(self, each: Reduction) -> list[Held]:
+        """The memory of each reduced gradient: its part of what has arrived, or a sum of pieces."""
+        operands = moved(each.start)
+        if not self.comes_in_pieces(each.start):
+            return [each.result] * len(operands)
+        sizes = [num_bytes(operand) // _num(each.start) for operand in operands]
+        sums: list[Held] = [self.memory.piece(size) for size in sizes]
+        self.memory.meet("finish")
+        return sums
 
 
 def _emptied(gathered: list[Gathering]) -> Iterator[Gathering]:
