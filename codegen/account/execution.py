@@ -18,7 +18,7 @@ from partc.codegen.repeats.runs import Loop, Run
 from partc.codegen.repeats.slots import Slot
 from partc.graph import Phase
 
-Saved = dict[tuple[Run, Phase, Phase], list[list[Held]]]  # by run, and the phases that it is between
+Saved = dict[tuple[Run, Phase, Phase], list[list[Held]]]  # by run, and the two phases
 
 
 @dataclass
@@ -159,4 +159,3 @@ class Execution:
         for position, values in listed.items():
             for group, held in zip(loop.groups, values, strict=False):
                 self.frame.bind(group.nodes[position], held)
-

@@ -121,7 +121,7 @@ class Frame:
             viewed = self.function.source(pick) if pick is not None else None
             if fake is None or not hasattr(fake, "numel"):
                 continue
-            if viewed is not None:
+            if pick is not None and viewed is not None:
                 self.passing[pick] = self.held(node.all_input_nodes[0])
                 continue
             held = self.memory.piece(fake.numel() * fake.element_size())
@@ -174,4 +174,3 @@ class Frame:
         for move in moves(start):
             if move.result is not None and move.result is not start:
                 self.bind(move.result, copy)
-

@@ -36,9 +36,9 @@ ENTRY = "grads[self.layer_weight]"  # about as long as where a gradient of a buc
 class Function:
     """The statements of one function, and in which memory their values lie.
 
-    ``kept`` and ``stored`` are as for ``Expressions``. ``named`` has the values that the user's code
-    names, ``wishes`` about the names that values will have. ``given`` has the variables of
-    arguments, ``same`` values that take over another value's variable.
+    ``kept`` and ``stored`` are as for ``Expressions``. ``named`` has the values that the user's
+    code names, ``wishes`` about the names that values will have. ``same`` has values that take over
+    another value's variable.
     """
 
     graph: Graph
@@ -110,9 +110,10 @@ class Function:
                 yield "reduced.append"
             elif not self._at_once(node):
                 yield f"{self.handle(node)} = start"
-        elif node.target is collectives.wait and not gathers_param(node.all_input_nodes[0]):
-            if not self._at_once(node.all_input_nodes[0]):
-                yield f"{self.handle(node.all_input_nodes[0])}.wait()"
+        elif node.target is collectives.wait:
+            start = node.all_input_nodes[0]
+            if not gathers_param(start) and not self._at_once(start):
+                yield f"{self.handle(start)}.wait()"
 
     def is_start(self, node: fx.Node) -> bool:
         return node.target in collectives.COLLECTIVES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from partc.codegen.account.memory import Held, Memory
-from partc.codegen.account.stages import PHASES, RunningStage, StageShape
+from partc.codegen.account.memory import Held, Memory, Piece
+from partc.codegen.account.stages import RunningStage, StageShape
 from partc.codegen.account.transfers import Transfers
 from partc.codegen.calls.storage import num_bytes
 from partc.codegen.files.rank_step import PHASES as PHASE_OF
@@ -15,7 +15,7 @@ from partc.codegen.files.stage_flow import received
 from partc.graph import Graph, Phase
 from partc.graph.moves import kind_of
 from partc.passes.stages.early_sums import Chain
-from partc.schedules.actions import Action, Kind, Schedule
+from partc.schedules.actions import Action, Schedule
 from partc.schedules.programs import BACKWARD, FORWARD, Wiring
 
 Way = tuple[int, Phase]  # a link, by the stage that receives and the phase for which it does
@@ -129,7 +129,8 @@ class RankAccount:
             stage.transfers.grads.setdefault("", []).append(stage_sums)
 
     def _buckets(self, transfers: Transfers, names: Sequence[str]) -> Iterator[list[str]]:
-        bucket, filled = [], 0
+        bucket: list[str] = []
+        filled = 0
         for name in (n for n in names if n in transfers.grads):
             size = _bytes(transfers.grads[name])
             if bucket and filled + size > self.bucket_bytes:
@@ -159,7 +160,7 @@ class RankAccount:
 
 def _bytes(held: Sequence[Held]) -> int:
     """The bytes of pieces of memory."""
-    return sum(each.num_bytes for each in held if hasattr(each, "num_bytes"))
+    return sum(each.num_bytes for each in held if isinstance(each, Piece))
 
 
 def rank_memories(

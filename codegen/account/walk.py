@@ -17,6 +17,7 @@ from partc.codegen.repeats.runs import LATER, Item, Loop
 from partc.codegen.repeats.slots import Slot
 from partc.graph.moves import gathers_param
 
+
 @dataclass
 class Looped(Statement):
     """A loop over blocks: the gathers that its last iteration starts, and those of which loop."""
@@ -114,5 +115,3 @@ class Walk:
         later = [loop.run.of(phase) for phase in LATER] if loop.phase == "F" else []
         first = {*loop.groups[0].nodes} | {n for groups in later if groups for n in groups[0].nodes}
         return set(slot.nodes[0].users) <= first
-
-
