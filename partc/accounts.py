@@ -11,6 +11,7 @@ from partc.cost.memory import state_bytes
 from partc.cost.memory_limit import Peak, memory_limits
 from partc.cost.stage_cost import num_bytes
 from partc.graph import Graph
+from partc.graph.folds import likes_of
 from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.passes.stages.schedule_stages import Stages
 from partc.plan import Plan
@@ -40,14 +41,15 @@ def account_step(
 
 
 def account_pipeline(
-    plan: Plan, staged: Stages, mesh: Mesh, islands: Islands | None = None
+    graph: Graph, plan: Plan, staged: Stages, mesh: Mesh, islands: Islands | None = None
 ) -> dict[str, object]:
     """The peak of the memory of each pipeline rank."""
     if memory_limits(mesh, plan.memory_bytes) is None:
         return {"peaks": None}
     step, graphs = staged.step, staged.graphs
     ranks = rank_memories(
-        graphs, step.schedule, step.wiring, round(plan.bucket_mb * BYTES_PER_MB),
+        graphs, likes_of(graph.kept, len(graphs)), step.schedule, step.wiring,
+        bucket_bytes=round(plan.bucket_mb * BYTES_PER_MB),
         messages=bool(plan.messages), backend=plan.backend or GLOO,
     )  # fmt: skip
     peaks = []

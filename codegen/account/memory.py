@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 Named = tuple[str, int]  # the call that allocated a piece, and its bytes
@@ -15,6 +14,7 @@ class Memory:
     total: int = 0
     peak: int = 0
     at: str = ""
+    number: int = 0  # of the next piece
 
     def piece(self, num_bytes: int) -> Piece:
         """A new piece of memory."""
@@ -29,10 +29,11 @@ class Memory:
 class Piece:
     """A piece of memory; Python drops it, as a tensor, with the last reference to it."""
 
-    __slots__ = ("memory", "num_bytes")
+    __slots__ = ("memory", "num_bytes", "number")
 
     def __init__(self, memory: Memory, num_bytes: int) -> None:
-        self.memory, self.num_bytes = memory, num_bytes
+        self.memory, self.num_bytes, self.number = memory, num_bytes, memory.number
+        memory.number += 1
         memory.total += num_bytes
 
     def __del__(self) -> None:
@@ -42,8 +43,3 @@ class Piece:
 # What a variable refers to: memory (None: that of a parameter, buffer or input, which is not
 # counted), what the handle of a transfer holds, or weights that are being gathered.
 Held = Piece | None | list["Held"]
-
-
-def together(held: Iterable[Held]) -> Held:
-    """What refers to several pieces of memory at once, as the handle of a transfer does."""
-    return [*held]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from partc.codegen.account.memory import Held, Memory, Piece
-from partc.codegen.account.stages import RunningStage, StageShape
-from partc.codegen.account.transfers import Transfers
+from partc.codegen.account.stages import StageShape
+from partc.codegen.account.turns import Played, Rehearsal
 from partc.codegen.calls.storage import num_bytes
 from partc.codegen.files.rank_step import PHASES as PHASE_OF
 from partc.codegen.files.rank_step import actions_of
@@ -18,6 +18,7 @@ from partc.passes.stages.early_sums import Chain
 from partc.schedules.actions import Action, Schedule
 from partc.schedules.programs import BACKWARD, FORWARD, Wiring
 
+BEGIN = -1  # in place of a microbatch: for all of them
 Way = tuple[int, Phase]  # a link, by the stage that receives and the phase for which it does
 
 
@@ -42,9 +43,10 @@ class RankAccount:
     graphs: Sequence[Graph]
     schedule: Schedule
     wiring: Wiring
-    stages: Mapping[int, RunningStage]
+    stages: Mapping[int, Played]
     memory: Memory
     bucket_bytes: int
+    in_pieces: bool
     inboxes: dict[Way, Link] = field(default_factory=dict)
     shelves: dict[Way, list[list[Held]]] = field(default_factory=dict)
     sent: dict[Way, list[list[Held]]] = field(default_factory=dict)
@@ -52,7 +54,7 @@ class RankAccount:
     def run(self) -> Memory:
         """The whole step."""
         for stage in self.stages.values():
-            stage.begin()
+            stage.play("S", BEGIN, [])
         for way in self._inward():
             sizes = [num_bytes(node) for node in received(self.graphs[way[0]], way[1])]
             self.inboxes[way] = Link(sizes, self.schedule.microbatches)
@@ -86,10 +88,10 @@ class RankAccount:
         phase, split = PHASE_OF[action.kind], "W" in self.schedule.kinds
         stage = self.stages[action.stage]
         taken = self._taken((action.stage, phase)) if phase != "W" else []
-        made = stage.turn(phase, action.microbatch, taken)
+        made = stage.play(phase, action.microbatch, taken)
         self._send(action.stage, phase, made)
         if action.kind == "B" and split and "W" in stage.stage.walks:
-            stage.turn("W", action.microbatch, [])
+            stage.play("W", action.microbatch, [])
         del taken, made
 
     def _taken(self, way: Way) -> list[Held]:
@@ -118,21 +120,22 @@ class RankAccount:
         return self.wiring.bounds[channel]
 
     # the end ---------------------------------------------------------------------------------
-    def _finish(self, stage: RunningStage) -> None:
+    def _finish(self, stage: Played) -> None:
         """Sum over ranks what microbatches have added up, bucket by bucket."""
-        stage.steady.clear()
+        stage.kept.clear()
         started: list[Held] = []
         for chain, names in stage.stage.ends.groups():
-            for bucket in self._buckets(stage.transfers, names) if chain else ():
-                started.append(self._reduced(stage.transfers, chain, bucket))
-        for stage_sums in started:
-            stage.transfers.grads.setdefault("", []).append(stage_sums)
+            for bucket in self._buckets(stage.grads, names) if chain else ():
+                started.append(self._reduced(stage.grads, chain, bucket))
+        stage.grads[""] = started
 
-    def _buckets(self, transfers: Transfers, names: Sequence[str]) -> Iterator[list[str]]:
+    def _buckets(
+        self, grads: Mapping[str, Sequence[Held]], names: Sequence[str]
+    ) -> Iterator[list[str]]:
         bucket: list[str] = []
         filled = 0
-        for name in (n for n in names if n in transfers.grads):
-            size = _bytes(transfers.grads[name])
+        for name in (n for n in names if n in grads):
+            size = _bytes(grads[name])
             if bucket and filled + size > self.bucket_bytes:
                 yield bucket
                 bucket, filled = [], 0
@@ -141,20 +144,20 @@ class RankAccount:
         if bucket:
             yield bucket
 
-    def _reduced(self, transfers: Transfers, chain: Chain, bucket: Sequence[str]) -> Held:
+    def _reduced(self, grads: dict[str, list[Held]], chain: Chain, bucket: Sequence[str]) -> Held:
         """What a bucket's sums hold until all of them have been waited for."""
-        size = sum(_bytes(transfers.grads[name]) for name in bucket)
+        size = sum(_bytes(grads[name]) for name in bucket)
         sent: Held = self.memory.piece(size) if len(bucket) > 1 else None
         found: Held = None
         for node in chain:
             num = int(str(node.kwargs["num"]))
             scattered = kind_of(node) == "reduce_scatter"
-            size = size // num if scattered and not transfers.in_pieces else size
+            size = size // num if scattered and not self.in_pieces else size
             found = self.memory.piece(size) if scattered else sent
             self.memory.meet(node.name)
         for name in bucket:
             if sent is not None:
-                transfers.grads.pop(name)
+                grads.pop(name)
         return [sent, found]
 
 
@@ -164,18 +167,27 @@ def _bytes(held: Sequence[Held]) -> int:
 
 
 def rank_memories(
-    graphs: Sequence[Graph], schedule: Schedule, wiring: Wiring, bucket_bytes: int, *,
-    messages: bool = False, backend: str = "gloo",
+    graphs: Sequence[Graph], likes: Sequence[int], schedule: Schedule, wiring: Wiring,
+    bucket_bytes: int, *, messages: bool = False, backend: str = "gloo",
 ) -> list[Memory]:  # fmt: skip
-    """The live memory of every pipeline rank, without parameters, buffers and inputs."""
-    shapes: dict[int, StageShape] = {}
+    """The live memory of every pipeline rank, without parameters, buffers and inputs.
+
+    ``likes`` has for each stage the first one that does the same.
+    """
+    in_pieces = backend == "gloo" and not messages
+    shapes = {like: StageShape.of(graphs[like]) for like in dict.fromkeys(likes)}
+    turns = {
+        like: Rehearsal.of(shape, messages=messages, in_pieces=in_pieces).turns
+        for like, shape in shapes.items()
+    }
     found = []
     for rank in range(schedule.ranks):
         memory = Memory()
-        transfers = Transfers(memory, backend == "gloo" and not messages, messages)
-        mine = {n: shapes.setdefault(n, StageShape.of(graphs[n])) for n in schedule.stages_of(rank)}
-        stages = {n: RunningStage(shape, memory, transfers) for n, shape in mine.items()}
-        found.append(
-            RankAccount(rank, graphs, schedule, wiring, stages, memory, bucket_bytes).run()
+        stages = {
+            n: Played(turns[likes[n]], shapes[likes[n]], memory) for n in schedule.stages_of(rank)
+        }
+        account = RankAccount(
+            rank, graphs, schedule, wiring, stages, memory, bucket_bytes, in_pieces
         )
+        found.append(account.run())
     return found

@@ -104,6 +104,15 @@ class RunningStage:
         sent = self.stage.flow.sent(phase) if phase in "FB" else []
         return [frame.held(node) for node in sent]
 
+    def held(self, microbatch: int) -> list[Held]:
+        """What is kept of a microbatch."""
+        saved = self.saved.get(microbatch, {}).values()
+        return [*self.values.get(microbatch, {}).values(), *(x for each in saved for x in each)]
+
+    def lasting(self) -> list[Held]:
+        """What is kept for the whole step."""
+        return [*self.kept.values(), *self.steady]
+
     def _execution(self, phase: Phase, saved: Saved | None = None) -> Execution:
         walk = self.stage.walks[phase]
         made = Execution.of(walk, self.memory, self.transfers, self.stage.temporary)
