@@ -41,14 +41,14 @@ def account_step(
 
 
 def account_pipeline(
-    graph: Graph, plan: Plan, staged: Stages, mesh: Mesh, islands: Islands | None = None
+    plan: Plan, staged: Stages, mesh: Mesh, islands: Islands | None = None
 ) -> dict[str, object]:
     """The peak of the memory of each pipeline rank."""
     if memory_limits(mesh, plan.memory_bytes) is None:
         return {"peaks": None}
     step, graphs = staged.step, staged.graphs
     ranks = rank_memories(
-        graphs, likes_of(graph.kept, len(graphs)), step.schedule, step.wiring,
+        graphs, likes_of(staged.state.graph.kept, len(graphs)), step.schedule, step.wiring,
         bucket_bytes=round(plan.bucket_mb * BYTES_PER_MB),
         messages=bool(plan.messages), backend=plan.backend or GLOO,
     )  # fmt: skip

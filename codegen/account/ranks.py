@@ -172,10 +172,10 @@ def rank_memories(
 ) -> list[Memory]:  # fmt: skip
     """The live memory of every pipeline rank, without parameters, buffers and inputs.
 
-    ``likes`` has for each stage the first one that does the same.
+    ``likes`` has the same number for stages that do the same.
     """
     in_pieces = backend == "gloo" and not messages
-    shapes = {like: StageShape.of(graphs[like]) for like in dict.fromkeys(likes)}
+    shapes = {like: StageShape.of(graphs[likes.index(like)]) for like in dict.fromkeys(likes)}
     turns = {
         like: Rehearsal.of(shape, messages=messages, in_pieces=in_pieces).turns
         for like, shape in shapes.items()
