@@ -15,6 +15,7 @@ from torch.fx.graph import _Namespace
 from partc.graph import (
     Graph,
     Value,
+    collectives,
     fake_of,
     op_word,
     set_fake,
@@ -121,6 +122,28 @@ def rename_calls(graph: Graph) -> None:
         node.name = names.create_name(word, node)
     for node, of in forward.items():
         update(node, forward=of.name if of is not None else "")
+
+
+def name_as_before(nodes: fx.Graph) -> None:
+    """Name every call after the call of the whole graph that it is (``linear_4``), and a transfer
+    after what it moves: ``linear_4_all_reduce``. The text of a graph then shows what a pass did.
+
+    ``Value.name`` and ``Value.forward`` are those of the whole graph, and stay: by these a program
+    names gradients, and tells which calls of two blocks correspond.
+    """
+    names = nodes._graph_namespace = _Namespace()
+    for node in nodes.nodes:
+        node.name = names.create_name(_word_of(node), node)
+
+
+def _word_of(node: fx.Node) -> str:
+    """The wanted name of a node."""
+    if node.op != "call_function":
+        return node.name
+    before, word = value(node).name, op_word(node.target)
+    if node.target in (*collectives.COLLECTIVES, *collectives.LOCAL):
+        return f"{before}_{word}"
+    return before or word
 
 
 def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.casts import is_cast, widens
-from partc.graph.graph_edits import run_fake
+from partc.graph.graph_edits import name_as_before, run_fake
 from partc.graph.input_only import input_only
 from partc.passes.shard.cast_weights import cast_weights
 from partc.passes.shard.microbatches import (
@@ -107,6 +107,7 @@ class _Partition:
         self.out.output(outputs.as_dict())
         local = replace(self.graph, fx=self.out, mesh=mesh)
         _drop_unused(self.out)
+        name_as_before(self.out)
         check_microbatches(local)
         settle_modules(local)
         return local
