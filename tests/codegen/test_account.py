@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -46,7 +46,7 @@ class Noted:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_a_step_of_one_stage(mesh: str, preset: str, backend: str) -> None:
+def test_a_step_of_one_stage(mesh: str, preset: str, backend: Literal["gloo", "nccl"]) -> None:
     plan = Plan(preset=preset, memory_bytes=MUCH, backend=backend)
     assert_agrees(Noted(step(), mesh, plan=plan))
 
