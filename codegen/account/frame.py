@@ -115,6 +115,8 @@ class Frame:
     def _several(self, node: fx.Node) -> None:
         """A call with several results, each in a memory of its own, or views of one."""
         picks = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+        for pick in filter(self.function.has_room, picks.values()):
+            self._room(self.function.joint.place[pick][0])  # it is made before the call
         unread = []
         for index, fake in enumerate(results_of(node)):
             pick = picks.get(index)
@@ -136,11 +138,14 @@ class Frame:
 
     def _write(self, node: fx.Node) -> None:
         """A gradient that is written to its part of the memory that is sent."""
-        start, _ = self.function.joint.place[node]
-        if start not in self.rooms:
-            self.rooms[start] = self.memory.piece(sum(map(num_bytes, moved(start))))
+        self._room(self.function.joint.place[node][0])
         apart = 0 if node.target is ops.weight_grad else num_bytes(node)
         self.memory.meet(node.name, apart + self.temporary.get(node, 0))
+
+    def _room(self, start: fx.Node) -> None:
+        """Make the memory that a reduction sends, if it is not there."""
+        if start not in self.rooms:
+            self.rooms[start] = self.memory.piece(sum(map(num_bytes, moved(start))))
 
     # transfers -------------------------------------------------------------------------------
     def _start(self, node: fx.Node) -> None:
