@@ -300,11 +300,10 @@ class Job:
         return replace(program, basis=basis, expected=expected, origin=Origin(self.step.model))
 
     def _fitting(self, ways: Iterator[State], mesh: Mesh, several: bool) -> Program:
-        """Print the first of several ways that the account of its memory finds to fit, else the
-        last, which needs least.
+        """Print the first of several ways that the account of memory finds to fit, else the last.
 
-        The printed program then runs on fakes, which confirms it: MemoryLimitError if it is too
-        large. Of ``several`` candidates one that is found too large for sure is not printed.
+        The program's dry run confirms it: MemoryLimitError if it is too large. Of ``several``
+        candidates one that the account finds too large for sure is not printed.
         """
         for way in ways:
             self._note(way)

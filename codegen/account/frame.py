@@ -115,9 +115,9 @@ class Frame:
     def _several(self, node: fx.Node) -> None:
         """A call with several results, each in a memory of its own, or views of one."""
         picks = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-        for pick in filter(self.function.has_room, picks.values()):
-            self._room(self.function.joint.place[pick][0])  # it is made before the call
-        unread = []
+        for each in filter(self.function.has_room, picks.values()):
+            self._room(self.function.joint.place[each][0])  # it is made before the call
+        unread: list[Held] = []
         for index, fake in enumerate(results_of(node)):
             pick = picks.get(index)
             viewed = self.function.source(pick) if pick is not None else None
