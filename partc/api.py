@@ -13,7 +13,7 @@ from torch import nn
 from partc.assemble import program_of
 from partc.collecting import no_collecting
 from partc.compile_cache import Request, cache_of
-from partc.cost.memory_limit import check_memory, fits, memory_limits
+from partc.cost.memory_limit import TOLERANCE, Peak, check_memory, fits, memory_limits
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
 from partc.errors import MemoryLimitError, PlanError
@@ -287,27 +287,34 @@ class Job:
         compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
         try:
             ways = compile_rest(self._staged(state, plan))
-            program = self._fitting(ways, mesh)
+            program = self._fitting(ways, mesh, taken is not None)
         except MemoryLimitError as error:
             raise error if taken else too_large(error, find()) from None
         except Unfolded:
             whole = self._placed(self._traced(mesh, plan, fold=False), mesh, plan)
             whole.made = {**state.made, **whole.made}
-            program = self._fitting(compile_rest(whole), mesh)
+            program = self._fitting(compile_rest(whole), mesh, taken is not None)
         check_complete(names, program)
         expected = expectation(joint, program.plan, self.step.graph, program.draws)
         basis = replace(program.basis, find=find)
         return replace(program, basis=basis, expected=expected, origin=Origin(self.step.model))
 
-    def _fitting(self, ways: Iterator[State], mesh: Mesh) -> Program:
-        """The first of several programs that fits the memory; MemoryLimitError if none does."""
+    def _fitting(self, ways: Iterator[State], mesh: Mesh, several: bool) -> Program:
+        """Print the first of several ways that the account of memory finds to fit, else the last.
+
+        The program's dry run confirms it: MemoryLimitError if it is too large. Of ``several``
+        candidates one that the account finds too large for sure is not printed.
+        """
         for way in ways:
             self._note(way)
             limits = memory_limits(mesh, way.plan.memory_bytes)
-            peaks = way.made["cost"].peaks()
-            if fits(peaks, limits):
+            accounted: list[Peak] | None = way.made["peaks"]
+            if accounted is None or fits(accounted, limits):
                 break
-        check_memory(peaks, limits)
+        if several and accounted is not None:
+            check_memory(accounted, limits, margin=TOLERANCE)
+        run(way, "print_step", "cost_pipeline")
+        check_memory(way.made["cost"].peaks(), limits, accounted)
         self.printed = way
         return program_of(way)
 
@@ -359,8 +366,8 @@ def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:
 
 
 def compile_stage(state: State) -> Iterator[State]:
-    """The rest of ``compile`` for one stage, printed: every rank runs the same role. The step as it
-    is fastest, and as it needs less memory, the least last.
+    """The rest of ``compile`` for one stage, up to the account of its memory: every rank runs the
+    same role. The step as it is fastest, and as it needs less memory, the least last.
     """
     state.made["joint"] = state.graph
     to_local_graph(state)
@@ -373,12 +380,11 @@ def compile_stage(state: State) -> Iterator[State]:
         for prefetch in prefetches(way.plan, tape, way.mesh):
             each = way.beside()
             each.plan = way.plan.changed(prefetch=prefetch)
-            yield run(each, "choose_messages", "cost_pipeline")
+            yield run(each, "choose_messages", "account_step")
 
 
 def compile_pipeline(state: State) -> Iterator[State]:
-    """The rest of ``compile`` for several stages or microbatches: one role for pipeline ranks that
-    do the same.
+    """The rest of ``compile`` for several stages or microbatches, up to the account of memory.
 
     Every schedule is proved to finish before anything is printed: CheckError or PlanError names who
     would wait for whom.
@@ -391,4 +397,4 @@ def compile_pipeline(state: State) -> Iterator[State]:
         each = stages.state
         each.made["staged"] = stages
         each.plan = noted_pieces(each.plan, each.stages)
-        yield run(each, "choose_backend", "cost_pipeline")
+        yield run(each, "choose_backend", "account_pipeline")

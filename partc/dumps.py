@@ -35,4 +35,4 @@ def _files(number: int, ran: Ran) -> Iterator[tuple[str, str]]:
     stages = len(ran.texts) > 1
     for stage, text in enumerate(ran.texts):
         place = f"-stage{stage}" if stages else ""
-        yield f"{number:02}-{ran.name}{place}.txt", f"{ran.header}\n{text}"
+        yield f"{number:02}-{ran.name}{place}.txt", f"{ran.header(stage)}\n{text}"

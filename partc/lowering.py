@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from partc import accounts, printing
 from partc import pass_calls as calls
-from partc import printing
 from partc.checks.local_graph import check
 from partc.codegen.calls.tidy import tidy
 from partc.collecting import no_collecting
@@ -81,7 +81,7 @@ PIECES = When("pieces", lambda s: s.plan.overlap_pieces > 1)
 
 RECORDED, JOINT, PLAN, LOCAL_GRAPH = "recorded graph", "joint graph", "plan", "local graph"
 SCHEDULED, PRINTED = "scheduled graph", "printed graph"
-EVENTS, SOURCE, COST = "events", "source", "cost"
+EVENTS, MEMORY, SOURCE, COST = "events", "memory", "source", "cost"
 
 WIDTH, WHY = 120, " " * 9  # of the table as text, and how far its reasons are indented
 LOOPS = (
@@ -90,8 +90,8 @@ LOOPS = (
     "The order is a line but for three loops:",
     "- record to confirm_folds run again while blocks that were left out turn out unequal;",
     "- a pipeline of few distinct stages begins again at record, behind keep_stages, with those;",
-    "- take_turns to cost_step (split_stages to cost_pipeline) run for the fastest order of the",
-    "  step first, and where its program does not fit into memory, for the next best.",
+    "- take_turns to account_step (split_stages to account_pipeline) run for the fastest order of",
+    "  the step first, and where that does not fit into memory, for the next best.",
     "`partc compile --disable NAME` leaves out what is optional.",
 )
 
@@ -201,13 +201,18 @@ PASSES = (
     # text
     Pass(printing.lay_islands, SOURCE, "how copies of the model that train apart meet is text that "
          "follows from the plan", ISLANDS, on_graph=False),
+    # what fits into memory is decided here
+    Pass(accounts.account_step, MEMORY, "what the program will hold, call by call: if that does "
+         "not fit, the next best of take_turns to here", ONE_STAGE, on_graph=False, machines=True),
+    Pass(accounts.account_pipeline, MEMORY, "the same for every pipeline rank, by the actions of "
+         "its schedule", PHASED, on_graph=False, machines=True),
     Pass(printing.print_step, SOURCE, "blocks as loops, each call of the checked graph once; read "
          "back by an allow-list",
          ONE_STAGE, on_graph=False),
     Pass(printing.print_pipeline, SOURCE, "one file for pipeline ranks that do the same", PHASED,
          on_graph=False),
-    Pass(printing.cost_step, COST, "the printed program runs on tensors without data: its peak; "
-         "if it does not fit, the next best of take_turns to here", ONE_STAGE, on_graph=False,
+    Pass(printing.cost_step, COST, "the printed program runs on tensors without data: its peak "
+         "confirms the account", ONE_STAGE, on_graph=False,
          machines=True),
     Pass(printing.cost_pipeline, COST, "the same for every pipeline rank", PHASED, on_graph=False,
          machines=True),

@@ -87,18 +87,21 @@ class Pass:
 
 @dataclass(frozen=True)
 class Ran:
-    """One run of a pass, for a dump: how long, the calls before and after, the graphs' texts."""
+    """One run of a pass, for a dump: how long, the calls of each graph before and after, texts."""
 
     name: str
     seconds: float
-    calls_before: int
-    calls_after: int
+    calls_before: tuple[int, ...]
+    calls_after: tuple[int, ...]
     texts: tuple[str, ...] = ()
 
-    @property
-    def header(self) -> str:
-        """``# after insert_collectives (4.1 ms; 210 -> 254 calls)``."""
-        counts = f"{self.calls_before} -> {self.calls_after} calls"
+    def header(self, stage: int) -> str:
+        """``# after insert_collectives (4.1 ms; 210 -> 254 calls)``; the calls are those of a stage
+        alone, where there were stages before the pass too.
+        """
+        same = len(self.calls_before) == len(self.calls_after)
+        before = self.calls_before[stage] if same else sum(self.calls_before)
+        counts = f"{before} -> {self.calls_after[stage]} calls"
         return f"# after {self.name} ({1e3 * self.seconds:.1f} ms; {counts})"
 
 
@@ -204,7 +207,7 @@ def run(state: State, first: str, last: str = "") -> State:
 
 def _run_one(state: State, row: int, each: Pass) -> None:
     noted = state.table.keep_texts and each.on_graph  # a dump alone reads counts, times and texts
-    begun, before = perf_counter(), _num_calls(state) if noted else 0
+    begun, before = perf_counter(), _num_calls(state) if noted else ()
     names = _parameters(each.run)
     read = [] if each.own else [reads(graph) for graph in _graphs(state)]
     if state.stages and "graph" in names and "stages" not in names:
@@ -279,8 +282,11 @@ def _graphs(state: State) -> list[Graph]:
     return state.stages or [state.graph]
 
 
-def _num_calls(state: State) -> int:
-    return sum(node.op == "call_function" for graph in _graphs(state) for node in graph.fx.nodes)
+def _num_calls(state: State) -> tuple[int, ...]:
+    """The number of calls of each graph."""
+    return tuple(
+        sum(node.op == "call_function" for node in graph.fx.nodes) for graph in _graphs(state)
+    )
 
 
 def _check_sound(state: State, each: Pass, before: Sequence[Reads]) -> None:

@@ -51,6 +51,7 @@ ROOMS = (
     "partc.codegen.calls",
     "partc.codegen.bodies",
     "partc.codegen.files",
+    "partc.codegen.account",
     "partc.dryrun",
     "partc.reports",
     "partc.verification",
@@ -61,6 +62,7 @@ ROOMS = (
     "partc.cli",
 )
 _TOP_NAMES = [
+    "accounts",
     "api",
     "assemble",
     "cache_folder",

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import fx
 
-from partc.codegen.bodies.body import Body
 from partc.codegen.calls.statements import Statement, deleted
 from partc.codegen.calls.storage import copies, num_bytes, owner, shares
-from partc.codegen.text import Line
+from partc.codegen.text import Line, Text
 from partc.graph import is_tensor, value
 
 SLACK = 22  # methods may hold 1/22 more than the least possible peak: less is not worth a line
@@ -43,6 +43,18 @@ class Piece:
         return self.born <= i and (self.stays or bool(self.names) or i <= self.last)
 
 
+class Values(Protocol):
+    """What a Ledger has to know of a function: its calls, and where their values are written."""
+
+    order: Sequence[fx.Node]
+    kept: set[fx.Node]
+    stored: dict[fx.Node, list[str]]
+    accumulated: dict[fx.Node, fx.Node]
+    in_place: set[fx.Node]
+
+    def text(self, node: fx.Node) -> Text: ...
+
+
 class Ledger:
     """What one method holds in memory at each of its statements.
 
@@ -51,7 +63,7 @@ class Ledger:
     """
 
     def __init__(
-        self, statements: Sequence[Statement], body: Body, lists: Mapping[str, Statement],
+        self, statements: Sequence[Statement], body: Values, lists: Mapping[str, Statement],
         given: Iterable[fx.Node],
     ) -> None:  # fmt: skip
         self.statements, self.body, self.lists = statements, body, lists

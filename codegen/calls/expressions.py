@@ -92,6 +92,44 @@ def is_sum(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.add.Tensor and is_backward(node)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where the values of one function stand, as follows from its calls alone.
+
+    ``stored`` has the parameters of each final gradient, ``summed`` the sums of pieces that need no
+    line, ``accumulated`` each call whose result is written over a value, with that value;
+    ``inlined`` has the calls that stand inside of the expression that reads them.
+    """
+
+    joint: JointGrads
+    stored: dict[fx.Node, list[str]]
+    summed: set[fx.Node]
+    accumulated: dict[fx.Node, fx.Node]
+    inlined: set[fx.Node]
+
+    @classmethod
+    def of(
+        cls, graph: Graph, order: Sequence[fx.Node], kept: set[fx.Node],
+        stored: Mapping[fx.Node, list[str]], named: set[fx.Node], *, fused: bool = False,
+        late: Collection[str] = (),
+    ) -> Layout:  # fmt: skip
+        """``named`` has the values that the user's code names; others are as for Expressions."""
+        joint = JointGrads(graph, order, stored)
+        final, summed = apart(stored, order)
+        fixed = kept | final.keys() | joint.place.keys()
+        # Twice: what is written over another value needs a line; then more or less fits inline.
+        in_line = inlined(order, fixed, named)
+        sums = accumulations(order, kept | final.keys(), sums_only=fused)
+        accumulated = {
+            node: into
+            for node, into in sums.items()
+            if node not in in_line | summed and (is_sum(node) or into not in in_line)
+        }
+        accumulated |= {} if fused else counted(graph, {*order}, late)
+        fixed |= {*accumulated.values()}
+        return cls(joint, final, summed, accumulated, inlined(order, fixed, named, accumulated))
+
+
 @dataclass
 class Expressions:
     """What one function knows of its values: names, and texts of the calls that make them.
@@ -123,21 +161,13 @@ class Expressions:
     def __post_init__(self) -> None:
         wished = {n: self.wishes.get(n, "") for n in self.order}
         self.named = {n for n in self.order if is_forward(n) and is_given(n, wished[n])}
-        self.joint = JointGrads(self.graph, self.order, self.stored)
-        self.stored, self.summed = apart(self.stored, self.order)
-        fixed = self.kept | self.stored.keys() | self.joint.place.keys()
-        # Twice: what is written over another value needs a line; then more or less fits inline.
-        in_line = inlined(self.order, fixed, self.named)
-        sums = accumulations(self.order, self.kept | self.stored.keys(), sums_only=self.fused)
-        self.accumulated = {
-            node: into
-            for node, into in sums.items()
-            if node not in in_line | self.summed and (is_sum(node) or into not in in_line)
-        }
-        self.accumulated |= {} if self.fused else counted(self.graph, {*self.order}, self.late)
+        found = Layout.of(
+            self.graph, self.order, self.kept, self.stored, self.named, fused=self.fused,
+            late=self.late,
+        )  # fmt: skip
+        self.joint, self.stored, self.summed = found.joint, found.stored, found.summed
+        self.accumulated, self.inlined = found.accumulated, found.inlined
         self.becomes = {into: node for node, into in self.accumulated.items()}
-        fixed |= self.becomes.keys()
-        self.inlined = inlined(self.order, fixed, self.named, self.accumulated)
         self.place = {node: i for i, node in enumerate(self.order)}
 
     def text(self, node: fx.Node) -> Text:
@@ -217,11 +247,11 @@ class Expressions:
         """The named values that a node's statement reads, directly or in an inlined operand."""
         reads: list[fx.Node] = []
         for operand in node.all_input_nodes:
-            within = operand in self.inlined or _holds_one(operand)
+            within = operand in self.inlined or holds_one(operand)
             reads += self.read_by(operand) if within else [operand]
         return reads
 
 
-def _holds_one(node: fx.Node) -> bool:
+def holds_one(node: fx.Node) -> bool:
     """Whether a call returns a tuple of one tensor: its text stands where that tensor is read."""
     return node.op == "call_function" and not is_tensor(node) and len(results_of(node)) == 1

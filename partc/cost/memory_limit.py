@@ -10,6 +10,7 @@ from partc.plan.mesh import Mesh
 
 NAMED = 3  # holders that an error names
 SPARE = 0.92  # of a device's memory: the rest is for the allocator, the library's buffers, kernels
+TOLERANCE = 0.02  # by how much a program's peak may differ from what was counted before printing
 Holders = tuple[tuple[str, int], ...]  # who, and how many bytes
 
 
@@ -51,22 +52,31 @@ def fits(peaks: Sequence[Peak], limits: Sequence[int] | None) -> bool:
     return all(peak.num_bytes <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
-def check_memory(peaks: Sequence[Peak], limits: Sequence[int] | None) -> None:
-    """Raise MemoryLimitError for the rank that is most above its limit.
+def check_memory(
+    peaks: Sequence[Peak], limits: Sequence[int] | None, accounted: Sequence[Peak] | None = None,
+    *, margin: float = 0.0,
+) -> None:  # fmt: skip
+    """Raise MemoryLimitError for the rank that is most above its limit, by more than a margin.
 
     ``peaks`` and ``limits`` have one entry per pipeline place; without limits nothing is checked.
+    ``accounted``: what was counted before the program was printed. The error says so if the program
+    has turned out to need more than that.
     """
     if limits is None:
         return
-    pairs = zip(peaks, limits, strict=True)
-    worst, limit_bytes = max(pairs, key=lambda pair: pair[0].num_bytes - pair[1])
-    if worst.num_bytes <= limit_bytes:
+    places = range(len(limits))
+    at = max(places, key=lambda place: peaks[place].num_bytes - limits[place])
+    worst, limit_bytes = peaks[at], limits[at]
+    if worst.num_bytes <= limit_bytes * (1 + margin):
         return
     holders = sorted((*worst.state, *worst.live), key=lambda holder: -holder[1])[:NAMED]
+    why = "most is held by " + "; ".join(f"{who}, {size:,} bytes" for who, size in holders)
+    if accounted and worst.num_bytes > (1 + TOLERANCE) * accounted[at].num_bytes:
+        why += f"; {accounted[at].num_bytes:,} bytes were expected before the program was printed"
     raise MemoryLimitError(
         where=f"memory_bytes={limit_bytes}, {worst.rank}",
         what=f"the step needs {worst.num_bytes:,} bytes at its peak, {limit_bytes:,} are allowed",
-        why="most is held by " + "; ".join(f"{who}, {size:,} bytes" for who, size in holders),
+        why=why,
         do=_advice(worst),
     )
 

@@ -15,6 +15,7 @@ from torch.fx.graph import _Namespace
 from partc.graph import (
     Graph,
     Value,
+    collectives,
     fake_of,
     op_word,
     set_fake,
@@ -121,6 +122,29 @@ def rename_calls(graph: Graph) -> None:
         node.name = names.create_name(word, node)
     for node, of in forward.items():
         update(node, forward=of.name if of is not None else "")
+
+
+def name_as_before(nodes: fx.Graph, before: Mapping[fx.Node, str]) -> None:
+    """Name every call as the whole graph does (``linear_4``), and a transfer after what it moves:
+    ``linear_4_all_reduce``. The text of a graph then shows what a pass did.
+
+    ``before`` has for each call, or for what it moves, the name in the whole graph. ``Value.name``
+    and ``Value.forward`` are of the whole graph and stay: by these a program names gradients, and
+    tells which calls of two blocks correspond.
+    """
+    names = nodes._graph_namespace = _Namespace()
+    for node in nodes.nodes:
+        node.name = names.create_name(_word_of(node, before), node)
+
+
+def _word_of(node: fx.Node, before: Mapping[fx.Node, str]) -> str:
+    """The wanted name of a node."""
+    if node.op != "call_function":
+        return node.name
+    word = op_word(node.target)
+    if node.target in (*collectives.COLLECTIVES, *collectives.LOCAL):
+        return f"{before[node]}_{word}" if node in before else word
+    return before.get(node, word)
 
 
 def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:

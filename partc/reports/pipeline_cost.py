@@ -226,24 +226,46 @@ def _rank_cost(
 ) -> RankCost:
     schedule, simulated = step.schedule, step.simulated
     stages = schedule.stages_of(rank)
+    state = state_of_rank(graphs, stages, optimizer)
+    return RankCost(
+        stages=stages,
+        params=state.params,
+        grads=state.grads,
+        optimizer=state.optimizer,
+        buffers_and_inputs=state.buffers_and_inputs,
+        in_flight=int(simulated.peaks[rank]),
+        live=ran.peak_bytes,
+        holders=tuple((str(each), each.num_bytes) for each in ran.holders[:TOP]),
+        bubble=simulated.bubbles[rank],
+        exposed_s=simulated.exposed[rank],
+    )
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The bytes that a pipeline rank keeps from step to step."""
+
+    params: int
+    grads: int
+    optimizer: int
+    buffers_and_inputs: int
+
+
+def state_of_rank(
+    graphs: Sequence[Graph], stages: Sequence[int], optimizer: str = "adamw"
+) -> RankState:
+    """The state of a rank that runs some stages."""
     mine = [graphs[stage] for stage in stages]
     # a parameter of several of the rank's stages is there once
     params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}
     grads = {name: params[name] for graph in mine for name in graph.trained_elsewhere}
     grads |= {name: size for graph in mine for name, size in _sizes(graph, graph.grads).items()}
     buffers = {name: size for graph in mine for name, size in _sizes(graph, graph.buffers).items()}
-    trained = trained_bytes_of(graphs, stages)
-    return RankCost(
-        stages=stages,
+    return RankState(
         params=sum(params.values()),
         grads=sum(grads.values()),
-        optimizer=STATE_COPIES[optimizer] * trained,
+        optimizer=STATE_COPIES[optimizer] * trained_bytes_of(graphs, stages),
         buffers_and_inputs=sum(buffers.values()) + sum(map(num_bytes, graphs[0].inputs.values())),
-        in_flight=int(simulated.peaks[rank]),
-        live=ran.peak_bytes,
-        holders=tuple((str(each), each.num_bytes) for each in ran.holders[:TOP]),
-        bubble=simulated.bubbles[rank],
-        exposed_s=simulated.exposed[rank],
     )
 
 

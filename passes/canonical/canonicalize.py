@@ -87,8 +87,12 @@ CANONICAL = (
     ),
     Pass(merge_reshapes, JOINT, "two reshapes in a row are one, or none"),
     Pass(squeeze_sums, JOINT, "a sum without the dims that are squeezed away at once"),
-    Pass(cancel_transposes, JOINT, "folding products leaves transposes behind"),
-    Pass(drop_noops, JOINT, "and views that change nothing"),
+    Pass(
+        cancel_transposes,
+        JOINT,
+        "where reshapes between two transposes were none: tokens become an image and come back",
+    ),
+    Pass(drop_noops, JOINT, "the mean of one entry has become its sum, divided by 1"),
     Pass(free_fills, JOINT, "a tensor of a constant needs no tensor that lends it a dtype"),
     Pass(merge_given, JOINT, "masks and positions of equal blocks are computed once"),
     Pass(

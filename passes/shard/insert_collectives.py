@@ -30,7 +30,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.casts import is_cast, widens
-from partc.graph.graph_edits import run_fake
+from partc.graph.graph_edits import name_as_before, run_fake
 from partc.graph.input_only import input_only
 from partc.passes.shard.cast_weights import cast_weights
 from partc.passes.shard.microbatches import (
@@ -82,6 +82,8 @@ class _Partition:
     # their calls for all microbatches, with the strategies
     in_time: dict[fx.Node, tuple[fx.Node, dict[str, Strategy]]] = field(default_factory=dict)
     moved: set[fx.Node] = field(default_factory=set)  # what the plan wants to be moved once made
+    # the name that a value's call has in the whole graph
+    names: dict[fx.Node, str] = field(default_factory=dict)
 
     def build(self) -> Graph:
         """Write placeholders, calls and results; the graph without the calls that nothing reads."""
@@ -107,6 +109,7 @@ class _Partition:
         self.out.output(outputs.as_dict())
         local = replace(self.graph, fx=self.out, mesh=mesh)
         _drop_unused(self.out)
+        name_as_before(self.out, self.names)
         check_microbatches(local)
         settle_modules(local)
         return local
@@ -134,6 +137,7 @@ class _Partition:
         shape = stored.local_shape(known.shape, self.graph.mesh)
         assert shape is not None, f"{known.name} {known.shape} is not divided by {stored}"
         set_fake(new, fake_of(node).new_empty(shape))
+        self.names[new] = node.name
         self.copies[node] = {stored: new}
 
     def _call(self, node: fx.Node) -> None:
@@ -164,6 +168,7 @@ class _Partition:
             else:  # the tuple that a getitem reads
                 local_of.append(next(iter(self._copies(operand, known).values())))
         new = write_local_call(self.out, node, local_of, chosen, self.graph.mesh)
+        self.names[new] = node.name
         own = any(s.variant == VARIANT for s in chosen.values())
         origin = Origin.LOCAL_STATISTICS if own else known.origin
         set_value(new, replace(known, name=known.name or node.name, origin=origin))
@@ -246,6 +251,7 @@ class _Partition:
                 self._of_all_microbatches(call)
             made, chosen = self.in_time[call]
             new = write_local_call(self.out, node, [made], {}, self.graph.mesh)
+            self.names[new] = node.name
         else:
             index, chosen = (
                 0,
@@ -317,6 +323,7 @@ class _Partition:
         reduces = step.target in (collectives.all_reduce, collectives.reduce_scatter)
         at = made_by if reduces and made_by.kind == "op" else reader
         new = self.out.call_function(step.target, (node,), dict(step.kwargs))
+        self.names[new] = self.names.get(node, node.name)
         set_value(new, replace(
             made_by, kind="op", sharding=step.after, name=made_by.name,
             module=at.module, source=at.source, phase=at.phase, stage=at.stage,

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partc.graph import Graph, value
 from partc.graph.graph_edits import drop_dead
 from partc.graph.graph_parse import parse_graph
-from partc.lowering import trace
+from partc.lowering import table, trace, traced
 from partc.passes.canonical.canonicalize import CANONICAL, canonicalize
 from partc.passes.canonical.fold_dropout import fold_dropout
+from partc.trace.record import Source
 from tests.canonical.pass_cases import CASES
 from tests.compare import distance
 from tests.interpret import run_graph
@@ -77,3 +78,29 @@ def test_canonical_graphs_stay_as_they_are() -> None:
     assert len({each.name for each in CANONICAL}) >= 12
     drop_dead(graph)
     assert str(graph) == text
+
+
+class Image(nn.Module):
+    """Tokens that become an image and come back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.transpose(1, 2).unflatten(2, (2, 3))
+        return torch.relu(image.flatten(2).transpose(1, 2))
+
+
+class MeanOfOne(nn.Module):
+    """A mean over one entry."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x.unsqueeze(1).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("again", "model"), [("cancel_transposes", Image()), ("drop_noops", MeanOfOne())]
+)
+def test_a_pass_that_stands_twice_has_work_again(again: str, model: nn.Module) -> None:
+    source = Source.of(model, (torch.ones(4, 6, 8),), lambda m, x: m(x).sum())
+    ran = sorted(traced(source, table(keep_texts=True), fold=False, kept=None).ran.items())
+    texts = {row: each.texts for row, each in ran}
+    second = [row for row, each in ran if each.name == again][-1]
+    assert texts[second] != texts[second - 1]

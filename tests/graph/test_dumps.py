@@ -16,6 +16,7 @@ import partc
 from partc.graph import value
 from partc.graph.graph_parse import parse_graph
 from partc.plan import Plan
+from tests.pipelines import toy
 from tests.zoo import FAMILIES, Case
 
 STAGE = """\
@@ -168,3 +169,34 @@ def test_a_stage_reads_back() -> None:
     assert [value(node).phase for node in graph.calls()] == ["S", "F", "F", "W", "E"]
     assert list(graph.outputs.sent) == ["clone"]
     assert graph.constants["0.mask"].tolist() == [0.0, -torch.inf]
+
+
+def test_calls_keep_their_names_and_transfers_are_named_after_what_they_move(
+    tmp_path: Path,
+) -> None:
+    partc.compile(toy().step, "tp=2", plan=Plan(preset="megatron"), dump=tmp_path / "dump")
+    before, after = (
+        {node.name for node in parse_graph(one(tmp_path / "dump", name)).calls()}
+        for name in ("propagate", "insert_collectives")
+    )
+    new = after - before
+    assert len(before - after) <= len(before) // 10  # what nothing reads
+    assert any(name.endswith("_all_reduce") for name in new)
+    moved = {name.removesuffix("_all_reduce") for name in new if name.endswith("_all_reduce")}
+    assert moved <= before
+
+
+def one(folder: Path, name: str) -> str:
+    """The text that a pass has left."""
+    (file,) = folder.glob(f"[0-9][0-9]-{name}.txt")
+    return file.read_text(encoding="utf-8").partition("\n")[2]
+
+
+def test_a_stage_counts_its_own_calls(tmp_path: Path) -> None:
+    plan = Plan(preset="ddp", microbatches=4)
+    partc.compile(toy().step, "pp=2", plan=plan, dump=tmp_path / "dump")
+    files = [*(tmp_path / "dump").glob("*-tidy-stage*.txt")]
+    assert len(files) == 2
+    for file in files:
+        header, _, text = file.read_text(encoding="utf-8").partition("\n")
+        assert header.endswith(f" -> {len(list(parse_graph(text).calls()))} calls)")
