@@ -26,7 +26,7 @@ def lines(mesh: str, plan: str) -> dict[str, int]:
     ("mesh", "plan", "limit"),
     # wished for on two axes: 400; long names of the model's own break lines, and that attention has
     # two kernels on GPUs takes 13
-    [("dp=8,tp=8", "fsdp+megatron", 421), ("tp=8", "megatron", 332)],
+    [("dp=8,tp=8", "fsdp+megatron", 422), ("tp=8", "megatron", 332)],
 )
 def test_a_role_of_a_70b_model_has_fewer_lines(mesh: str, plan: str, limit: int) -> None:
     assert list(lines(mesh, plan).values()) < [limit]

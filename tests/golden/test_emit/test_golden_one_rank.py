@@ -57,6 +57,32 @@ def log_softmax_over(x: Tensor) -> Tensor:
     return x
 
 
+def layer_norm_backward(d_y: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, *,
+                        d_x: bool = True, d_weight: bool = True,
+                        d_bias: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `x`, weight and bias; of the bias itself the kernel reads no number."""
+    given = (d_y, x, weight.shape, mean, rstd, weight, weight)
+    return torch.ops.aten.native_layer_norm_backward(*given, (d_x, d_weight, d_bias))
+
+
+def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
+    """Gradient of a table of `rows` rows, of which `ids` were read."""
+    return torch.ops.aten.embedding_dense_backward(d_y, ids, rows, padding_idx, False)
+
+
+def nll_loss_and_count(log_p: Tensor, target: Tensor,
+                       ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """`F.nll_loss`, a sum, and the number of targets in it."""
+    return torch.ops.aten.nll_loss_forward(log_p, target, None, 2, ignore_index)
+
+
+def nll_loss_backward(d_loss: Tensor, log_p: Tensor, target: Tensor, count: Tensor,
+                      ignore_index: int = -100) -> Tensor:
+    """Gradient of `log_p` in a sum of `F.nll_loss`."""
+    given = (d_loss, log_p, target, None, 2, ignore_index, count)
+    return torch.ops.aten.nll_loss_backward(*given)
+
+
 class Block(nn.Module):
     """One of blocks.0 .. 1."""
 
@@ -66,34 +92,32 @@ class Block(nn.Module):
             self.register_parameter(name, nn.Parameter(empty(*known)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        norm, mean, rstd = torch.native_layer_norm(
-            x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4,8,6], f64[4,8,1], f64[4,8,1]
-        w1 = F.linear(norm, self.w1_weight, self.w1_bias)      # f64[4,8,10]
-        gelu = F.gelu(w1)                                      # f64[4,8,10]
-        w2 = F.linear(gelu, self.w2_weight, self.w2_bias)      # f64[4,8,6]
-        y = x + w2                                             # f64[4,8,6]
+        norm, mean, rstd = torch.native_layer_norm(x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4,8,6]
+        w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[4,8,10]
+        gelu = F.gelu(w1)                                  # f64[4,8,10]
+        w2 = F.linear(gelu, self.w2_weight, self.w2_bias)  # f64[4,8,6]
+        y = x + w2                                         # f64[4,8,6]
         return y, [gelu, w1, norm, x, mean, rstd]
 
     def backward(self, d_y: Tensor, saved: list[Tensor]) -> Tensor:
         gelu, w1, norm, x, mean, rstd = saved
         saved.clear()
         # w2
-        d_w1 = d_y @ self.w2_weight                  # f64[4,8,10]
-        add_weight_grad(self.w2_weight, d_y, gelu)   # f64[6,10]
-        add_grad(self.w2_bias, d_y.sum((0, 1)))      # f64[6]
+        d_w1 = d_y @ self.w2_weight                   # f64[4,8,10]
+        add_weight_grad(self.w2_weight, d_y, gelu)    # f64[6,10]
+        add_grad(self.w2_bias, d_y.sum((0, 1)))       # f64[6]
         torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[4,8,10]
         del gelu, w1
         # w1
-        d_norm = d_w1 @ self.w1_weight               # f64[4,8,6]
-        add_weight_grad(self.w1_weight, d_w1, norm)  # f64[10,6]
-        add_grad(self.w1_bias, d_w1.sum((0, 1)))     # f64[10]
+        d_norm = d_w1 @ self.w1_weight                # f64[4,8,6]
+        add_weight_grad(self.w1_weight, d_w1, norm)   # f64[10,6]
+        add_grad(self.w1_bias, d_w1.sum((0, 1)))      # f64[10]
         # norm
-        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias,
-            output_mask=(True, True, True))          # f64[4,8,6], f64[6], f64[6]
+        d_x, d_norm_weight, d_norm_bias = layer_norm_backward(
+            d_norm, x, mean, rstd, self.norm_weight)  # f64[4,8,6], 2x f64[6]
         add_grad(self.norm_weight, d_norm_weight)
         add_grad(self.norm_bias, d_norm_bias)
-        d_x += d_y                                   # f64[4,8,6]
+        d_x += d_y                                    # f64[4,8,6]
         return d_x
 
 
@@ -109,36 +133,32 @@ class ToyStep(nn.Module):
 
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = F.embedding(ids, self.embed_weight)                 # f64[4,8,6]
+        x = F.embedding(ids, self.embed_weight)                    # f64[4,8,6]
         blocks_saved: list[list[Tensor]] = []
         for layer in self.blocks:
-            x, saved = layer(x)                                 # f64[4,8,6]
+            x, saved = layer(x)                                    # f64[4,8,6]
             blocks_saved.append(saved)
         del saved
         # head
-        head = F.linear(x, self.head_weight)                    # f64[4,8,14]
-        reshape = labels.reshape(32)                            # i64[32]
-        log_softmax = log_softmax_over(head.reshape(32, 14))    # f64[32,14]
+        head = F.linear(x, self.head_weight)                       # f64[4,8,14]
+        labels_reshape = labels.flatten()                          # i64[32]
+        log_softmax = log_softmax_over(head.flatten(0, 1))         # f64[32,14]
         del head
-        nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, weight=None, reduction=2, ignore_index=-100)  # f64[], f64[]
-        loss = nll_loss_forward / count                         # f64[]
-        d_div = torch.ones_like(loss) / count                   # f64[]
-        d_log_softmax = torch.ops.aten.nll_loss_backward(
-            d_div, log_softmax, reshape, None, 2, -100, count)  # f64[32,14]
-        d_reshape = torch.ops.aten._log_softmax_backward_data(
+        loss_sum, count = nll_loss_and_count(log_softmax, labels_reshape)  # 2x f64[]
+        loss = loss_sum / count                                    # f64[]
+        d_loss_sum = torch.ones_like(loss) / count                 # f64[]
+        d_log_softmax = nll_loss_backward(d_loss_sum, log_softmax, labels_reshape, count)  # f64[32,14]
+        d_head_reshape = torch.ops.aten._log_softmax_backward_data(
             d_log_softmax, log_softmax, dim=1, input_dtype=torch.float64)  # f64[32,14]
-        del reshape, d_log_softmax, log_softmax
-        d_head = d_reshape.reshape(4, 8, 14)                    # f64[4,8,14]
-        del d_reshape
-        add_weight_grad(self.head_weight, d_head, x)            # f64[14,6]
-        d_x = d_head @ self.head_weight                         # f64[4,8,6]
+        del labels_reshape, d_log_softmax, log_softmax
+        d_head = d_head_reshape.unflatten(0, (4, 8))               # f64[4,8,14]
+        del d_head_reshape
+        add_weight_grad(self.head_weight, d_head, x)               # f64[14,6]
+        d_x = d_head @ self.head_weight                            # f64[4,8,6]
         del x, d_head
         for layer in reversed(self.blocks):
-            d_x = layer.backward(d_x, blocks_saved.pop())       # f64[4,8,6]
-        add_grad(self.embed_weight,
-                 torch.ops.aten.embedding_dense_backward(
-                     d_x, ids, num_weights=14, padding_idx=-1, scale_grad_by_freq=False))  # f64[14,6]
+            d_x = layer.backward(d_x, blocks_saved.pop())          # f64[4,8,6]
+        add_grad(self.embed_weight, embedding_grad(d_x, ids, 14))  # f64[14,6]
         return loss
 
 

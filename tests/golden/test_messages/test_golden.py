@@ -194,6 +194,17 @@ class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
+def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
+    """Gradient of a table of `rows` rows, of which `ids` were read."""
+    return torch.ops.aten.embedding_dense_backward(d_y, ids, rows, padding_idx, False)
+
+
+def nll_loss_and_count(log_p: Tensor, target: Tensor,
+                       ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """`F.nll_loss`, a sum, and the number of targets in it."""
+    return torch.ops.aten.nll_loss_forward(log_p, target, None, 2, ignore_index)
+
+
 class Block(nn.Module):
     """One of blocks.0 .. 4."""
 
@@ -277,19 +288,18 @@ class WordsStep(nn.Module):
         # head
         head_weight, head_bias = gathered.take()                         # hidden behind the last block
         head = F.linear(embed_x, head_weight, head_bias)                 # f32[8@dp,64,2048]
-        reshape = x.chunk(2)[self.dp_rank].reshape(256)                  # i64[512@dp]
-        log_softmax = log_softmax_over(head.reshape(256, 2048))          # f32[512@dp,2048]
+        x_reshape = x.chunk(2)[self.dp_rank].flatten()                   # i64[512@dp]
+        log_softmax = log_softmax_over(head.flatten(0, 1))               # f32[512@dp,2048]
         del head
-        nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, weight=None, reduction=2, ignore_index=-100)  # f32[]{U:dp}, f32[]{U:dp}
+        loss_sum, count = nll_loss_and_count(log_softmax, x_reshape)     # 2x f32[]{U:dp}
         dist.all_reduce(count, group=self.dp)                            # f32[]; exposed
-        loss = nll_loss_forward / count                                  # f32[]{U:dp}
+        loss = loss_sum / count                                          # f32[]{U:dp}
         loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)  # f32[]
         d_div = torch.ones_like(loss) / count                            # f32[]
-        d_reshape = cross_entropy_grad(d_div, log_softmax.exp_(), reshape, reshape, -100)  # f32[512@dp,2048]
+        d_head_reshape = cross_entropy_grad(d_div, log_softmax.exp_(), x_reshape, x_reshape, -100)  # f32[512@dp,2048]
         del log_softmax
-        d_head = d_reshape.reshape(4, 64, 2048)                          # f32[8@dp,64,2048]
-        del d_reshape
+        d_head = d_head_reshape.unflatten(0, (4, 64))                    # f32[8@dp,64,2048]
+        del d_head_reshape
         grads = {self.head_weight: weight_grad(d_head, embed_x)}         # f32[2048,64]{U:dp}
         d_x = d_head @ head_weight                                       # f32[8@dp,64,64]
         grads[self.head_bias] = d_head.sum((0, 1))                       # f32[2048]{U:dp}
@@ -306,9 +316,7 @@ class WordsStep(nn.Module):
         # embed
         d_embedding, d_embedding_done = exchange(d_x, 2, self.dp, 2)     # f32[8,64,64@dp]
         d_embedding_done.wait()                                          # exposed: its result is needed next
-        add_grad(self.embed_weight,
-                 torch.ops.aten.embedding_dense_backward(
-                     d_embedding, x, num_weights=2048, padding_idx=-1, scale_grad_by_freq=False))  # f32[2048,64@dp]
+        add_grad(self.embed_weight, embedding_grad(d_embedding, x, 2048))  # f32[2048,64@dp]
         del d_x, d_embedding, d_embedding_done
         loss_done.wait()                                                 # hidden behind d_head_weight, d_x (4 B beside 134.22 MFLOP)
         reduced.finish()
