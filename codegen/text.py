@@ -111,6 +111,7 @@ def wrap(code: str, indent: int, room: int = 0, both: bool = False) -> list[str]
     plain = [pad + code]
     if _fits(plain, room) or not code:
         return plain
+    code = _in_brackets(code)
     pairs = _brackets(code)
     big = [pair for pair in pairs if pair[1] - pair[0] > len(code) // 3]
     ways = [way for pair in big for way in _broken(code, pair, indent)]
@@ -120,6 +121,13 @@ def wrap(code: str, indent: int, room: int = 0, both: bool = False) -> list[str]
         ways += [way for pair in pairs if pair not in big for way in _broken(code, pair, indent)]
     fitting = [way for way in ways if _fits(way, room)]
     return min(fitting or ways or [plain], key=_size)
+
+
+def _in_brackets(code: str) -> str:
+    """A statement whose several items may be broken in brackets: ``del a, b -> del (a, b)``."""
+    word, _, items = code.partition(" ")
+    bare = word in ("del", "return") and len(_split(items)) > 1 and not _brackets(items)
+    return f"{word} ({items})" if bare else code
 
 
 def _size(rows: Sequence[str]) -> tuple[int, int, int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from partc.codegen.calls.names import is_weight
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line
 from partc.graph import Phase, fake_of, is_tensor
 from partc.plan.mesh import MICROBATCH_AXIS
 
+TYPES = 4  # of more results than that, all tensors, not each is listed
 SAVED = "list[Tensor]"
 ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": "Reduced"}
 # The names of the lists of saved values that one phase leaves for a later one.
@@ -36,6 +38,7 @@ def reads_microbatch(side: Interface) -> bool:
 def main_slot(side: Interface) -> Slot | None:
     """The slot of the biggest value that each block hands to the next: the residual stream."""
     carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
+    carried = [slot for slot in carried if not is_weight(slot.nodes[0])]
     return max(carried, key=lambda slot: fake_of(slot.nodes[0]).numel(), default=None)
 
 
@@ -47,7 +50,8 @@ def own_lines(*, draws: bool, named: bool) -> list[Line]:
 
 def argument_name(side: Interface, slot: Slot, wish: Wishes) -> str:
     """The wanted name of an argument of a block's method."""
-    if slot.kind != "carried" or slot is main_slot(side):
+    alone = side.loop.run.is_single or is_weight(slot.nodes[0])  # its result is another value
+    if slot.kind != "carried" or alone or slot is main_slot(side):
         return wish.get(side.own(slot), "value")
     return wish.get(side.group.nodes[slot.position], "value")
 

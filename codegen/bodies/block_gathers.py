@@ -8,10 +8,11 @@ from itertools import groupby
 from torch import fx
 
 from partc.codegen.calls.backends import c10d
-from partc.codegen.calls.ranges import in_ranges, of_transfer
+from partc.codegen.calls.ranges import WAIT_FOR_WEIGHTS, in_ranges, of_transfer
+from partc.codegen.calls.statements import Statement
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.slots import Interface
-from partc.codegen.text import Line
+from partc.codegen.text import Line, Range
 from partc.graph import Graph, collectives, tensor_args
 from partc.graph.moves import gathers_param, moves
 
@@ -54,7 +55,7 @@ def _start(
     alone = len(starts) == 1
     whole = "self.parameters()" if every else ""
     sent = c10d.shards(names if alone else ["weight"], starts[0], helpers, whole if alone else "")
-    call = c10d.transfer(starts[0], sent, moves(starts[0]), helpers)
+    call = c10d.transfer(starts[0], sent, helpers)
     ranged = of_transfer(starts[0]) if helpers.ranges else None
     if alone:
         return in_ranges([Line(f"self.whole {put} {call}", range=ranged)])
@@ -75,3 +76,19 @@ def _gathered_alike(starts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
         return start if joined else tuple(start.kwargs.get(k) for k in ("axis", "num", "dtype"))
 
     return (list(together) for _, together in groupby(starts, key=alike))
+
+
+def take_whole(
+    starts: Iterable[fx.Node], names: Sequence[str], steady: bool, helpers: Helpers
+) -> Statement:
+    """The lines with which a method takes its gathered weights, of these ``names``.
+
+    ``steady``: they were put together before the first microbatch.
+    """
+    listed = f"[{names[0]}]" if len(names) == 1 else ", ".join(names)
+    if steady:
+        return Statement([Line(f"{listed} = self.whole")])
+    waits = Range(WAIT_FOR_WEIGHTS) if helpers.ranges else None
+    each = [move for start in starts for move in moves(start)]
+    joined = map(Line, c10d.put_together(names, each, helpers))
+    return Statement([Line(f"{listed} = self.whole.take()", range=waits), *joined])

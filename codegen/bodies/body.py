@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from torch import fx
 
 from partc.codegen.calls.buffers_in_place import SIGNS
 from partc.codegen.calls.inline import is_free, is_pointwise
+from partc.codegen.calls.op_names import STATISTICS, result_name
 from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.settle import unmarked
 from partc.codegen.calls.spell import first_result, written_over
@@ -20,7 +22,8 @@ from partc.codegen.calls.transfers import Transfers
 from partc.codegen.helpers.needed import Outlined
 from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
-from partc.graph import fake_of, is_tensor, ops, results_of, typed, value
+from partc.graph import collectives, fake_of, is_tensor, ops, results_of, typed, value
+from partc.graph.moves import gathers_param
 from partc.quoting import comment, literal
 
 INDENT = 2  # levels by which the body of a method is indented
@@ -84,10 +87,14 @@ class Body(Transfers):
         """The module path in the comment above a statement.
 
         Lines of a module without submodules stand under its parent's path. None, for a forward
-        value that the backward recomputes: its line stands with the next one, which needs it.
+        value that the backward recomputes: its line stands with the next one, which needs it. ""
+        for a transfer of weights or of their gradients: it stands where there is time for it.
         """
         if value(node).from_forward:
             return None
+        start = node.all_input_nodes[0] if node.target is collectives.wait else node
+        if start in self.joint.params or gathers_param(node):
+            return ""
         path = inside(value(node).module, self.prefix)
         return path.rpartition(".")[0] or path if path in self.leaves else path
 
@@ -138,7 +145,7 @@ class Body(Transfers):
         shown = (
             bound[:1] if isinstance(node.target, Outlined) else bound
         )  # it says the others itself
-        remark = comment(", ".join(typed(n) for n in shown))
+        remark = comment(types(shown))
         if len(names) == 1:
             lines = [Line(f"{names[0]} = {first_result(call)}", remark)]
         else:
@@ -158,7 +165,7 @@ class Body(Transfers):
             place, _, gradient = lines[0].code.partition("] = ")
             param = place.removeprefix(f"{name}[")
             if param == place or "," in param:  # a call that gives several values
-                return [Line(f"{name} = {{}}"), *lines]
+                return [Line(f"{name}: dict[nn.Parameter, Tensor] = {{}}"), *lines]
             return [replace(lines[0], code=f"{name} = {{{param}: {gradient}}}"), *lines[1:]]
         everything = sorted(params) == sorted(self.own)
         room_for = "[*self.parameters()]" if everything else f"[{', '.join(params)}]"
@@ -222,3 +229,10 @@ class Body(Transfers):
             return Statement([Line(call, comment(typed(node)))])
         line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
         return Statement([line], binds=[node])
+
+
+def types(results: Sequence[fx.Node]) -> str:
+    """The types of a call's results: ``f32[8,64,64], 2x f32[64]``; none for a norm's statistics."""
+    named = [n for n in results if result_name(n) not in STATISTICS] or results
+    counted = [(text, len([*same])) for text, same in groupby(map(typed, named))]
+    return ", ".join(text if num == 1 else f"{num}x {text}" for text, num in counted)

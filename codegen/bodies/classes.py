@@ -15,13 +15,14 @@ from partc.codegen.bodies.block_arguments import (
     ARGUMENT_TYPES,
     LEFT,
     SAVED,
+    TYPES,
     argument_name,
     main_slot,
     passed,
     reads_microbatch,
     signature,
 )
-from partc.codegen.bodies.block_gathers import first_gathers, gather_lines
+from partc.codegen.bodies.block_gathers import first_gathers, gather_lines, take_whole
 from partc.codegen.bodies.block_method import BlockMethod
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.frees import Ledger, free_blocks
@@ -31,7 +32,6 @@ from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.moved_names import of_turn
 from partc.codegen.calls.names import wishes
-from partc.codegen.calls.ranges import WAIT_FOR_WEIGHTS
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.settle import MARK
 from partc.codegen.calls.statements import Statement
@@ -42,7 +42,7 @@ from partc.codegen.repeats.equal import Group, ends_step, made_in_step
 from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name, that_all_have
 from partc.codegen.repeats.runs import Run
 from partc.codegen.repeats.slots import Interface, outside
-from partc.codegen.text import Line, Range, Text, block, wrap
+from partc.codegen.text import Line, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, tensor_args, value
 from partc.graph.draws import draws_numbers
 from partc.graph.moves import is_keyed, moves
@@ -289,16 +289,12 @@ class BlockClass:
             arguments.append(word)
         starts = self.gathered(side)
         if starts:
-            whole = self._whole(starts)
+            whole = [n for start in starts for n in weights_of(start)]
             seen |= {n: Text(scope.value(n, wish, first=True)) for n in whole if n is not None}
             for node in (n for start in starts for n in (start, *start.users)):
                 seen.setdefault(node, Text("self.whole"))
-            names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
-            names = f"[{names}]" if len(whole) == 1 else names
-            taken = "self.whole" if self.is_steady else self.taken("self.whole", side)
-            ranged = self.helpers.ranges and not self.is_steady
-            waits = Range(WAIT_FOR_WEIGHTS) if ranged else None
-            opening.append(Statement([Line(f"{names} = {taken}", range=waits)]))
+            taken = ["_" if n is None else str(seen[n]) for n in whole]
+            opening.append(take_whole(starts, taken, self.is_steady, self.helpers))
         if reads_microbatch(side):
             arguments.append("i")
         if self.reduces(side):
@@ -323,10 +319,6 @@ class BlockClass:
         return known or self.scope.value(
             node, self.wishes, of_turn(node, wish or self.wishes.get(node, "value")), first=True
         )
-
-    def _whole(self, starts: Sequence[fx.Node]) -> list[fx.Node | None]:
-        """The nodes of the whole weights that gathers give, in order; None for an unread one."""
-        return [n for start in starts for n in weights_of(start)]
 
     def _given(self) -> dict[fx.Node, str]:
         """Names of the main value that runs through the blocks: ``x -> y``, ``d_y -> d_x``."""
@@ -397,4 +389,6 @@ class BlockClass:
     def _result_type(self, side: Interface) -> str:
         items = ["Tensor"] * len([*side.carried, *side.listed])
         items += [SAVED] * len(self.left_by(side))
+        if len(items) > TYPES and {*items} == {"Tensor"}:
+            return "tuple[Tensor, ...]"
         return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"

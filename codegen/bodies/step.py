@@ -15,7 +15,7 @@ from partc.codegen.bodies.block_arguments import (
     passed,
     reads_microbatch,
 )
-from partc.codegen.bodies.body import Body
+from partc.codegen.bodies.body import Body, types
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.calls.expressions import ADDS
 from partc.codegen.calls.path_names import inside
@@ -25,7 +25,7 @@ from partc.codegen.calls.statements import Statement
 from partc.codegen.repeats.runs import LATER, Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line, Range, Text
-from partc.graph import Phase, collectives, typed
+from partc.graph import Phase, collectives
 from partc.graph.moves import carried, gathers_param
 from partc.quoting import comment
 
@@ -194,7 +194,7 @@ class StepBody(Body):
             p: self.scope.fresh(f"{self.wishes.get(side.group.nodes[p], 'value')}_all")
             for p in side.listed
         }
-        lines += [Line(f"{name} = []") for name in kept.values()]
+        lines += [Line(f"{name}: list[Tensor] = []") for name in kept.values()]
         targets = [variables[p] for p in side.carried] + [f"{kept[p]}_here" for p in side.listed]
         body = []
         for word in cls.left_by(side):
@@ -252,7 +252,7 @@ class StepBody(Body):
         ahead = [line for node in early for s in self.one(node) for line in s.lines]
         left = f"{', '.join(targets)} = " if targets else ""
         call = f"self.{cls.attribute}{CALLS[loop.phase]}({', '.join(arguments)})"
-        lines = [*ahead, *begun, Line(left + call, self._remark(side))]
+        lines = [*ahead, *begun, Line(left + call, self._remark(side), both=True)]
         lines += [Line(f"del {', '.join(taken)}")] if taken else []
         self.seen |= {nodes[p]: Text(name) for p, name in names.items()}
         reads = [slot.nodes[0] for slot in passed(side)]
@@ -266,11 +266,11 @@ class StepBody(Body):
         """The loop variable of a carried value; ``lines`` get ``x = ...`` if it has to be set."""
         first = str(self.text(slot.nodes[0]))
         wish = self._variable_name(side, slot)
-        if (
-            self.wishes.get(slot.nodes[0]) == wish
-            and first.isidentifier()
-            and slot.nodes[0] in self.place
-        ):
+        same = self.wishes.get(slot.nodes[0]) == wish and first.isidentifier()
+        if same and slot.nodes[0] in self.place:
+            return first
+        inside = self._inside(side.loop)
+        if same and first == wish and inside.issuperset(slot.nodes[0].users):  # an argument
             return first
         last = side.loop.groups[-1].nodes[slot.position]
         name = self.scope.value(last, self.wishes, wish, first=True)
@@ -339,7 +339,7 @@ class StepBody(Body):
         return lines
 
     def _remark(self, side: Interface) -> str:
-        return comment(", ".join(typed(side.group.nodes[p]) for p in side.carried))
+        return comment(types([side.group.nodes[p] for p in side.carried]))
 
     def _bind_results(
         self, loop: Loop, side: Interface, variables: dict[int, str], kept: dict[int, str]

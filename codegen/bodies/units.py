@@ -196,7 +196,7 @@ def _placed(unit: Unit) -> bool:
     call.
     """
     _drop_shared_views(unit)
-    if len(unit.nodes) < LINES:
+    if sum(node.target is not operator.getitem for node in unit.nodes) < LINES:
         return False
     inside = set(unit.nodes)
     reads = dict.fromkeys(n for node in unit.nodes for n in node.all_input_nodes)

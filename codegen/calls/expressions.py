@@ -16,6 +16,7 @@ from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.buffers_in_place import counted
 from partc.codegen.calls.inline import inlined
 from partc.codegen.calls.joint_grads import JointGrads
+from partc.codegen.calls.kernels import as_helper
 from partc.codegen.calls.moved_names import of_turn
 from partc.codegen.calls.names import is_given
 from partc.codegen.calls.random import Drawing
@@ -194,8 +195,9 @@ class Expressions:
         if node.target is torch.ops.aten._log_softmax.default and node in self.accumulated:
             logits = self.text(tensor_args(node)[0])
             return Text(f"{self.helpers.use('log_softmax_over')}({logits})")
-        anywhere = for_any_device(node, self.text, self.device, self.helpers)
-        return anywhere or spell(node, self.text, self.device)
+        given = node, self.text, self.device
+        helped = for_any_device(*given, self.helpers) or as_helper(*given, self.helpers)
+        return helped or spell(*given)
 
     def _composite(self, node: fx.Node) -> Text:
         """A call of an op of ``partc.graph.ops``, whose helper function is printed."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from partc.codegen.calls.moved_names import before_move, follow_operands, known_as, moved_from
-from partc.codegen.calls.op_names import op_name, result_name
+from partc.codegen.calls.op_names import constant_name, op_name, result_name
 from partc.codegen.calls.wishes import Wishes
 from partc.graph import Graph, fake_of, has_value, is_forward, is_tensor, value
 from partc.passes.overlap.write_pieces import taken_from
@@ -30,15 +31,20 @@ def name_gradients(graph: Graph, wishes: Wishes, compiled: Mapping[fx.Node, str]
     known |= {value(n).name: n for n in forward if value(n).name}
     given = {n: named[n] for n in wishes.given}
     found: dict[fx.Node, str] = {}
+    gradients = {n for n in graph.placeholders("received").values() if not is_forward(n)}
     for node in graph.calls():
         if is_forward(node):
             continue
         before = before_move(node)
         if node in compiled:
             found |= {node: compiled[node]} if compiled[node].startswith("d_") else {}
-        elif _is_again(node, found, known) and before not in found:
-            again = before or known.get(value(node).name) or known.get(_origin(node))
-            unknown = result_name(node) or op_name(node)
+        elif _is_of_loss(node, graph):
+            found[node] = "d_loss"
+        elif node not in final and before not in found and _is_again(node, gradients, known):
+            again = before
+            if before is None and not value(node).forward:  # else it is a factor of a gradient
+                again = known.get(value(node).name) or known.get(_origin(node))
+            unknown = constant_name(node) or result_name(node) or op_name(node)
             named[node] = unknown if again is None else named.get(again, unknown)
             follow_operands([node], named)
             if again is not None and before is None:
@@ -52,6 +58,7 @@ def name_gradients(graph: Graph, wishes: Wishes, compiled: Mapping[fx.Node, str]
             whole = taken_from(node)
             own = given.get(whole, "") if whole is not None else ""
             found[node] = own or _Gradient(graph, by_name, wishes, found, final).name(node)
+        gradients |= {node} if node in found else set()
     named |= found
     wishes.gradients |= found.keys()
 
@@ -86,7 +93,8 @@ class _Gradient:
         if summed := self._summed(node):
             return summed
         if forward is not None and is_tensor(node):
-            self.wishes.through[node] = named.get(forward, "")
+            results = [u for u in forward.users if u.target is operator.getitem and u.args[1] == 0]
+            self.wishes.through[node] = named.get(results[0] if results else forward, "")
             operand = _operand(node, forward)
             if operand is not None:
                 of[node] = operand
@@ -98,7 +106,21 @@ class _Gradient:
             of |= {node: of[best]} if best in of else {}
             self.wishes.said.add(node)
             return parts[best]
-        return f"d_{op_name(node)}"
+        word = op_name(node)  # of a function it is the name that its result has in it
+        return self._of_reader(node) or (word if word.startswith("d_") else f"d_{word}")
+
+    def _of_reader(self, node: fx.Node) -> str:
+        """The name of a gradient by the backward that reads it, as that of the result of its
+        forward; "" if there is no such result.
+        """
+        for user in node.users if is_tensor(node) else ():
+            forward = self.by_name.get(value(user).forward) if has_value(user) else None
+            picks = forward.users if forward is not None and not is_tensor(forward) else [forward]
+            for result in picks:
+                if result is not None and fake_of(result).shape == fake_of(node).shape:
+                    self.wishes.of[node] = result
+                    return f"d_{self.wishes.names[result]}"
+        return ""
 
     def _summed(self, node: fx.Node) -> str:
         """The name of what is summed over rows to a parameter's gradient: ``d_weight_rows``."""
@@ -112,11 +134,28 @@ class _Gradient:
 def _operand(node: fx.Node, forward: fx.Node) -> fx.Node | None:
     """The operand of a forward call whose gradient a node is, by its shape and place."""
     operands = [n for n in forward.all_input_nodes if is_tensor(n)]
+    if (part := _part_of_cat(node, forward)) is not None:
+        return part
     like = [n for n in operands if fake_of(n).shape == fake_of(node).shape]
+    like = like or [n for n in operands if value(n).shape == value(node).shape]  # cut otherwise
     index = node.args[1] if node.target is operator.getitem else 0
     if isinstance(index, int) and index < len(operands) and operands[index] in like:
         return operands[index]
     return next(iter(like), None)
+
+
+def _part_of_cat(node: fx.Node, forward: fx.Node) -> fx.Node | None:
+    """What a slice of a concatenation's gradient is the gradient of: the part that stands there."""
+    aten = torch.ops.aten
+    if forward.target is not aten.cat.default or node.target is not aten.slice.Tensor:
+        return None
+    parts: Any = forward.args[0]
+    dim, start, at = int(str(node.args[1])), int(str(node.args[2])), 0
+    for part in parts:
+        if at == start:
+            return cast(fx.Node, part)
+        at += fake_of(part).shape[dim]
+    return None
 
 
 def _origin(node: fx.Node) -> tuple[object, ...]:
@@ -126,12 +165,18 @@ def _origin(node: fx.Node) -> tuple[object, ...]:
     return (node.target, value(node).module, value(node).source, shape, result)
 
 
+def _is_of_loss(node: fx.Node, graph: Graph) -> bool:
+    """Whether a node is the gradient of the loss by itself, a one, with which a backward begins."""
+    if node.target is not torch.ops.aten.ones_like.default or graph.loss is None:
+        return False
+    return node.all_input_nodes[0] in moved_from(graph.loss)
+
+
 def _is_again(
-    node: fx.Node, gradients: Mapping[fx.Node, str], known: Mapping[object, fx.Node]
+    node: fx.Node, gradients: Collection[fx.Node], known: Mapping[object, fx.Node]
 ) -> bool:
-    """Whether a backward node is no gradient but a forward value, recomputed or gathered again."""
-    return (
-        (bool(node.all_input_nodes) or value(node).name in known)
-        and not value(node).forward
-        and gradients.keys().isdisjoint(node.all_input_nodes)
-    )
+    """Whether a backward node is no gradient: a forward value, recomputed or gathered again, or
+    what a gradient is multiplied by. All that it reads are then forward values.
+    """
+    made = bool(node.all_input_nodes) or value(node).name in known or constant_name(node)
+    return bool(made) and not any(n in gradients for n in node.all_input_nodes)

@@ -6,20 +6,17 @@ after its op (``gelu``). A gradient is named after its value: ``d_w1``.
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
-import torch
 from torch import fx
 
 from partc.codegen.calls.gradient_names import name_gradients
 from partc.codegen.calls.moved_names import before_move, follow_operands, moved_from
-from partc.codegen.calls.op_names import op_name, result_name
+from partc.codegen.calls.op_names import constant_name, op_name, result_name
 from partc.codegen.calls.path_names import inside, is_within, last_words, module_name
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers import needed as helpers
@@ -55,7 +52,7 @@ def wishes(
     named = dict(_placeholder_names(graph, prefix))
     forward = [n for n in graph.calls() if has_value(n) and is_forward(n)]
     said = {*named}
-    named |= {n: _constant_name(n) or op_name(n) for n in forward}
+    named |= {n: constant_name(n) or op_name(n) for n in forward}
     named |= dict(_function_names(forward))
     named |= dict(_result_names(forward))
     users = dict(_variable_names(forward))
@@ -121,7 +118,7 @@ def _weight_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
             yield node, module_name(inside(path, prefix))
 
 
-def _is_stored(node: fx.Node) -> bool:
+def is_weight(node: fx.Node) -> bool:
     """Whether a value is a parameter or buffer that a collective has moved."""
     while node.op == "call_function" and (before := carried(node)) is not None:
         node = before
@@ -132,24 +129,13 @@ def _gathered_again(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each weight that is gathered more than once, with its first gather."""
     first: dict[object, fx.Node] = {}
     for node in nodes:
-        if is_tensor(node) and _is_stored(node):
+        if is_tensor(node) and is_weight(node):
             root = moved_from(node)[-1]
             while (before := carried(root)) is not None:
                 root = before
             key = (root, tuple(fake_of(node).shape), fake_of(node).dtype)
             if first.setdefault(key, node) is not node:
                 yield node, first[key]
-
-
-def _constant_name(node: fx.Node) -> str:
-    """The name of a number that a program makes a tensor of; "" for other values."""
-    schema = getattr(node.target, "_schema", None)
-    name = schema.name.split("::")[1] if schema is not None else ""
-    if name not in ("scalar_tensor", "full") or tuple(fake_of(node).shape):
-        return ""
-    number: Any = node.args[0 if name == "scalar_tensor" else 1]
-    lowest = -torch.finfo(torch.float32).max
-    return {0: "zero", 1: "one", -math.inf: "minus_infinity", lowest: "lowest"}.get(number, "")
 
 
 def _weight_of(node: fx.Node) -> str:
@@ -196,11 +182,26 @@ def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     for (_, source, _), members in lines.items():
         match = _TARGETS.match(source)
         targets = [t.strip() for t in match[1].split(",")] if match else []
-        within = {_unmoved(operand) for n in members for operand in n.all_input_nodes}
-        ends = [n for n in members if is_tensor(n) and n not in within]
-        ends = [n for n in ends if not _is_argument(n, source)]
-        if targets and len(ends) == len(targets):
-            yield from ((n, t) for n, t in zip(ends, targets, strict=True) if t not in COMMON)
+        for ran in [members, *_apart(members)] if targets else ():
+            within = {_unmoved(operand) for n in ran for operand in n.all_input_nodes}
+            ends = [n for n in ran if is_tensor(n) and n not in within]
+            ends = [n for n in ends if not _is_argument(n, source)]
+            if len(ends) == len(targets):
+                yield from ((n, t) for n, t in zip(ends, targets, strict=True) if t not in COMMON)
+
+
+def _apart(members: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The calls of a line by the times that it ran: calls that read none of each other's results.
+
+    A line of a function that is called for queries and for keys runs twice.
+    """
+    groups: list[list[fx.Node]] = []
+    for node in members:
+        reads = {_unmoved(operand) for operand in node.all_input_nodes}
+        joined = [group for group in groups if not reads.isdisjoint(group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append([n for group in joined for n in group] + [node])
+    return groups if len(groups) > 1 else []
 
 
 def _unmoved(node: fx.Node) -> fx.Node:
@@ -228,7 +229,7 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
     for node in nodes:
         readers = [value(u).module for u in node.users if has_value(u) and is_forward(u)]
         path = value(node).module
-        while path and is_tensor(node) and not _is_stored(node):
+        while path and is_tensor(node) and not is_weight(node):
             if any(not is_within(reader, path) for reader in readers):
                 results.setdefault((path, value(node).turn), []).append(node)
             path = path.rpartition(".")[0]

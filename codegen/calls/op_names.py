@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
 from partc.codegen.helpers import needed as helpers
+from partc.graph import fake_of
 
 PLAIN = {
     "to_copy": "cast", "unsafe_view": "view", "sum": "total", "pow": "power", "slice": "part",
-    "cross_entropy_grad": "logits",
+    "cross_entropy_grad": "logits", "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm", "native_batch_norm": "batch_norm",
+    "native_batch_norm_legit_functional": "batch_norm", "nll_loss_forward": "loss_sum",
+    "nll_loss2d_forward": "loss_sum", "convolution": "conv", "safe_softmax": "softmax",
+    "max_pool2d_with_indices": "max_pool2d", "max_pool3d_with_indices": "max_pool3d",
+    "linalg_vector_norm": "norm", "binary_cross_entropy_with_logits": "bce_sum",
+    "upsample_nearest2d": "upsample", "select_backward": "select",
+}  # fmt: skip
+VIEWS = {  # say nothing about a value but how it lies
+    "reshape", "view", "transpose", "permute", "expand", "unsqueeze", "squeeze", "contiguous",
+    "clone", "part", "select", "t",
 }  # fmt: skip
 RESULTS = {  # names of the results of ops whose schema does not name them
     "native_layer_norm": ("", "mean", "rstd"),
@@ -32,6 +46,8 @@ RESULTS = {  # names of the results of ops whose schema does not name them
     "var_mean": ("var", "mean"),
 }
 
+STATISTICS = {"mean", "rstd"}  # of norms: as many numbers as rows or channels, whatever the model
+
 
 def op_name(node: fx.Node) -> str:
     """The op's own name: ``silu`` of ``aten.silu.default``, ``attention`` of every fused kernel."""
@@ -40,14 +56,17 @@ def op_name(node: fx.Node) -> str:
         return target.results[0]
     if target is operator.getitem and isinstance(node.args[0], fx.Node):
         return op_name(node.args[0])
-    name = str(
-        getattr(getattr(target, "_schema", None), "name", "")
-        or getattr(target, "__name__", "value")
-    )
-    name = name.split("::")[-1].strip("_")
+    name = _own_name(target)
     if name.startswith("scaled_dot_product"):
         return "attention"
     return PLAIN.get(name, name)
+
+
+def _own_name(target: object) -> str:
+    """The op's name in ATen, or a function's."""
+    schema = getattr(target, "_schema", None)
+    name = str(getattr(schema, "name", "") or getattr(target, "__name__", "value"))
+    return name.split("::")[-1].strip("_")
 
 
 def result_name(node: fx.Node) -> str:
@@ -64,4 +83,15 @@ def _names_of_results(call: fx.Node) -> Sequence[str | None]:
         return call.target.results
     schema = getattr(call.target, "_schema", None)
     returns = [result.name for result in schema.returns] if schema is not None else []
-    return RESULTS.get(op_name(call)) or returns
+    return RESULTS.get(_own_name(call.target)) or returns
+
+
+def constant_name(node: fx.Node) -> str:
+    """The name of a number that a program makes a tensor of; "" for other values."""
+    schema = getattr(node.target, "_schema", None)
+    name = schema.name.split("::")[1] if schema is not None else ""
+    if name not in ("scalar_tensor", "full") or tuple(fake_of(node).shape):
+        return ""
+    number: Any = node.args[0 if name == "scalar_tensor" else 1]
+    lowest = -torch.finfo(torch.float32).max
+    return {0: "zero", 1: "one", -math.inf: "minus_infinity", lowest: "lowest"}.get(number, "")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from partc.codegen.calls.inline import is_free, is_pointwise
-from partc.codegen.calls.op_names import op_name
+from partc.codegen.calls.op_names import VIEWS, op_name
 from partc.codegen.calls.path_names import qualifiers
 from partc.codegen.calls.wishes import Wishes
 from partc.graph import collectives, has_value, tensor_args, value
@@ -45,6 +45,13 @@ def longer_names(node: fx.Node, wish: str, wishes: Wishes) -> Iterator[str]:
     yield from (joined(word, pair) for word in words)
     if node in wishes.same:
         yield f"{wish}_again"
+
+
+def told_names(node: fx.Node, wish: str, wishes: Wishes) -> Iterator[str]:
+    """For a view that no variable names the name of what it shows: ``targets_reshape``."""
+    node = wishes.here(node)
+    if wish in VIEWS and wish == op_name(node) and node not in wishes.said:
+        yield _more(node, wish, wishes)
 
 
 def _more(node: fx.Node, wish: str, wishes: Wishes) -> str:
@@ -93,6 +100,9 @@ def gradient_names(node: fx.Node, wish: str, wishes: Wishes, of: str) -> Iterato
     node = wishes.here(node)
     value_of = wishes.of.get(node)
     first = f"d_{of}" if of and node not in wishes.given else wish
+    if not of and value_of is not None and first == f"d_{wishes.get(value_of)}":
+        told = next(told_names(value_of, wishes.get(value_of), wishes), "")
+        first = f"d_{told}" if told else first
     yield first
     moved = f"{first}_{_behind(node)}" if node in wishes.moved else ""
     if moved:
@@ -120,8 +130,10 @@ def joined(first: str, second: str) -> str:
 
     >>> joined("resid_dropout", "dropout_mask"), joined("attn", "mul"), joined("", "mul")
     ('resid_dropout_mask', 'attn_mul', 'mul')
+    >>> joined("split", "")
+    'split'
     """
-    left, right = first.split("_") if first else [], second.split("_")
+    left, right = (name.split("_") if name else [] for name in (first, second))
     for num in range(min(len(left), len(right)), 0, -1):
         if left[-num:] == right[:num]:
             return "_".join([*left, *right[num:]])

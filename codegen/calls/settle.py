@@ -15,7 +15,7 @@ from itertools import chain
 
 from torch import fx
 
-from partc.codegen.calls.qualify import gradient_names, longer_names
+from partc.codegen.calls.qualify import gradient_names, longer_names, told_names
 from partc.codegen.calls.wishes import GIVEN, OP, Wishes
 from partc.quoting import identifier
 
@@ -85,7 +85,8 @@ class Claim:
             names = gradient_names(node, wish, wishes, self.of)
         else:
             longer = longer_names(node, wish, wishes)  # "d_" begins the names of gradients
-            names = chain([wish], (name for name in longer if not name.startswith("d_")))
+            longer = (name for name in longer if not name.startswith("d_"))
+            names = chain(told_names(node, wish, wishes), [wish], longer)
         return list(dict.fromkeys(map(identifier, names)))
 
     @property

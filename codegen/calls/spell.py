@@ -6,6 +6,7 @@ is written ``torch.ops.aten.op(...)``, which is always right: the table is for t
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from partc.codegen.calls.arguments import Call
+from partc.codegen.calls.reshapes import in_one_step
 from partc.codegen.text import (
     AND,
     ATOM,
@@ -116,7 +118,11 @@ def _in_torch(call: Call) -> Text:
     return Text(f"torch.{call.name}({call.arguments(place=_is_factory(call))})")
 
 
-FIRST = {"torch.native_layer_norm(": "F.layer_norm("}  # the same, with the first result alone
+FIRST = {  # the same, with the first result alone
+    "torch.native_layer_norm(": "F.layer_norm(",
+    "F.group_norm(": "F.group_norm(",
+    "F.nll_loss(": "F.nll_loss(",
+}
 
 
 def first_result(call: Text) -> str:
@@ -133,6 +139,17 @@ def _method(call: Call) -> Text:
     if call.name in STARRED:
         arguments = _without_brackets(arguments)
     return Text(f"{call.text('self').at(ATOM)}.{call.name}({arguments})")
+
+
+@spells("reshape")
+def _reshape(call: Call) -> Text:
+    """``x.reshape(...)`` as the step that it is: ``x.flatten(1)``, ``x.unflatten(0, (4, 16))``,
+    ``x.unsqueeze(1)``; then sizes that it keeps, such as a rank's batch, need not stand there.
+    """
+    old, new = [*fake_of(call.get("self")).shape], [*call.get("shape")]
+    known = all(type(size) is int and size >= 0 for size in new) and math.prod(new) > 0
+    step = in_one_step(old, new) if known else ""
+    return Text(f"{call.text('self').at(ATOM)}.{step}") if step else _method(call)
 
 
 def _without_brackets(sizes: str) -> str:
@@ -344,8 +361,8 @@ def _convolution(call: Call) -> Text:
 
 def _one(sizes: Any) -> Any:
     """One number for sizes that are all equal: ``(2, 2)`` is ``2``."""
-    if isinstance(sizes, list | tuple):
-        return sizes[0] if len(set(sizes)) == 1 else tuple(sizes)
+    if isinstance(sizes, list | tuple):  # by their texts: a block's own number equals no other
+        return sizes[0] if len({*map(literal, sizes)}) == 1 else tuple(sizes)
     return sizes
 
 

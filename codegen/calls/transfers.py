@@ -6,6 +6,7 @@ comment beside the wait says which calls between the two hide the transfer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -126,10 +127,10 @@ class Transfers(Expressions):
         name, hidden = str(self.seen[start]), comment(self._hidden_by(start, node), 1000)
         if gathers_param(start):
             bound = weights_of(start)
-            names = ", ".join("_" if n is None else self.bind(n) for n in bound)
-            names = f"[{names}]" if len(bound) == 1 else names
-            taken = c10d.taken(name, moves(start), self.helpers)
-            lines = [Line(f"{names} = {taken}", hidden)]
+            names = ["_" if n is None else self.bind(n) for n in bound]
+            listed = f"[{names[0]}]" if len(bound) == 1 else ", ".join(names)
+            joined = c10d.put_together(names, moves(start), self.helpers)
+            lines = [Line(f"{listed} = {name}.take()", hidden), *map(Line, joined)]
             return Statement(lines, reads=[start], binds=[n for n in bound if n is not None])
         lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
         after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
@@ -146,7 +147,7 @@ class Transfers(Expressions):
         shards = c10d.shards([str(self.text(n)) for n in tensor_args(node)], node, self.helpers)
         name = self.scope.passing("gathered")
         self.seen[node] = Text(name)
-        call = c10d.transfer(node, shards, moves(node), self.helpers)
+        call = c10d.transfer(node, shards, self.helpers)
         return Statement([Line(f"{name} = {call}")], binds=[node])
 
     def _reduce(self, node: fx.Node) -> Statement:
@@ -163,6 +164,7 @@ class Transfers(Expressions):
             return Statement([*lines, Line(f"reduced.append(({grads}, {done}))")])
         if wire_of(node):
             return self._joined(node, grads, lines)
+        lines += self._laid_out(node, grads)
         call = self._moved(node, grads)
         if self._waited(node) is not None:
             remark = comment(typed(node)) if is_tensor(node) else ""
@@ -197,7 +199,17 @@ class Transfers(Expressions):
 
     def _moved(self, node: fx.Node, grads: str) -> str:
         """The call that starts to reduce the dict of gradients named ``grads``."""
-        return c10d.transfer(node, grads, self.joint.in_order(node), self.helpers)
+        return c10d.transfer(node, grads, self.helpers)
+
+    def _laid_out(self, node: fx.Node, grads: str) -> Iterator[Line]:
+        """The lines before a reduce-scatter for gradients that are not sharded on dim 0."""
+        scattered = kind_of(node) == "reduce_scatter"
+        each = zip(self.joint.params[node], moves(node), strict=True) if scattered else ()
+        for param, move in each:
+            entry = f"{grads}[{param}]"
+            laid_out = c10d.laid_out(entry, move.kwargs, self.helpers)
+            if laid_out != entry:
+                yield Line(f"{entry} = {laid_out}")
 
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
         """The comment beside a wait: which calls between start and wait hide the transfer."""

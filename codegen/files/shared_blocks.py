@@ -106,7 +106,7 @@ def _doc(cls: BlockClass) -> str:
     if not cls.run.kin:
         return said
     rest = f"Comments have the sizes of {comment(cls.run.layers[0])}."
-    return "\n    ".join([*textwrap.wrap(said, WIDTH - 4), "", rest, ""])
+    return "\n    ".join([*textwrap.wrap(said, WIDTH - 4), "", rest, ""]).replace("    \n", "\n")
 
 
 def _values(cls: BlockClass) -> dict[str, Any]:

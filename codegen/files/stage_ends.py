@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.ranges import finished
 from partc.codegen.files.spelling import result_type
 from partc.codegen.files.take_ends import Ends
@@ -225,11 +226,9 @@ class Finish:
                 why="only sums over ranks are expected there",
                 do="Use reduce = 'microbatch' in the plan.",
             )
-        name, cuts = "scatter_grads", ""
-        if self._is_cut(node):
-            at = (k["dim"], k.get("outer", 1))
-            name, cuts = "scatter_cut_grads", f", *[{at}] * len(grads)"
-        return f"{self.helpers.use(name)}({grads}, {k['num']}, self.{k['axis']}{cuts})"
+        laid_out = c10d.laid_out("x", k, self.helpers)
+        sent = grads if laid_out == "x" else f"{{p: {laid_out} for p, x in {grads}.items()}}"
+        return f"{self.helpers.use('scatter_grads')}({sent}, {k['num']}, self.{k['axis']})"
 
 
 def _cat(node: fx.Node, turns: str) -> str:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -43,7 +44,7 @@ from partc.codegen.repeats.arranged import arranged
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.runs import Item, Loop, Run
 from partc.codegen.repeats.slots import interfaces
-from partc.codegen.text import Line, Text, block
+from partc.codegen.text import WIDTH, Line, Text, block
 from partc.graph import Graph, Phase, fake_of, innermost_block, is_tensor, typed, value
 from partc.graph.graph_edits import copied
 from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
@@ -208,14 +209,21 @@ class StageText(RoleText):
         return [cls for cls in self.classes.values() if cls.is_steady]
 
     def _doc(self) -> str:
-        """The docstring of the stage's class: which modules of the model it computes."""
+        """The docstring of the stage's class: which modules of the model it computes.
+
+        Of modules inside of each other the outer one, unless blocks of it are named.
+        """
         found: dict[str, None] = {}
         for item in self.items:
             if isinstance(item, Loop):
                 found.setdefault(self.span(item.run))
             elif value(item).phase == "F" and value(item).module:
                 found.setdefault(comment(self.shown(innermost_block(item) or value(item).module)))
-        return f"{self.title}: {', '.join(found)}."
+        blocks = [name for name in found if " " in name]
+        found = {m: None for m in found if not any(b.startswith(f"{m}.") for b in blocks)}
+        named = [m for m in found if not any(m.startswith(f"{other}.") for other in found)]
+        text = f"{self.title}: {', '.join(named)}."
+        return "\n    ".join(textwrap.wrap(text, WIDTH - len('    """'), break_on_hyphens=False))
 
     # functions -------------------------------------------------------------------------------
     def _method(self, phase: Phase) -> Method:
@@ -315,8 +323,8 @@ class StageText(RoleText):
         for (before, then), place in LEFT.items():
             names = self._handed(before, then) if then == phase else []
             if names:
-                comma = "," if len(names) == 1 else ""
-                lines.append(Line(f"{', '.join(names)}{comma} = self.{place}.pop(i)"))
+                listed = f"({names[0]},)" if len(names) == 1 else ", ".join(names)
+                lines.append(Line(f"{listed} = self.{place}.pop(i)"))
         return lines
 
     def _handed(self, before: Phase, then: Phase) -> list[str]:

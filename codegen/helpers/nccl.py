@@ -29,20 +29,3 @@ def scatter_grads(
     done = dist.reduce_scatter_single(total, sent, group=group, async_op=True)
     parts = zip(grads.items(), total.split([x.shape[1] for x in pieces]), strict=True)
     return {p: part.view(x.shape[0] // num, *x.shape[1:]) for (p, x), part in parts}, done
-
-
-def scatter_cut_grads(
-    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
-) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """As ``scatter_grads``, of gradients that are cut at (dim, outer)."""
-    some, sizes = next(iter(grads.values())), [x.numel() // num for x in grads.values()]
-    sent, shapes = some.new_empty(num, sum(sizes)), {}
-    parts = sent.split(sizes, 1)
-    for (param, x), part, (dim, outer) in zip(grads.items(), parts, cuts, strict=True):
-        pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
-        part.view(pieces.shape).copy_(pieces)  # at once: gradients may be all that memory holds
-        shapes[param] = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
-    total = torch.empty_like(sent[0])
-    done = dist.reduce_scatter_single(total, sent, group=group, async_op=True)
-    summed = zip(shapes.items(), total.split(sizes), strict=True)
-    return {p: part.view(shape) for (p, shape), part in summed}, done

@@ -70,11 +70,13 @@ class Gathered(list[tuple[list[Tensor], dist.Work]]):
         return whole
 
 
-def take_cut(gathered: Gathered, *cuts: tuple[int, int]) -> list[Tensor]:
-    """As ``gathered.take()``, of weights that are cut at (dim, outer)."""
+def take_cut(gathered: Gathered, cuts: dict[int, tuple[int, int]]) -> list[Tensor]:
+    """As ``gathered.take()``; ``cuts`` says which weights are cut elsewhere, at (dim, outer)."""
     nums = [len(x) for pieces, _ in gathered for x in pieces]
-    whole = zip(gathered.take(), nums, cuts, strict=True)
-    return [join(x, num, *cut) for x, num, cut in whole]
+    whole = gathered.take()
+    for i, cut in cuts.items():
+        whole[i] = join(whole[i], nums[i], *cut)
+    return whole
 
 
 def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
@@ -164,23 +166,6 @@ class GatheredGrads(dist.Work):
         self.done.wait()
         self.grads |= {p: pieces.flatten(0, 1) for p, pieces in self.grads.items()}
         return True
-
-
-def scatter_cut_grads(
-    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
-) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """As ``scatter_grads``, of gradients that are cut at (dim, outer)."""
-    some, sizes = next(iter(grads.values())), [x.numel() // num for x in grads.values()]
-    sent, shapes = some.new_empty(num, sum(sizes)), {}
-    parts = sent.split(sizes, 1)
-    for (param, x), part, (dim, outer) in zip(grads.items(), parts, cuts, strict=True):
-        pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
-        part.view(pieces.shape).copy_(pieces)  # at once: gradients may be all that memory holds
-        shapes[param] = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
-    arrived = torch.empty_like(sent)  # gloo's reduce_scatter sends twice as much
-    done = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
-    pieces = zip(shapes.items(), arrived.split(sizes, 1), strict=True)
-    return {p: part.unflatten(1, shape) for (p, shape), part in pieces}, done
 
 
 def move_grads(

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from partc.codegen.repeats.equal import Group
 from partc.codegen.repeats.may_vary import may_vary, names_of_arguments
+from partc.codegen.repeats.read_sizes import read_sizes
 from partc.graph import op_word
 from partc.quoting import Named
 
@@ -69,7 +70,9 @@ def _rows(column: Column, sizes: bool) -> Iterator[tuple[Place, tuple[Number, ..
 def _differing(column: Column, sizes: bool) -> list[tuple[Place, tuple[Number, ...]]]:
     rows = zip(*(numbers(node, sizes=sizes) for node in column), strict=True)
     found = [(row[0][0], tuple(number for _, number in row)) for row in rows]
-    return [(place, values) for place, values in found if any(v != values[0] for v in values)]
+    found = [(place, values) for place, values in found if any(v != values[0] for v in values)]
+    read = set.intersection(*map(read_sizes, column))  # these have no place in the text
+    return [(place, values) for place, values in found if place[0] not in read]
 
 
 def _open(column: Column, rows: Sequence[tuple[Place, tuple[Number, ...]]]) -> list[Place]:

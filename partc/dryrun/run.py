@@ -122,8 +122,9 @@ def execute(
         if left_out:
             shorten(step, left_out, live)
         live.leave_out([*step.parameters(), *step.buffers(), *inputs])
-        if known is not None and hasattr(step, "stages") and not role.is_inference:
-            Turns(live, known, SourceLines.of(_file(role))).take_over([*step.stages.values()])
+        stages = getattr(step, "stages", None)  # of a pipeline; the model may have a list so named
+        if known is not None and isinstance(stages, dict) and not role.is_inference:
+            Turns(live, known, SourceLines.of(_file(role))).take_over([*stages.values()])
         with live:
             kept = step(*inputs) if role.is_inference else step.step(*inputs)
             role.drain(step)

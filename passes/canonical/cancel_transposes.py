@@ -29,13 +29,13 @@ def _cancel(node: fx.Node) -> None:
         if _is_shared(inner, node):
             return
         source: Any = inner.args[0]
-        dims = [_order(inner)[d] for d in _order(node)]
-        replace_by(node, _permuted(node, source, dims))
+        dims = [order_of(inner)[d] for d in order_of(node)]
+        replace_by(node, permuted(node, source, dims))
     # Only if nothing else reads the product: otherwise it would be computed twice.
-    elif is_call(inner, aten.mm.default) and _order(node) == [1, 0] and len(inner.users) == 1:
-        left, right = (_permuted(inner, operand, [1, 0]) for operand in inner.args)
+    elif is_call(inner, aten.mm.default) and order_of(node) == [1, 0] and len(inner.users) == 1:
+        left, right = (permuted(inner, operand, [1, 0]) for operand in inner.args)
         replace_by(node, call_before(inner, aten.mm.default, right, left))
-    elif len(_order(node)) == 2 and _order(node) == [1, 0] and node.target != aten.t.default:
+    elif len(order_of(node)) == 2 and order_of(node) == [1, 0] and node.target != aten.t.default:
         replace_by(node, call_before(node, aten.t.default, inner))
 
 
@@ -48,13 +48,13 @@ def _is_shared(inner: fx.Node, node: fx.Node) -> bool:
     return len(modules - {""}) > 1 and len(inner.users) > 1
 
 
-def _permuted(where: fx.Node, source: fx.Node, dims: list[int]) -> fx.Node:
+def permuted(where: fx.Node, source: fx.Node, dims: list[int]) -> fx.Node:
     """``source`` with its dims in the order ``dims``, by ``t``, ``transpose`` or ``permute``."""
     if dims == sorted(dims):
         return source
     if is_call(source, *SWAPS):
         first: Any = source.args[0]
-        return _permuted(where, first, [_order(source)[d] for d in dims])
+        return permuted(where, first, [order_of(source)[d] for d in dims])
     moved = [d for i, d in enumerate(dims) if i != d]
     if len(dims) == 2:
         return call_before(where, aten.t.default, source)
@@ -63,7 +63,7 @@ def _permuted(where: fx.Node, source: fx.Node, dims: list[int]) -> fx.Node:
     return call_before(where, aten.permute.default, source, dims)
 
 
-def _order(node: fx.Node) -> list[int]:
+def order_of(node: fx.Node) -> list[int]:
     """Per dim of the result the argument's dim: ``transpose(x, 0, 2)`` of 3 dims -> [2, 1, 0]."""
     rank = len(shape_of(node))
     order = list(range(rank))

@@ -23,6 +23,7 @@ from partc.passes.canonical.open_masks import open_masks
 from partc.passes.canonical.open_means import open_means
 from partc.passes.canonical.open_strides import open_strides
 from partc.passes.canonical.pad_slices import pad_slices
+from partc.passes.canonical.products_first import products_first
 from partc.passes.canonical.squeeze_sums import squeeze_sums
 from partc.passes.canonical.start_sums import start_sums
 from partc.passes.canonical.unsort_rows import unsort_rows
@@ -93,8 +94,14 @@ CANONICAL = (
         "where reshapes between two transposes were none: tokens become an image and come back",
     ),
     Pass(drop_noops, JOINT, "the mean of one entry has become its sum, divided by 1"),
+    Pass(merge_reshapes, JOINT, "and reshapes side by side, where a view between them was none"),
     Pass(free_fills, JOINT, "a tensor of a constant needs no tensor that lends it a dtype"),
     Pass(merge_given, JOINT, "masks and positions of equal blocks are computed once"),
+    Pass(
+        products_first,
+        JOINT,
+        "of what several cut products give one value the sum is finished, not each",
+    ),
     Pass(
         start_sums,
         JOINT,

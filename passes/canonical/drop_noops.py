@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, fake_of, is_tensor, shape_of, value
+from partc.graph import Graph, fake_of, is_call, is_tensor, shape_of, value
 from partc.graph.graph_edits import drop_dead, replace_by
 
 aten = torch.ops.aten
@@ -50,10 +50,19 @@ def drop_noops(graph: Graph) -> None:
             _conjugate(node)
         elif node.target is aten.cat.default and (parts := _filled(node)):
             _join(node, parts)
+        elif is_call(node, aten._to_copy.default) and _counts(node.args[0]):
+            node.args = node.args[0].args  # type: ignore[union-attr]
         elif _hands_on(node):
             same: Any = node.args[0]
             replace_by(node, same)
     drop_dead(graph)
+
+
+def _counts(node: Any) -> bool:
+    """Whether a call makes 0 and 1 of truth values: a further cast may read these."""
+    if not is_call(node, aten._to_copy.default):
+        return False
+    return bool(fake_of(node.args[0]).dtype == torch.bool)
 
 
 def _conjugate(node: fx.Node) -> None:

@@ -1,7 +1,8 @@
-"""Replace the backward of a slice by padding, and the sum of two that fill a dim by ``cat``."""
+"""Replace the backward of a slice by padding, and sums of them that fill a dim by ``cat``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from partc.graph.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
 slice_backward = aten.slice_backward.default
+select_backward = aten.select_backward.default
 
 
 def pad_slices(graph: Graph) -> None:
@@ -20,6 +22,10 @@ def pad_slices(graph: Graph) -> None:
     ``sizes`` has the whole shape, which a rank that holds a shard could not use; padding names the
     sliced dim alone.
     """
+    for node in reversed(list(graph.calls())):  # the whole sum first
+        if is_call(node, aten.add.Tensor) and not node.kwargs:
+            _stack(node)
+    drop_dead(graph)
     for node in list(graph.calls()):
         if is_call(node, aten.add.Tensor) and not node.kwargs:
             _join(node)
@@ -28,6 +34,31 @@ def pad_slices(graph: Graph) -> None:
         if is_call(node, slice_backward) and node.args[5] == 1:
             _pad(node)
     drop_dead(graph)
+
+
+def _stack(node: fx.Node) -> None:
+    """``select_backward(a, ..., 0) + select_backward(b, ..., 1) -> stack([a, b], dim)`` where all
+    places of a dim are in the sum.
+    """
+    parts = [*_summands(node)]
+    if len(parts) < 2 or not all(is_call(p, select_backward) for p in parts):
+        return
+    shape = shape_of(node)
+    places = {tuple(int(a) for a in p.args[2:4]): p.args[0] for p in parts}
+    by_index = {(dim % len(shape), i % shape[dim]): x for (dim, i), x in places.items()}
+    dim = next(iter(by_index))[0]
+    if len(parts) == len(by_index) and {*by_index} == {(dim, i) for i in range(shape[dim])}:
+        pieces = [x for _, x in sorted(by_index.items(), key=lambda item: item[0])]
+        replace_by(node, call_before(node, aten.stack.default, pieces, dim))
+
+
+def _summands(node: Any) -> Iterator[Any]:
+    """What a sum of sums adds up, sums that are read elsewhere as a whole."""
+    for part in node.args:
+        if is_call(part, aten.add.Tensor) and not part.kwargs and len(part.users) == 1:
+            yield from _summands(part)
+        else:
+            yield part
 
 
 def _join(node: fx.Node) -> None:

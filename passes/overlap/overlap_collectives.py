@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -16,7 +17,17 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from partc.graph import Graph, collectives, first_operand, innermost_block, ops, tensor_args, value
+from partc.graph import (
+    Graph,
+    collectives,
+    fake_of,
+    first_operand,
+    innermost_block,
+    ops,
+    tensor_args,
+    value,
+)  # fmt: skip
+from partc.graph.folds import list_member
 from partc.passes.overlap.write_pieces import joins_pieces
 
 Lasting = Callable[[fx.Node], float]  # how long a call or a transfer takes, in any unit
@@ -68,10 +79,52 @@ def _weights_first(segment: list[fx.Node]) -> None:
 
 
 def _segments(graph: Graph) -> Iterator[list[fx.Node]]:
-    """The consecutive calls of one block and phase, one list after the other."""
+    """The consecutive calls of one block and phase, one list after the other.
+
+    Blocks beside each other that differ, as tables of several sizes do, are one segment: no loop
+    over them is printed, so that the transfers of one may run beside the calls of the next.
+    """
     calls = list(graph.calls())
+    together: list[fx.Node] = []
     for _, run in groupby(calls, key=lambda n: (innermost_block(n), value(n).phase)):
-        yield list(run)
+        segment = list(run)
+        if together and not _beside(together, segment):
+            yield _waits_last(together)
+            together = []
+        together += segment
+    if together:
+        yield _waits_last(together)
+
+
+def _beside(before: list[fx.Node], run: list[fx.Node]) -> bool:
+    """Whether a block differs from the one before in its list, and reads nothing of it."""
+    last, first = before[-1], run[0]
+    lists = [list_member(innermost_block(node))[0] for node in (last, first)]
+    if not lists[0] or lists[0] != lists[1] or value(last).phase != value(first).phase:
+        return False
+    inside = set(before)
+    reads = any(not inside.isdisjoint(node.all_input_nodes) for node in run)
+    neighbour = [node for node in before if innermost_block(node) == innermost_block(last)]
+    return not reads and _says(neighbour) != _says(run)
+
+
+def _says(block: list[fx.Node]) -> Counter[tuple[str, ...]]:
+    """The calls of a block, each with what it reads and gives: equal for equal blocks."""
+    return Counter(
+        (str(node.target), *(str(fake_of(n)) for n in (node, *node.all_input_nodes)))
+        for node in block
+    )
+
+
+def _waits_last(segment: list[fx.Node]) -> list[fx.Node]:
+    """The calls of a segment of several blocks, what reads a transfer behind all that does not."""
+    if len({innermost_block(node) for node in segment}) < 2:
+        return segment
+    late: set[fx.Node] = set()
+    for node in segment:
+        if _waits(node) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return [n for n in segment if n not in late] + [n for n in segment if n in late]
 
 
 def _fillers(graph: Graph) -> set[fx.Node]:

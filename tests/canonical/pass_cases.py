@@ -20,6 +20,7 @@ from partc.passes.canonical.open_masks import open_masks
 from partc.passes.canonical.open_means import open_means
 from partc.passes.canonical.open_strides import open_strides
 from partc.passes.canonical.pad_slices import pad_slices
+from partc.passes.canonical.products_first import products_first
 from partc.passes.canonical.squeeze_sums import squeeze_sums
 from partc.passes.canonical.start_sums import start_sums
 
@@ -387,6 +388,57 @@ forward (loss)
 outputs
   result a = a
   result b = b
+""",
+    ),
+    "products_first": (
+        products_first,
+        """\
+graph M
+param q : f64[5,6]
+param k : f64[5,6]
+input d_q : f64[4,5]
+input d_k : f64[4,5]
+input past : f64[4,6]
+backward h.0
+  by_k = mm(d_k, k) : f64[4,6]
+  sum_1 = add.Tensor(past, by_k) : f64[4,6]
+  by_q = mm(d_q, q) : f64[4,6]
+  sum_2 = add.Tensor(sum_1, by_q) : f64[4,6]
+outputs
+  grad q = sum_2
+""",
+    ),
+    "pad_slices-of-all-places": (
+        pad_slices,
+        """\
+graph M
+input d : f64[4,6]
+backward
+  b = exp(d) : f64[4,6]
+  last = select_backward(d, [4,3,6], 1, 2) : f64[4,3,6]
+  first = select_backward(b, [4,3,6], 1, 0) : f64[4,3,6]
+  two = add.Tensor(last, first) : f64[4,3,6]
+  middle = select_backward(d, [4,3,6], -2, 1) : f64[4,3,6]
+  three = add.Tensor(two, middle) : f64[4,3,6]
+outputs
+  grad d = three
+""",
+    ),
+    "merge_reshapes-around-a-transpose": (
+        merge_reshapes,
+        """\
+graph M
+input x : f64[4,3,6]
+forward (loss)
+  one = unsqueeze(x, 0) : f64[1,4,3,6]
+  moved = transpose.int(one, 0, -2) : f64[3,4,1,6]
+  small = squeeze.dim(moved, -2) : f64[3,4,6]
+  flat = reshape(small, [12,6]) : f64[12,6]
+  parts = reshape(flat, [3,4,1,2,3]) : f64[3,4,1,2,3]
+  turned = permute(parts, [2,0,4,3,1]) : f64[1,3,3,2,4]
+  matrix = reshape(turned, [9,8]) : f64[9,8]
+outputs
+  result y = matrix
 """,
     ),
     "start_sums": (

@@ -60,8 +60,8 @@ def test_weights_may_be_cut_on_any_dim() -> None:
     """An odd number of rows stays whole, the columns are cut."""
     model, inputs = toy(inner=9)
     source = check_ranks(model, inputs, None, "dp=2", "fsdp", 1e-12)
-    assert "= take_cut(" in source
-    assert "reduced.append(scatter_cut_grads(" in source
+    assert "w1_weight = join(w1_weight, 2, 1)" in source
+    assert "= in_pieces(grads[self." in source
 
 
 def test_gradients_add_up_as_autograd_does() -> None:

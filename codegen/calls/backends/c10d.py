@@ -4,7 +4,7 @@ the result of what has arrived, behind the wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -18,6 +18,7 @@ from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.wires import WIRES
 from partc.quoting import literal
 
+FIRST_DIM = (0, 1)  # dim 0, which is not fused: pieces lie there as they arrive
 WEIGHTS_AND_GRADS = {
     "all_gather": "gather_weights",
     "all_reduce": "sum_grads",
@@ -75,18 +76,16 @@ def all_reduce(node: fx.Node, name: str, *, at_once: bool = True) -> str:
     return f"dist.all_reduce({name}{op}, group=self.{node.kwargs['axis']}{later})"
 
 
-def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers) -> str:
+def transfer(node: fx.Node, tensors: str, helpers: Helpers) -> str:
     """The call that starts to gather weights, or to reduce gradients, in one transfer.
 
-    ``tensors`` is the text of a list of weights or of a dict of gradients; ``each`` says of every
-    tensor in it, in order, on which dim it is sharded.
+    ``tensors`` is the text of a list of weights or of a dict of gradients. Gradients that are
+    scattered lie in pieces, one after the other on dim 0 (``laid_out``).
     """
     name, operands = WEIGHTS_AND_GRADS[kind_of(node)], [tensors]
     name = "gather_grads" if name == "gather_weights" and not gathers_param(node) else name
     operands += [] if name == "sum_grads" else [str(node.kwargs["num"])]
     operands.append(f"self.{node.kwargs['axis']}")
-    if name == "scatter_grads" and (cuts := cuts_of(each)):
-        name, operands = "scatter_cut_grads", [*operands, *cuts]
     return f"{helpers.use(name)}({', '.join(operands)})"
 
 
@@ -105,22 +104,41 @@ def shards(names: Sequence[str], gather: fx.Node, helpers: Helpers, every: str =
 
 
 def taken(gathered: str, each: Sequence[Move], helpers: Helpers) -> str:
-    """The call that waits for gathered weights and gives them whole, as a list.
+    """The call that waits for gathered weights and gives a list that has them whole.
 
     ``gathered`` is the text of what the transfers started; ``each`` has their tensors in order.
     """
-    if cuts := cuts_of(each):
-        return f"{helpers.use('take_cut')}({', '.join([gathered, *cuts])})"
-    return f"{gathered}.take()"
+    cuts = {i: cut_of(m.kwargs) for i, m in enumerate(each) if cut_of(m.kwargs) != FIRST_DIM}
+    return f"{helpers.use('take_cut')}({gathered}, {cuts})" if cuts else f"{gathered}.take()"
 
 
-def cuts_of(each: Sequence[Move]) -> list[str]:
-    """On which dim each tensor is sharded, as texts ``(dim, outer)``; empty if all are on dim 0.
-
-    ``outer`` counts the parts of a fused dim, such as 2 for the rows of a gated MLP.
+def put_together(names: Sequence[str], each: Sequence[Move], helpers: Helpers) -> Iterator[str]:
+    """The statements behind ``a, b = gathered.take()`` for weights that are not sharded on dim 0:
+    ``b = join(b, 2, 1)``.
     """
-    cuts = [(m.kwargs["dim"], m.kwargs.get("outer", 1)) for m in each]
-    return [str(cut) for cut in cuts] if {*cuts} - {(0, 1)} else []
+    for name, move in zip(names, each, strict=True):
+        cut = cut_of(move.kwargs)
+        if cut != FIRST_DIM and name != "_":
+            operands = [name, str(move.kwargs["num"]), *_cut(*cut, always=True)]
+            yield f"{name} = {helpers.use('join')}({', '.join(operands)})"
+
+
+def laid_out(grad: str, how: Mapping[str, Any], helpers: Helpers) -> str:
+    """A gradient as ``scatter_grads`` takes it, its pieces on dim 0: ``in_pieces(grad, 2, 1)``.
+
+    ``how``: the arguments of the collective that scatters it.
+    """
+    if cut_of(how) == FIRST_DIM:
+        return grad
+    operands = [grad, str(how["num"]), *_cut(*cut_of(how), always=True)]
+    return f"{helpers.use('in_pieces')}({', '.join(operands)})"
+
+
+def cut_of(how: Mapping[str, Any]) -> tuple[int, int]:
+    """On which dim a tensor is sharded, and how many parts a fused dim has, such as 2 for the rows
+    of a gated MLP: ``(dim, outer)``.
+    """
+    return how["dim"], how.get("outer", 1)
 
 
 def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:

@@ -33,6 +33,11 @@ INPUTS = {  # the global batch: (shape, dtype)
 }
 
 
+def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
+    """Gradient of a table of `rows` rows, of which `ids` were read."""
+    return torch.ops.aten.embedding_dense_backward(d_y, ids, rows, padding_idx, False)
+
+
 class Stage0(nn.Module):
     """Stage 0: embed."""
 
@@ -59,11 +64,9 @@ class Stage0(nn.Module):
 
     def weights(self, i: int) -> None:
         """The weight gradients that `backward` left for later."""
-        ids_local, = self.kept.pop(i)
-        d_y, = self.left.pop(i)
-        add_grad(self.embed_weight,
-                 torch.ops.aten.embedding_dense_backward(
-                     d_y, ids_local, num_weights=14, padding_idx=-1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+        (ids_local,) = self.kept.pop(i)
+        (d_y,) = self.left.pop(i)
+        add_grad(self.embed_weight, embedding_grad(d_y, ids_local, 14))  # f64[14,12]{U:mb}
 
 
 class Stage3(nn.Module):
@@ -78,39 +81,39 @@ class Stage3(nn.Module):
         self.saved = {}
         self.kept, self.left = {}, {}
         self.losses = []
-        total = (labels.reshape(240) != -100).to(torch.float64).sum(0)  # f64[]
-        self.labels = labels                                            # i64[24,10]
-        self.total = total                                              # f64[]
+        total = (labels.flatten() != -100).to(torch.float64).sum(0)  # f64[]
+        self.labels = labels                                         # i64[24,10]
+        self.total = total                                           # f64[]
 
     def forward(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
-        head = F.linear(x, self.head_weight)                  # f64[24@mb,10,14]
-        reshape = self.labels.chunk(8)[i].reshape(30)         # i64[240@mb]
-        log_softmax = log_softmax_over(head.reshape(30, 14))  # f64[240@mb,14]
+        head = F.linear(x, self.head_weight)                # f64[24@mb,10,14]
+        labels_reshape = self.labels.chunk(8)[i].flatten()  # i64[240@mb]
+        log_softmax = log_softmax_over(head.flatten(0, 1))  # f64[240@mb,14]
         del head
-        nll_loss_forward = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, weight=None, reduction=2, ignore_index=-100)[0]  # f64[]{U:mb}
-        loss = nll_loss_forward / self.total                  # f64[]{U:mb}
-        self.saved[i] = (reshape, log_softmax, loss)
+        loss_sum = F.nll_loss(log_softmax, labels_reshape, reduction="sum")  # f64[]{U:mb}
+        loss = loss_sum / self.total                        # f64[]{U:mb}
+        self.saved[i] = (labels_reshape, log_softmax, loss)
         self.kept[i] = (x,)
         self.losses.append(loss)
         return ()
 
     def backward(self, i: int) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
-        reshape, log_softmax, loss = self.saved.pop(i)
-        d_div = torch.ones_like(loss) / self.total  # f64[]
-        d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, reshape, -100)  # f64[240@mb,14]
-        d_head = d_reshape.reshape(3, 10, 14)       # f64[24@mb,10,14]
-        del d_reshape
-        d_x = d_head @ self.head_weight             # f64[24@mb,10,12]
+        labels_reshape, log_softmax, loss = self.saved.pop(i)
+        d_div = torch.ones_like(loss) / self.total     # f64[]
+        d_head_reshape = cross_entropy_grad(
+            d_div, log_softmax.exp(), labels_reshape, labels_reshape, -100)  # f64[240@mb,14]
+        d_head = d_head_reshape.unflatten(0, (3, 10))  # f64[24@mb,10,14]
+        del d_head_reshape
+        d_x = d_head @ self.head_weight                # f64[24@mb,10,12]
         self.left[i] = (d_head,)
-        return (d_x,)                               # f64[24@mb,10,12]
+        return (d_x,)                                  # f64[24@mb,10,12]
 
     def weights(self, i: int) -> None:
         """The weight gradients that `backward` left for later."""
-        x, = self.kept.pop(i)
-        d_head, = self.left.pop(i)
+        (x,) = self.kept.pop(i)
+        (d_head,) = self.left.pop(i)
         add_weight_grad(self.head_weight, d_head, x)  # f64[14,12]{U:mb}
 
     def finish(self) -> Tensor:

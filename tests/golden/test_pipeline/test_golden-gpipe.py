@@ -36,6 +36,19 @@ INPUTS = {  # the global batch: (shape, dtype)
 }
 
 
+def layer_norm_backward(d_y: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, *,
+                        d_x: bool = True, d_weight: bool = True,
+                        d_bias: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `x`, weight and bias; of the bias itself the kernel reads no number."""
+    given = (d_y, x, weight.shape, mean, rstd, weight, weight)
+    return torch.ops.aten.native_layer_norm_backward(*given, (d_x, d_weight, d_bias))
+
+
+def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
+    """Gradient of a table of `rows` rows, of which `ids` were read."""
+    return torch.ops.aten.embedding_dense_backward(d_y, ids, rows, padding_idx, False)
+
+
 class Stage0(nn.Module):
     """Stage 0: embed, blocks.0."""
 
@@ -73,30 +86,26 @@ class Stage0(nn.Module):
         """The gradients of microbatch `i`."""
         ids_local, embed, w1 = self.saved.pop(i)
         # blocks.0
-        gelu = F.gelu(w1)                                     # f64[24@mb,10,20]
-        add_weight_grad(self.blocks_0_w2_weight, d_y, gelu)   # f64[12,20]{U:mb}
+        gelu = F.gelu(w1)                                          # f64[24@mb,10,20]
+        add_weight_grad(self.blocks_0_w2_weight, d_y, gelu)        # f64[12,20]{U:mb}
         del gelu
-        d_w1 = d_y @ self.blocks_0_w2_weight                  # f64[24@mb,10,20]
-        add_grad(self.blocks_0_w2_bias, d_y.sum((0, 1)))      # f64[12]{U:mb}
+        d_w1 = d_y @ self.blocks_0_w2_weight                       # f64[24@mb,10,20]
+        add_grad(self.blocks_0_w2_bias, d_y.sum((0, 1)))           # f64[12]{U:mb}
         torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[24@mb,10,20]
         norm, mean, rstd = torch.native_layer_norm(
-            embed, (12,), self.blocks_0_norm_weight, self.blocks_0_norm_bias, 1e-05,
-        )                                                     # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
-        add_weight_grad(self.blocks_0_w1_weight, d_w1, norm)  # f64[20,12]{U:mb}
+            embed, (12,), self.blocks_0_norm_weight, self.blocks_0_norm_bias, 1e-05)  # f64[24@mb,10,12]
+        add_weight_grad(self.blocks_0_w1_weight, d_w1, norm)       # f64[20,12]{U:mb}
         del norm
-        d_norm = d_w1 @ self.blocks_0_w1_weight               # f64[24@mb,10,12]
-        add_grad(self.blocks_0_w1_bias, d_w1.sum((0, 1)))     # f64[20]{U:mb}
+        d_norm = d_w1 @ self.blocks_0_w1_weight                    # f64[24@mb,10,12]
+        add_grad(self.blocks_0_w1_bias, d_w1.sum((0, 1)))          # f64[20]{U:mb}
         del d_w1
-        d_embed, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, embed, (12,), mean, rstd, self.blocks_0_norm_weight, self.blocks_0_norm_bias,
-            output_mask=(True, True, True))                   # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
+        d_embed, d_norm_weight, d_norm_bias = layer_norm_backward(
+            d_norm, embed, mean, rstd, self.blocks_0_norm_weight)  # f64[24@mb,10,12], 2x f64[12]{U:mb}
         add_grad(self.blocks_0_norm_weight, d_norm_weight)
         add_grad(self.blocks_0_norm_bias, d_norm_bias)
         del d_norm, d_norm_bias, d_norm_weight, mean, rstd
-        d_embed += d_y                                        # f64[24@mb,10,12]
-        add_grad(self.embed_weight,
-                 torch.ops.aten.embedding_dense_backward(
-                     d_embed, ids_local, num_weights=14, padding_idx=-1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+        d_embed += d_y                                             # f64[24@mb,10,12]
+        add_grad(self.embed_weight, embedding_grad(d_embed, ids_local, 14))  # f64[14,12]{U:mb}
         return ()
 
 

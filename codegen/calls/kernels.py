@@ -1,0 +1,137 @@
+"""Kernels that autograd calls with more than a reader needs, as calls of helpers that fill it in.
+
+``aten.native_layer_norm_backward(d_y, x, [64], mean, rstd, w, b, [True, True, True])`` becomes
+``layer_norm_backward(d_y, x, mean, rstd, w)``. A call for which a helper would fill in anything
+else than stands in the graph keeps the spelling of ``spell.py``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.codegen.calls.arguments import Call
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.read_sizes import read_sizes
+from partc.codegen.text import Text
+from partc.graph import fake_of
+from partc.quoting import literal
+
+aten = torch.ops.aten
+Spelled = tuple[str, list[str]] | None  # a helper and its arguments; None for another spelling
+SUM = 2  # of ``Reduction``: neither nothing nor the mean
+IGNORE = -100  # the targets that ``F.nll_loss`` leaves out where a user says nothing
+
+
+def as_helper(
+    node: fx.Node, operand: Callable[[fx.Node], Text], device: str, helpers: Helpers
+) -> Text | None:
+    """The text of a call by a helper; None for a call that has none."""
+    speller = SPELLERS.get(node.target)
+    found = speller(Call.of(node, operand, device)) if speller is not None else None
+    if found is None:
+        return None
+    name, arguments = found
+    return Text(f"{name if '.' in name else helpers.use(name)}({', '.join(arguments)})")
+
+
+def _layer_norm_backward(call: Call) -> Spelled:
+    weight = call.get("weight")
+    fits = weight is not None and list(call.get("normalized_shape")) == _shape(weight)
+    operands = ("grad_out", "input", "mean", "rstd", "weight")
+    return ("layer_norm_backward", [*_texts(call, *operands), *_mask(call)]) if fits else None
+
+
+def _batch_norm_backward(call: Call) -> Spelled:
+    fits = call.get("train") is True and call.get("weight") is not None
+    operands = ("grad_out", "input", "save_mean", "save_invstd", "weight")
+    return ("batch_norm_backward", [*_texts(call, *operands), *_mask(call)]) if fits else None
+
+
+def _group_norm(call: Call) -> Spelled:
+    if not read_sizes(call.node):
+        return None
+    texts = _texts(call, "input", "group", "weight", "bias", "eps")
+    return "F.group_norm" if first_alone(call.node) else "group_norm_and_stats", texts
+
+
+def _group_norm_backward(call: Call) -> Spelled:
+    if not read_sizes(call.node):
+        return None
+    operands = ("grad_out", "input", "group", "mean", "rstd", "weight")
+    return "group_norm_backward", [*_texts(call, *operands), *_mask(call)]
+
+
+def _conv_backward(call: Call) -> Spelled:
+    if not read_sizes(call.node):
+        return None
+    usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    given = {name: call.get(name) for name in usual}
+    given = {name: n[0] if isinstance(n, list | tuple) else n for name, n in given.items()}
+    options = [f"{name}={literal(n)}" for name, n in given.items() if n != usual[name]]
+    operands = _texts(call, "grad_output", "input", "weight")
+    return "conv_backward", [*operands, *options, *_mask(call)]
+
+
+def _embedding_grad(call: Call) -> Spelled:
+    if call.get("scale_grad_by_freq"):
+        return None
+    padding = call.get("padding_idx")
+    texts = _texts(call, "grad_output", "indices", "num_weights")
+    return "embedding_grad", [*texts, *([] if padding == -1 else [f"padding_idx={padding}"])]
+
+
+def _nll_loss(call: Call) -> Spelled:
+    """``F.nll_loss``, unless the number of targets is read."""
+    if call.get("reduction") != SUM or call.get("weight") is not None:
+        return None
+    ignore = [f"ignore_index={n}" for n in [call.get("ignore_index")] if n != IGNORE]
+    texts = _texts(call, "self", "target")
+    if first_alone(call.node):
+        return "F.nll_loss", [*texts, *ignore, 'reduction="sum"']
+    return ("nll_loss_and_count", [*texts, *ignore]) if call.name == "nll_loss_forward" else None
+
+
+def _nll_loss_backward(call: Call) -> Spelled:
+    if call.get("reduction") != SUM or call.get("weight") is not None:
+        return None
+    ignore = [f"ignore_index={n}" for n in [call.get("ignore_index")] if n != IGNORE]
+    texts = _texts(call, "grad_output", "self", "target", "total_weight")
+    return "nll_loss_backward", [*texts, *ignore]
+
+
+def first_alone(node: fx.Node) -> bool:
+    """Whether of a call's results only the first is read."""
+    return all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
+
+
+def _texts(call: Call, *names: str) -> list[str]:
+    return [str(call.text(name)) for name in names]
+
+
+def _mask(call: Call) -> list[str]:
+    """Which gradients are not needed: ``d_bias=False``."""
+    names = ("d_x", "d_weight", "d_bias")
+    masked = zip(names, call.get("output_mask"), strict=True)
+    return [f"{name}=False" for name, needed in masked if not needed]
+
+
+def _shape(node: fx.Node) -> list[int]:
+    return list(fake_of(node).shape)
+
+
+SPELLERS: dict[Any, Callable[[Call], Spelled]] = {
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.convolution_backward.default: _conv_backward,
+    aten.embedding_dense_backward.default: _embedding_grad,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss2d_forward.default: _nll_loss,
+    aten.nll_loss_backward.default: _nll_loss_backward,
+}
