@@ -39,6 +39,7 @@ from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
+from partc.codegen.repeats.numbers import numbers_read
 from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name, that_all_have
 from partc.codegen.repeats.runs import Run
 from partc.codegen.repeats.slots import Interface, outside
@@ -79,7 +80,8 @@ class BlockClass:
     texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
 
     def __post_init__(self) -> None:
-        scope = attributes(self.graph.mesh, *(row.name for row in self.run.numbers))
+        numbers = [] if self.run.is_called else self.run.numbers
+        scope = attributes(self.graph.mesh, *(row.name for row in numbers))
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
         known = {*self.graph.params, *self.graph.buffers}
         written = self._names_written() | that_all_have(self.lent, self.run.layers, known)
@@ -92,7 +94,7 @@ class BlockClass:
     def wishes(self) -> Wishes:
         """The wanted names of values in all methods."""
         if self.lead is None:
-            return wishes(self.graph, self.run.layers[0], self._given())
+            return wishes(self.graph, self.run.module, self._given())
         here, there = ([n for side in cls.sides for n in (*outside(side.group), *side.group.nodes)]
                        for cls in (self.lead, self))  # fmt: skip
         return self.lead.wishes.at(there, here)
@@ -101,7 +103,12 @@ class BlockClass:
     def scope(self) -> Scope:
         """The names in all methods: one means the same value in each."""
         counts = any(map(reads_microbatch, self.sides))
-        return Scope([*ARGUMENT_TYPES, *self.helpers.names, *(["i"] if counts else [])])
+        numbers = [row.name for row in self.run.numbers] if self.run.is_called else []
+        return Scope([*ARGUMENT_TYPES, *self.helpers.names, *(["i"] if counts else []), *numbers])
+
+    def numbers_of(self, side: Interface) -> list[str]:
+        """The numbers in which calls of one module differ, as far as a phase reads them."""
+        return [*numbers_read(side.group.nodes)] if self.run.is_called else []
 
     def own(self, name: str, layer: str = "") -> str:
         """The name of a block's parameter or buffer as seen from the block; "" of no block's.
@@ -117,6 +124,8 @@ class BlockClass:
         A block may make a gradient without reading the weight, where what follows from the weight
         alone (a cast) is computed outside of the block.
         """
+        if self.run.is_called:
+            return set()
         inside = {n for side in self.sides for n in side.group.nodes}
         outputs = self.graph.outputs
         grads = {n for n, d in outputs.grads.items() if made_in_step(self.graph, d) in inside}
@@ -165,10 +174,10 @@ class BlockClass:
     def attributes(self) -> dict[str, str]:
         """For each parameter and buffer of all blocks its path in the step: ``layers.0.w``."""
         paths = [f"{self.attribute}.{i}" for i in range(len(self.run.layers))]
-        blocks = [self.attribute] if self.run.is_single else paths
+        blocks = [self.attribute] if self.run.is_one_module else paths
         return {
             name_in(layer, suffix): f"{block}.{attribute}"
-            for layer, block in zip(self.run.layers, blocks, strict=True)
+            for layer, block in zip(self.run.layers, blocks, strict=not self.run.is_called)
             for suffix, attribute in self.suffixes.items()
         }
 
@@ -299,6 +308,7 @@ class BlockClass:
             ranged = self.helpers.ranges and not self.is_steady
             waits = Range(WAIT_FOR_WEIGHTS) if ranged else None
             opening.append(Statement([Line(f"{names} = {taken}", range=waits)]))
+        arguments += self.numbers_of(side)
         if reads_microbatch(side):
             arguments.append("i")
         if self.reduces(side):
@@ -309,12 +319,13 @@ class BlockClass:
         self.texts |= {n: text.code for n, text in body.seen.items() if MARK.fullmatch(text.code)}
         given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
-        typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
+        kinds = {**ARGUMENT_TYPES, **{row.name: row.type_name for row in self.run.numbers}}
+        typed_arguments = [f"{a}: {kinds.get(a, 'Tensor')}" for a in arguments]
         return BlockMethod(
             signature(name, ["self", *typed_arguments], self._result_type(side)),
             Ledger(statements, body, lists, given),
             [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
-            self.run.layers[0],
+            self.run.module,
         )
 
     def _mark(self, node: fx.Node, wish: str = "") -> str:
@@ -346,11 +357,11 @@ class BlockClass:
         kept = {group.nodes[p] for p in [*side.carried, *side.listed]}
         kept |= {n for nodes in side.saved.values() for n in nodes}
         kept |= set(self._written(group).values())
-        tensors = [a for a in arguments if a not in ARGUMENT_TYPES]
+        tensors = [a for a in arguments if a not in (*ARGUMENT_TYPES, *self.numbers_of(side))]
         lends = tensors[0] if tensors else f"self.{next(iter(self.suffixes.values()))}"
         return Body(
             self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group),
-            f"{lends}.device", prefix=group.layer, adds=self.adds, own=self._params(),
+            f"{lends}.device", prefix=self.run.module, adds=self.adds, own=self._params(),
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
@@ -363,7 +374,7 @@ class BlockClass:
         for name, node in self.graph.grads.items():
             made_by = made_in_step(self.graph, node)
             suffix = self.own(name, group.layer)
-            if made_by in inside and suffix in self.suffixes:
+            if made_by in inside and suffix in self.suffixes and not self.run.is_called:
                 stored.setdefault(node, []).append(f"self.{self.suffixes[suffix]}")
         return stored
 
@@ -374,6 +385,7 @@ class BlockClass:
             self.suffixes[self.own(name, group.layer)]: node
             for name, node in self.graph.outputs.buffers.items()
             if node in inside and self.own(name, group.layer) in self.suffixes
+            and not self.run.is_called
         }
 
     def _updates(self, side: Interface, body: Body) -> list[Line]:

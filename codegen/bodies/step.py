@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from torch import fx
 
@@ -27,7 +27,7 @@ from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line, Range, Text
 from partc.graph import Phase, collectives, typed
 from partc.graph.moves import carried, gathers_param
-from partc.quoting import comment
+from partc.quoting import comment, literal
 
 CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
 
@@ -202,9 +202,14 @@ class StepBody(Body):
             targets.append(word)
             body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
         arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]
+        numbers = {name: self.scope.fresh(name) for name in cls.numbers_of(side)}
+        arguments += numbers.values()
+        items += numbers.values()
+        listed += [_numbers_in(loop, name) for name in numbers]
         arguments += ["i"] if reads_microbatch(side) else []
         arguments += ["reduced"] if cls.reduces(side) else []
-        call = f"layer{CALLS[loop.phase]}({', '.join(arguments)})"
+        layer = f"self.{cls.attribute}" if loop.run.is_called else "layer"
+        call = f"{layer}{CALLS[loop.phase]}({', '.join(arguments)})"
         ahead, after = [], []
         if cls.reduces(side):
             ahead.append(Line(f"before, reduced = reduced, {cls.adds.reduced}", indent=1))
@@ -231,8 +236,9 @@ class StepBody(Body):
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
         binds = [last[p] for p in side.carried]
+        around = loop.run.module if loop.run.is_called else loop.run.module.rpartition(".")[0]
         return Statement(
-            lines, reads, binds, section=inside(f"{loop.run.layers[0].rpartition('.')[0]}", "")
+            lines, reads, binds, section=inside(around, "")
         )
 
     def _single(self, loop: Loop, early: Sequence[fx.Node], begun: Sequence[Line]) -> Statement:
@@ -306,6 +312,8 @@ class StepBody(Body):
 
     def _head(self, cls: BlockClass, loop: Loop, items: list[str], lists: list[str]) -> str:
         """The ``for`` line; ``following`` is the next block, None in the last iteration."""
+        if loop.run.is_called:
+            return _head_of_calls(loop, items, lists)
         over, layer = f"self.{cls.attribute}", "layer"
         over = f"reversed({over})" if self._descends(loop) else over
         if self._gather(loop):
@@ -356,6 +364,38 @@ class StepBody(Body):
                 if self.wishes.get(user, "").startswith(f"{before}_"):
                     behind = self.wishes.get(user).removeprefix(before)
                     self.wishes.names[user] = unmarked(name) + behind
+
+
+def _head_of_calls(loop: Loop, items: Sequence[str], lists: Sequence[str]) -> str:
+    """The ``for`` line of a loop over the calls of a module: ``for x_t in xs:``."""
+    if not items:
+        return f"for _ in range({len(loop.groups)}):"
+    over = lists[0] if len(lists) == 1 else f"zip({', '.join(lists)}, strict=True)"
+    return f"for {', '.join(items)} in {over}:"
+
+
+def _numbers_in(loop: Loop, name: str) -> str:
+    """The numbers of a loop's calls, in the order in which these run: ``range(12)``."""
+    row = next(row for row in loop.run.numbers if row.name == name)
+    known = dict(zip(loop.run.layers, row.values, strict=True))
+    values = [known[group.layer] for group in loop.groups]
+    steps = {b - a for a, b in pairwise(values)}
+    if row.type_name != "int" or len(steps) > 1 or steps == {0}:
+        return literal(tuple(values))
+    return _range(int(values[0]), len(values), int(steps.pop()))
+
+
+def _range(first: int, num: int, step: int) -> str:
+    """The text of a range of numbers.
+
+    >>> _range(0, 12, 1), _range(11, 12, -1), _range(1, 3, 2)
+    ('range(12)', 'reversed(range(12))', 'range(1, 6, 2)')
+    """
+    if step == -1:
+        return f"reversed({_range(first - num + 1, num, 1)})"
+    end = first + num * step if step == 1 else first + (num - 1) * step + (1 if step > 0 else -1)
+    start = f"{first}, " if first or step != 1 else ""
+    return f"range({start}{end}{f', {step}' if step != 1 else ''})"
 
 
 def _sliced(texts: Sequence[str]) -> str:

@@ -295,6 +295,8 @@ class RoleText:
 
     def span(self, run: Run) -> str:
         """The blocks of a run as comments show them: ``model.layers.0 .. 7``."""
+        if run.is_called:
+            return comment(f"{self.shown(run.module)}, called {len(run.layers)} times")
         first, last = (self.shown(run.layers[i]) for i in (0, -1))
         if run.is_single:
             return comment(first)
@@ -365,7 +367,8 @@ class RoleText:
     def final_grads(self) -> dict[fx.Node, list[str]]:
         """For each gradient that no block adds to ``.grad`` itself its parameters, as texts."""
         stored: dict[fx.Node, list[str]] = {}
-        in_blocks = {n for loop in self.sides for g in loop.groups for n in g.nodes}
+        loops = [loop for loop in self.sides if not loop.run.is_called]
+        in_blocks = {n for loop in loops for g in loop.groups for n in g.nodes}
         params = self.graph.params
         for name, node in self.graph.grads.items():
             made_by = made_in_step(self.graph, node)

@@ -21,6 +21,7 @@ from partc.codegen.repeats.runs import LATER, PHASES, Item, Loop, Run
 from partc.codegen.repeats.trim import Block, trimmed
 from partc.graph import Graph
 from partc.graph.folds import DEPTHS, layer_path
+from partc.graph.places import place_of
 from partc.in_order import in_order
 
 GivenUp = Collection[tuple[str, ...]]  # runs by the paths of their blocks
@@ -52,13 +53,18 @@ def _loops(graph: Graph, given_up: GivenUp, apart: GivenUp | None) -> list[Loop]
     runs: list[Run] = []
     taken: set[fx.Node] = set()
     for depth in DEPTHS:
-        owners = owners_of(graph, partial(layer_path, depth=depth), taken)
+        owners = owners_of(graph, partial(_block_of, depth=depth), taken)
         for run in _runs(graph, owners, given_up):
             taken |= {n for phase in PHASES for g in run.of(phase) for n in g.nodes}
             runs += [] if run.layers in given_up else [run]
     if apart is not None:
         runs = related(graph, runs, taken, {*given_up, *apart})
     return [loop for run in runs for loop in _loops_of(graph, run)]
+
+
+def _block_of(node: fx.Node, depth: int) -> str:
+    """The block around a call: a member of a list, or one of several calls of a module."""
+    return layer_path(place_of(node), depth)
 
 
 def _loops_of(graph: Graph, run: Run) -> Iterator[Loop]:

@@ -19,15 +19,26 @@ WHOLE = {
 FILLS = {aten.full.default, aten.full_like.default, aten.scalar_tensor.default}
 
 
+# Which element or piece of a tensor a call is about.
+PIECES = {
+    (aten.select.int, "index"), (aten.select_backward.default, "index"),
+    (aten.slice.Tensor, "start"), (aten.slice.Tensor, "end"),
+}  # fmt: skip
 # Arguments that say which dims or elements a call is about, and not how large something is.
 PLACES = {"dim", "dims", "dim0", "dim1", "start_dim", "end_dim", "reduction", "ignore_index"}
 
 
-def may_vary(node: fx.Node, name: str, number: Any, *, sizes: bool = False) -> bool:
+def may_vary(
+    node: fx.Node, name: str, number: Any, *, sizes: bool = False, calls: bool = False
+) -> bool:
     """Whether another block may have another number here, and still be printed by the same text.
 
-    ``name`` is the argument in which it stands. With ``sizes`` that may be a size as well.
+    ``name`` is the argument in which it stands. With ``sizes`` that may be a size as well. With
+    ``calls``, where the blocks are calls of one module, also what says which piece a call takes:
+    ``x[:, t]`` of time step ``t``.
     """
+    if calls and type(number) is int and (node.target, name) in PIECES:
+        return True
     is_aten = getattr(node.target, "namespace", "") == "aten"
     if sizes and is_aten and type(number) is int and name not in PLACES:
         return node.target not in FILLS or name == "size"

@@ -15,6 +15,7 @@ from partc.codegen.repeats.trim import Block
 from partc.graph import Graph, collectives, is_backward, is_call, is_forward, value
 from partc.graph.folds import layer_path
 from partc.graph.moves import gathers_param
+from partc.graph.places import is_one_call
 from partc.passes.shard.propagate import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
 
@@ -22,23 +23,24 @@ ADD = torch.ops.aten.add.Tensor
 
 
 def owners_of(
-    graph: Graph, block_of: Callable[[str], str], taken: Collection[fx.Node], *,
+    graph: Graph, block_of: Callable[[fx.Node], str], taken: Collection[fx.Node], *,
     looped: bool = True,
 ) -> dict[fx.Node, Owner]:  # fmt: skip
     """The block and phase that each call belongs to; calls outside of all blocks are left out.
 
-    ``block_of`` gives the block around a module by its path, "" where there is none. Calls in
+    ``block_of`` gives the block around a call, "" where there is none. Calls in
     ``taken`` belong to others already. ``looped``: what stands between blocks, in the body of a
     loop over them, is part of them.
     """
     owners: dict[fx.Node, Owner] = {}
     pathless: list[fx.Node] = []
+    finals = _behind_totals(graph)
     for node in graph.calls():
         known = value(node)
-        layer = block_of(known.module)
+        layer = block_of(node)
         if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
             continue
-        if _starts_sum(node):
+        if _starts_sum(node) or (is_one_call(layer) and (node in finals or _is_whole(node))):
             continue
         if layer:
             # Weights gathered once per step (phase S) are read by the block's forward method.
@@ -65,6 +67,22 @@ def _starts_sum(node: fx.Node) -> bool:
     while start.target in collectives.LOCAL:
         start = start.all_input_nodes[0]
     return start is not node and not value(start).module and is_zero(start)
+
+
+def _behind_totals(graph: Graph) -> set[fx.Node]:
+    """What follows from the total gradient of a parameter: its reduction, a cast, a view.
+
+    To the total add all calls of a module, so that nothing behind it belongs to one of them.
+    """
+    found: set[fx.Node] = set()
+    todo = [*graph.grads.values()]
+    while todo:
+        node = todo.pop()
+        joins = node.target in collectives.JOINED
+        if node.op == "call_function" and (joins or len(node.all_input_nodes) == 1):
+            found.add(node)
+            todo += [n for n in node.all_input_nodes if n not in found]
+    return found
 
 
 def _of_turn(node: fx.Node) -> bool:

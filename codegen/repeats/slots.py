@@ -292,6 +292,8 @@ def _read_outside(
 def _is_own_result(graph: Graph, node: fx.Node, group: Group, run: Run) -> bool:
     """Whether the step gives a value back only as gradients, or new buffers, of this very block."""
     outputs = graph.outputs
+    if run.is_called:
+        return False
     names = [name for name, n in (*outputs.grads.items(), *outputs.buffers.items()) if n is node]
     if node in (outputs.loss, *outputs.results.values(), *outputs.sent.values()):
         return False

@@ -65,6 +65,7 @@ class Value:
     sharding: Sharding = REPLICATED
     name: str = ""  # parameter, buffer or input: the user's name; op: "" or a hint for its name
     module: str = ""  # path of the module whose forward made it, "" for loss code
+    at: str = ""  # in a module that is called several times, the place with its calls' numbers
     source: str = ""  # "model.py:14" and the source line's text after ": "
     calls: tuple[tuple[str, int], ...] = ()  # the user's functions in that module, and their lines
     phase: Phase = "F"

@@ -10,7 +10,7 @@ blocks are then complete and equal, so that a program has one function for all o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise, takewhile
 
@@ -18,7 +18,8 @@ from torch import fx
 
 from partc.graph import Graph, innermost_block, literals, update, value
 from partc.graph.draws import draws_of, set_site
-from partc.graph.folds import DEPTHS, layer_path
+from partc.graph.folds import CALL, DEPTHS, layer_path
+from partc.graph.places import is_one_call, place_of
 
 Calls = Sequence[fx.Node]
 
@@ -45,7 +46,7 @@ def adopt_between(forward: Calls) -> None:
         while True:
             lists = _lists(forward, depth)
             left = {path: blocks for path, blocks in lists.items() if path not in done}
-            path = max(left, key=lambda p: sum(b.num for b in left[p]), default="")
+            path = max(left, key=lambda p: _takes(left[p]), default="")
             if not path:
                 break
             done.add(path)
@@ -83,16 +84,27 @@ def name_adopted(graph: Graph) -> None:
 
 def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:
     """The blocks of each list of modules; no list whose members' calls are interleaved."""
-    places: dict[str, dict[int, list[int]]] = {}
+    places: dict[str, dict[str, list[int]]] = {}
     for place, node in enumerate(forward):
         path, _, index = layer_path(_stands_in(node), depth).rpartition(".")
         if path:
-            places.setdefault(path, {}).setdefault(int(index), []).append(place)
+            places.setdefault(path, {}).setdefault(index, []).append(place)
     lists = {
-        path: [_Block(f"{path}.{i}", min(of[i]), max(of[i]) + 1, len(of[i])) for i in sorted(of)]
+        path: [_Block(f"{path}.{i}", min(of[i]), max(of[i]) + 1, len(of[i])) for i in _sorted(of)]
         for path, of in places.items()
     }
     return {path: blocks for path, blocks in lists.items() if _in_order(blocks)}
+
+
+def _sorted(numbers: Iterable[str]) -> list[str]:
+    return sorted(numbers, key=lambda number: int(number.removeprefix(CALL)))
+
+
+def _takes(blocks: Sequence[_Block]) -> tuple[bool, int]:
+    """What decides which of several lists takes the members of the others: no calls of one module,
+    and the most ops.
+    """
+    return not is_one_call(blocks[0].path), sum(b.num for b in blocks)
 
 
 def _stands_in(node: fx.Node) -> str:
@@ -105,7 +117,7 @@ def _stands_in(node: fx.Node) -> str:
         name = value(read).name if read.op == "placeholder" else ""
         if name.rpartition(".")[2].isdigit() and _is_above(module, name):
             return name
-    return module
+    return place_of(node)
 
 
 def _is_above(module: str, path: str) -> bool:
@@ -142,7 +154,7 @@ def _divide(forward: Calls, blocks: Sequence[_Block], between: Sequence[Calls]) 
 
 
 def _is_in(node: fx.Node, path: str) -> bool:
-    return value(node).module.startswith(f"{path}.")
+    return place_of(node).startswith(f"{path}.")
 
 
 def _says(node: fx.Node) -> tuple[object, ...]:
@@ -154,7 +166,10 @@ def _says(node: fx.Node) -> tuple[object, ...]:
 def _give(blocks: Sequence[_Block], calls: Sequence[Calls]) -> None:
     for block, own in zip(blocks, calls, strict=True):
         for node in own:
-            update(node, module=_path_in(block.path, node))
+            if is_one_call(block.path):
+                update(node, at=block.path)
+            else:
+                update(node, module=_path_in(block.path, node), at="")
 
 
 def _path_in(block: str, node: fx.Node) -> str:

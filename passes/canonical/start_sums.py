@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from partc.graph import Graph, fake_of, is_backward, is_call, is_tensor, update, value
-from partc.graph.folds import list_member
+from partc.graph.folds import layer_path
 from partc.graph.graph_edits import call_before
+from partc.graph.places import place_of, put
 
 aten = torch.ops.aten
 FEWEST = 2  # blocks of a loop
@@ -43,11 +44,11 @@ def start_sums(graph: Graph) -> None:
 
 def _lists(graph: Graph) -> dict[str, list[Sequence[fx.Node]]]:
     """The backward calls of each block, by list, in the order in which the blocks run."""
-    found: dict[str, dict[int, list[fx.Node]]] = defaultdict(dict)
+    found: dict[str, dict[str, list[fx.Node]]] = defaultdict(dict)
     for node in graph.calls():
-        path, index = list_member(value(node).module)
+        path, _, number = layer_path(place_of(node), 1).rpartition(".")
         if path and is_backward(node):
-            found[path].setdefault(index, []).append(node)
+            found[path].setdefault(number, []).append(node)
     return {path: [*blocks.values()] for path, blocks in found.items()}
 
 
@@ -94,11 +95,11 @@ def _begin(start: fx.Node, add: fx.Node, before: fx.Node) -> None:
     zeros = call_before(
         before, aten.full.default, list(fake.shape), 0.0, dtype=fake.dtype, device=fake.device
     )
-    update(zeros, module="", source="", calls=(), phase="B", forward="")
+    update(zeros, module="", at="", source="", calls=(), phase="B", forward="")
     users = list(start.users)
     new = call_before(start.next, aten.add.Tensor, zeros, start)
-    known = value(start)
-    update(new, module=known.module, source=value(add).source, phase="B", forward="")
+    put(new, like=start)
+    update(new, source=value(add).source, phase="B", forward="")
     update(new, calls=value(add).calls)
     for user in users:
         user.replace_input_with(start, new)

@@ -65,7 +65,7 @@ def _wait_late(graph: Graph, node: fx.Node, phased: bool) -> None:
     # would make this block differ from its equals, which share one printed text.
     beside = first.op != "output" and innermost_block(first) == innermost_block(node)
     at = value(first) if beside and not phased and not picks else made_by
-    set_value(waited, replace(made_by, module=at.module, phase=at.phase))
+    set_value(waited, replace(made_by, module=at.module, at=at.at, phase=at.phase))
     set_fake(waited, fake_of(node))
     for reader in picks or readers:
         reader.replace_input_with(node, waited)

@@ -27,6 +27,7 @@ from partc.graph import (
     set_fake,
     set_value,
     tensor_args,
+    update,
     value,
 )
 from partc.graph.casts import is_cast, widens
@@ -285,8 +286,8 @@ class _Partition:
     def _anew(self, node: fx.Node, reader: Value) -> fx.Node:
         """Write a view or cast of a gathered weight in the phase and module of its reader."""
         at = replace(
-            value(node), module=reader.module, source=reader.source, calls=reader.calls,
-            phase=reader.phase, stage=reader.stage,
+            value(node), module=reader.module, at=reader.at, source=reader.source,
+            calls=reader.calls, phase=reader.phase, stage=reader.stage,
         )  # fmt: skip
         return self._localized(node, self.choices.get(node, {}), at)
 
@@ -319,7 +320,7 @@ class _Partition:
         new = self.out.call_function(step.target, (node,), dict(step.kwargs))
         set_value(new, replace(
             made_by, kind="op", sharding=step.after, name=made_by.name,
-            module=at.module, source=at.source, phase=at.phase, stage=at.stage,
+            module=at.module, at=at.at, source=at.source, phase=at.phase, stage=at.stage,
             forward=made_by.forward,
         ))  # fmt: skip
         set_fake(new, run_fake(step.target, (node,), step.kwargs))
@@ -394,4 +395,4 @@ def settle_modules(local: Graph) -> None:
             owners = {innermost_block(u) for u in node.users if u.op == "call_function"}
             if len(owners) > 1:
                 made_by = value(first_operand(node))
-                set_value(node, replace(value(node), module=made_by.module, source=made_by.source))
+                update(node, module=made_by.module, at=made_by.at, source=made_by.source)

@@ -1,0 +1,63 @@
+"""Where a call stands: the path of its module, with the numbers of the calls of that module.
+
+A module that a step calls several times is not one block but several, one for each of its calls:
+``cell.@3.x`` is inside of the fourth call of ``cell``. A module that is called once has no number
+in a place, so that the place of most calls is the path of their module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import fx
+
+from partc.graph import update, value
+from partc.graph.folds import CALL
+
+
+def place_of(node: fx.Node) -> str:
+    """Where a call stands: ``cell.@3.x``, or ``layers.3.mlp`` where each module is called once."""
+    known = value(node)
+    return known.at or known.module
+
+
+def put(node: fx.Node, like: fx.Node) -> None:
+    """Let a call stand where another one stands."""
+    update(node, module=value(like).module, at=value(like).at)
+
+
+def numbered(module: str, numbers: Mapping[str, int]) -> str:
+    """The place inside of calls with these numbers, by path of the module that is called.
+
+    >>> numbered("decoder.cell.x", {"decoder.cell": 3})
+    'decoder.cell.@3.x'
+    """
+    parts = module.split(".")
+    paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    pairs = zip(parts, paths, strict=True)
+    return ".".join(f"{p}.{CALL}{numbers[path]}" if path in numbers else p for p, path in pairs)
+
+
+def module_of(place: str) -> str:
+    """The path of the module of a place: ``cell.@3.x -> cell.x``."""
+    return ".".join(part for part in place.split(".") if not part.startswith(CALL))
+
+
+def is_one_call(block: str) -> bool:
+    """Whether a block is one of several calls of a module: ``cell.@3``."""
+    return block.rpartition(".")[2].startswith(CALL)
+
+
+class Entered:
+    """How often a step has entered each module so far, by path."""
+
+    def __init__(self) -> None:
+        self.times: Counter[str] = Counter()
+
+    def enter(self, path: str) -> dict[str, int]:
+        """Count one more call of a module; the number of the latest call of each one around it."""
+        self.times[path] += 1
+        parts = path.split(".")
+        around = (".".join(parts[: i + 1]) for i in range(len(parts)))
+        return {each: self.times[each] - 1 for each in around if self.times[each]}
