@@ -50,13 +50,18 @@ def is_one_call(block: str) -> bool:
 
 
 class Entered:
-    """How often a step has entered each module so far, by path."""
+    """How often each module has been entered, by path, in the latest call of the module around it.
+
+    So a module that is called once in each call of another one has no numbers of its own.
+    """
 
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
 
     def enter(self, path: str) -> dict[str, int]:
         """Count one more call of a module; the number of the latest call of each one around it."""
+        for inner in [each for each in self.times if each.startswith(f"{path}.")]:
+            del self.times[inner]
         self.times[path] += 1
         parts = path.split(".")
         around = (".".join(parts[: i + 1]) for i in range(len(parts)))

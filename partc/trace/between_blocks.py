@@ -22,6 +22,7 @@ from partc.graph.folds import CALL, DEPTHS, layer_path
 from partc.graph.places import is_one_call, place_of
 
 Calls = Sequence[fx.Node]
+LOOPED = 3  # so many calls of a module with the same calls between them are turns of a loop
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ def _divide(forward: Calls, blocks: Sequence[_Block], between: Sequence[Calls]) 
     if rest[0] and all(each == rest[0] for each in rest):
         first = forward[max(blocks[0].first - len(rest[0]), 0) : blocks[0].first]
         begins = [_says(n) for n in first] == rest[0]
+        if is_one_call(blocks[0].path) and not begins and len(blocks) < LOOPED:
+            return  # two calls of a module need not be turns of a loop
         _give(blocks, [first if begins else [], *(calls[num:] for calls in between)])
 
 
