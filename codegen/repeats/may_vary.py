@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from partc.graph import ops
+from partc.graph.places import PIECES
 
 aten = torch.ops.aten
 # Of these any number; of other ops what is no whole number: those may be sizes, dims or places.
@@ -19,11 +20,6 @@ WHOLE = {
 FILLS = {aten.full.default, aten.full_like.default, aten.scalar_tensor.default}
 
 
-# Which element or piece of a tensor a call is about.
-PIECES = {
-    (aten.select.int, "index"), (aten.select_backward.default, "index"),
-    (aten.slice.Tensor, "start"), (aten.slice.Tensor, "end"),
-}  # fmt: skip
 # Arguments that say which dims or elements a call is about, and not how large something is.
 PLACES = {"dim", "dims", "dim0", "dim1", "start_dim", "end_dim", "reduction", "ignore_index"}
 

@@ -70,4 +70,5 @@ def is_elsewhere(own: str) -> bool:
 
 def has(layer: str, name: str, others: Collection[str]) -> bool:
     """Whether a block has a parameter; ``others``: names from other lists that blocks have."""
-    return name.startswith(f"{module_of(layer)}.") or (name in others and own_name(layer, name) != "")
+    mine = name.startswith(f"{module_of(layer)}.")
+    return mine or (name in others and own_name(layer, name) != "")

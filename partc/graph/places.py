@@ -10,16 +10,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from partc.graph import update, value
-from partc.graph.folds import CALL
+from partc.graph.folds import CALL, is_number
+
+aten = torch.ops.aten
+# Arguments that say which element or piece of a tensor a call is about: another one in each turn of
+# a loop over calls, as in ``x[:, t]``.
+PIECES = {
+    (aten.select.int, "index"), (aten.select_backward.default, "index"),
+    (aten.slice.Tensor, "start"), (aten.slice.Tensor, "end"),
+}  # fmt: skip
 
 
 def place_of(node: fx.Node) -> str:
     """Where a call stands: ``cell.@3.x``, or ``layers.3.mlp`` where each module is called once."""
     known = value(node)
     return known.at or known.module
+
+
+def innermost_turn(node: fx.Node) -> str:
+    """The innermost block around a call, where each call of a module is a block: ``cell.@3``.
+
+    "" outside of blocks.
+    """
+    parts = place_of(node).split(".")
+    last = max((i for i, part in enumerate(parts) if is_number(part)), default=-1)
+    return ".".join(parts[: last + 1])
 
 
 def put(node: fx.Node, like: fx.Node) -> None:

@@ -10,16 +10,17 @@ blocks are then complete and equal, so that a program has one function for all o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise, takewhile
+from typing import Any
 
 from torch import fx
 
 from partc.graph import Graph, innermost_block, literals, update, value
 from partc.graph.draws import draws_of, set_site
 from partc.graph.folds import CALL, DEPTHS, layer_path
-from partc.graph.places import is_one_call, place_of
+from partc.graph.places import PIECES, is_one_call, place_of
 
 Calls = Sequence[fx.Node]
 LOOPED = 3  # so many calls of a module with the same calls between them are turns of a loop
@@ -131,7 +132,8 @@ def _in_order(blocks: Sequence[_Block]) -> bool:
 
 def _fill(blocks: Sequence[_Block], inside: Sequence[Calls]) -> None:
     """Give calls that stand amid a block's calls to the block, if all blocks have the same ones."""
-    if len({tuple(map(_says, calls)) for calls in inside}) == 1:
+    says = _how(blocks)
+    if len({tuple(map(says, calls)) for calls in inside}) == 1:
         _give(blocks, inside)
 
 
@@ -143,17 +145,23 @@ def _divide(forward: Calls, blocks: Sequence[_Block], between: Sequence[Calls]) 
     """
     longest = max(map(len, between))
     behind = forward[blocks[-1].behind : blocks[-1].behind + longest]
-    said = [[_says(n) for n in calls] for calls in (*between, behind)]
+    says = _how(blocks)
+    said = [[says(n) for n in calls] for calls in (*between, behind)]
     same = takewhile(lambda turns: len(set(turns)) == 1, zip(*said, strict=False))
     num = len([*same])
     _give(blocks, [calls[:num] for calls in (*between, behind)])
     rest = [each[num:] for each in said[:-1]]
     if rest[0] and all(each == rest[0] for each in rest):
         first = forward[max(blocks[0].first - len(rest[0]), 0) : blocks[0].first]
-        begins = [_says(n) for n in first] == rest[0]
+        begins = [says(n) for n in first] == rest[0]
         if is_one_call(blocks[0].path) and not begins and len(blocks) < LOOPED:
             return  # two calls of a module need not be turns of a loop
         _give(blocks, [first if begins else [], *(calls[num:] for calls in between)])
+
+
+def _how(blocks: Sequence[_Block]) -> Callable[[fx.Node], tuple[object, ...]]:
+    """The function that says what a call has in common with those of other turns of a loop."""
+    return _says_of_call if is_one_call(blocks[0].path) else _says
 
 
 def _is_in(node: fx.Node, path: str) -> bool:
@@ -164,6 +172,15 @@ def _says(node: fx.Node) -> tuple[object, ...]:
     """The op, literals, module (list indices as ``#``) and line: equal in every turn of a loop."""
     module = re.sub(r"\d+", "#", value(node).module)
     return node.target, literals(node), module, value(node).source
+
+
+def _says_of_call(node: fx.Node) -> tuple[object, ...]:
+    """As ``_says``; which piece of a tensor a call takes may differ from turn to turn."""
+    target, _, module, source = _says(node)
+    schema: Any = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    pieces = [i for i, name in enumerate(names) if (node.target, name) in PIECES]
+    return target, literals(node, but=pieces), module, source
 
 
 def _give(blocks: Sequence[_Block], calls: Sequence[Calls]) -> None:

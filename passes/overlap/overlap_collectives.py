@@ -16,7 +16,8 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from partc.graph import Graph, collectives, first_operand, innermost_block, ops, tensor_args, value
+from partc.graph import Graph, collectives, first_operand, ops, tensor_args, value
+from partc.graph.places import innermost_turn
 from partc.passes.overlap.write_pieces import joins_pieces
 
 Lasting = Callable[[fx.Node], float]  # how long a call or a transfer takes, in any unit
@@ -70,7 +71,7 @@ def _weights_first(segment: list[fx.Node]) -> None:
 def _segments(graph: Graph) -> Iterator[list[fx.Node]]:
     """The consecutive calls of one block and phase, one list after the other."""
     calls = list(graph.calls())
-    for _, run in groupby(calls, key=lambda n: (innermost_block(n), value(n).phase)):
+    for _, run in groupby(calls, key=lambda n: (innermost_turn(n), value(n).phase)):
         yield list(run)
 
 

@@ -21,7 +21,6 @@ from partc.graph import (
     collectives,
     fake_of,
     first_operand,
-    innermost_block,
     picked,
     results_of,
     set_fake,
@@ -33,6 +32,7 @@ from partc.graph import (
 from partc.graph.casts import is_cast, widens
 from partc.graph.graph_edits import run_fake
 from partc.graph.input_only import input_only
+from partc.graph.places import innermost_turn
 from partc.passes.shard.cast_weights import cast_weights
 from partc.passes.shard.microbatches import (
     check_microbatches,
@@ -286,7 +286,7 @@ class _Partition:
     def _anew(self, node: fx.Node, reader: Value) -> fx.Node:
         """Write a view or cast of a gathered weight in the phase and module of its reader."""
         at = replace(
-            value(node), module=reader.module, at=reader.at, source=reader.source,
+            value(node), module=reader.module, source=reader.source,
             calls=reader.calls, phase=reader.phase, stage=reader.stage,
         )  # fmt: skip
         return self._localized(node, self.choices.get(node, {}), at)
@@ -320,8 +320,8 @@ class _Partition:
         new = self.out.call_function(step.target, (node,), dict(step.kwargs))
         set_value(new, replace(
             made_by, kind="op", sharding=step.after, name=made_by.name,
-            module=at.module, at=at.at, source=at.source, phase=at.phase, stage=at.stage,
-            forward=made_by.forward,
+            module=at.module, at="" if made_by.kind == "param" else at.at, source=at.source,
+            phase=at.phase, stage=at.stage, forward=made_by.forward,
         ))  # fmt: skip
         set_fake(new, run_fake(step.target, (node,), step.kwargs))
         return new
@@ -392,7 +392,7 @@ def settle_modules(local: Graph) -> None:
     moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
     for node in local.calls():
         if node.target in moves and value(first_operand(node)).kind == "op":
-            owners = {innermost_block(u) for u in node.users if u.op == "call_function"}
+            owners = {innermost_turn(u) for u in node.users if u.op == "call_function"}
             if len(owners) > 1:
                 made_by = value(first_operand(node))
                 update(node, module=made_by.module, at=made_by.at, source=made_by.source)
