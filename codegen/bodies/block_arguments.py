@@ -11,7 +11,8 @@ from partc.graph import Phase, fake_of, is_tensor
 from partc.plan.mesh import MICROBATCH_AXIS
 
 SAVED = "list[Tensor]"
-ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": "Reduced"}
+ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": "Reduced",
+                  "sums": "Sums"}  # fmt: skip
 # The names of the lists of saved values that one phase leaves for a later one.
 LEFT: dict[tuple[Phase, Phase], str] = {
     ("F", "B"): "saved",

@@ -28,7 +28,7 @@ from partc.codegen.bodies.frees import Ledger, free_blocks
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.buffers_in_place import updates
-from partc.codegen.calls.expressions import ADDS, Adds
+from partc.codegen.calls.expressions import ADDS, SUMS, Adds
 from partc.codegen.calls.moved_names import of_turn
 from partc.codegen.calls.names import wishes
 from partc.codegen.calls.ranges import WAIT_FOR_WEIGHTS
@@ -125,7 +125,7 @@ class BlockClass:
         alone (a cast) is computed outside of the block.
         """
         if self.run.is_called:
-            return set()
+            return {total.param for side in self.sides for total in side.totals}
         inside = {n for side in self.sides for n in side.group.nodes}
         outputs = self.graph.outputs
         grads = {n for n, d in outputs.grads.items() if made_in_step(self.graph, d) in inside}
@@ -146,7 +146,16 @@ class BlockClass:
     def adds_up(self) -> bool:
         """Whether the block adds to the rank's parts of gradients by itself."""
         stored = (node for side in self.sides for node in self._stored(side.group))
-        return self.adds is not ADDS and any(not ends_step(self.graph, n) for n in stored)
+        ours = any(not ends_step(self.graph, n) for n in stored)
+        totals = any(side.totals and not self.sums_up(side) for side in self.sides)
+        return self.adds is not ADDS and (ours or totals)
+
+    def sums_up(self, side: Interface) -> bool:
+        """Whether the calls of a module add up gradients in a dict, which the step reads.
+
+        Where none of these is reduced they are added to where they stay, as others are.
+        """
+        return not all(total.is_last for total in side.totals)
 
     @property
     def sides(self) -> list[Interface]:
@@ -314,6 +323,8 @@ class BlockClass:
         if self.reduces(side):
             self.helpers.use("Reduced")
             arguments.append("reduced")
+        if self.sums_up(side):
+            arguments.append(self.helpers.use("Sums").lower())
         body = self._body(side, wish, scope, seen, arguments)
         statements = [*lists.values(), *opening, *body.statements()]
         self.texts |= {n: text.code for n, text in body.seen.items() if MARK.fullmatch(text.code)}
@@ -360,8 +371,10 @@ class BlockClass:
         tensors = [a for a in arguments if a not in (*ARGUMENT_TYPES, *self.numbers_of(side))]
         lends = tensors[0] if tensors else f"self.{next(iter(self.suffixes.values()))}"
         return Body(
-            self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group),
-            f"{lends}.device", prefix=self.run.module, adds=self.adds, own=self._params(),
+            self.graph, group.nodes, wish, scope, self.helpers, seen, kept,
+            {**self._stored(group), **self._parts(side)},
+            f"{lends}.device", prefix=self.run.module, own=self._params(), added=side.adds,
+            adds=SUMS if self.sums_up(side) else self.adds,
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
@@ -377,6 +390,14 @@ class BlockClass:
             if made_by in inside and suffix in self.suffixes and not self.run.is_called:
                 stored.setdefault(node, []).append(f"self.{self.suffixes[suffix]}")
         return stored
+
+    def _parts(self, side: Interface) -> dict[fx.Node, list[str]]:
+        """For what the first call of a module adds to gradients their parameters, as texts."""
+        parts: dict[fx.Node, list[str]] = {}
+        for total in side.totals:
+            text = f"self.{self.suffixes[self.own(total.param)]}"
+            parts.setdefault(total.part_of(side.group.nodes), []).append(text)
+        return parts
 
     def _written(self, group: Group) -> dict[str, fx.Node]:
         """New values of the block's own buffers by the buffer's attribute."""

@@ -55,6 +55,9 @@ class StepBody(Body):
         Gathers that stand right behind a loop are started in the loop's last iteration.
         """
         found: list[Statement] = []
+        for loop in (item for item in self.items if isinstance(item, Loop)):
+            zeros = (node for total in self._side(loop).totals for node in total.start)
+            self.seen |= dict.fromkeys(zeros, Text("0"))
         self._carry_names()
         sections = self._sections()
         for loop, nodes in sections:
@@ -208,6 +211,9 @@ class StepBody(Body):
         listed += [_numbers_in(loop, name) for name in numbers]
         arguments += ["i"] if reads_microbatch(side) else []
         arguments += ["reduced"] if cls.reduces(side) else []
+        sums = [Line(f"{name} = Sums()") for name in self._sums_of(cls, side)]
+        lines += sums
+        arguments += self._sums_of(cls, side)
         layer = f"self.{cls.attribute}" if loop.run.is_called else "layer"
         call = f"{layer}{CALLS[loop.phase]}({', '.join(arguments)})"
         ahead, after = [], []
@@ -233,9 +239,11 @@ class StepBody(Body):
         put_by = [word for word in cls.left_by(side) if word in targets]
         lines += [Line(f"del {', '.join(put_by)}")] if put_by else []
         self._bind_results(loop, side, variables, kept)
+        lines += self._bind_totals(cls, side)
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
         binds = [last[p] for p in side.carried]
+        binds += [total.adds[-1] for total in side.totals if cls.sums_up(side)]
         around = loop.run.module if loop.run.is_called else loop.run.module.rpartition(".")[0]
         return Statement(
             lines, reads, binds, section=inside(around, "")
@@ -290,6 +298,25 @@ class StepBody(Body):
             if len(texts) % period == 0 and texts == texts[:period] * (len(texts) // period):
                 return f"[{', '.join(texts[:period])}] * {len(texts) // period}"
         return _sliced(texts) or f"[{', '.join(texts)}]"
+
+    def _sums_of(self, cls: BlockClass, side: Interface) -> list[str]:
+        """The name of the dict in which a loop's calls add up gradients: ``cell_sums``."""
+        names = [f"{cls.attribute}_sums"] if cls.sums_up(side) else []
+        self.scope.taken |= {*names}
+        return names
+
+    def _bind_totals(self, cls: BlockClass, side: Interface) -> list[Line]:
+        """Note how calls behind a loop read totals; the lines that store those nobody reads."""
+        lines = []
+        for name in self._sums_of(cls, side):
+            for total in side.totals:
+                param = f"self.{cls.attribute}.{cls.suffixes[cls.own(total.param)]}"
+                node = total.adds[-1]
+                self.seen[node] = Text(f"{name}[{param}]")
+                for stored in self.stored.get(node, []):
+                    call = self.helpers.called(self.adds.grad)
+                    lines.append(Line(f"{call}({stored}, {self.seen[node]})"))
+        return lines
 
     def _saved(self, cls: BlockClass, word: str) -> str:
         """The step's list of the blocks' lists of saved values: ``layers_saved``."""

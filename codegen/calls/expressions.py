@@ -57,6 +57,7 @@ class Adds:
 # To ``.grad``, or to a rank's part of a gradient that a pipeline stage sums over microbatches first
 # and over ranks once, when the step ends.
 ADDS = Adds("add_grad", "add_weight_grad", "Reduced()", ("Reduced",))
+SUMS = Adds("sums.add", "sums.add_product", "Reduced()", ("Sums",))
 PARTIALS = Adds(
     "self.partials.add", "self.partials.add_product", "ReducedParts(self.partials)",
     ("ReducedParts",),
@@ -118,6 +119,7 @@ class Expressions:
     one_turn: bool = False  # whether all overlap pieces of a block call this function
     name_of: Callable[[str], str] = literal  # writes the site of a draw that is in no block
     late: Collection[str] = ()  # buffers that are written when the step ends, not where they change
+    added: Collection[fx.Node] = ()  # additions to totals, which `stored` has the parts of
     fused: bool = False  # whether torch.compile compiles it, and so decides what is written where
 
     def __post_init__(self) -> None:
@@ -125,6 +127,7 @@ class Expressions:
         self.named = {n for n in self.order if is_forward(n) and is_given(n, wished[n])}
         self.joint = JointGrads(self.graph, self.order, self.stored)
         self.stored, self.summed = apart(self.stored, self.order)
+        self.summed |= {*self.added}
         fixed = self.kept | self.stored.keys() | self.joint.place.keys()
         # Twice: what is written over another value needs a line; then more or less fits inline.
         in_line = inlined(self.order, fixed, self.named)
