@@ -55,9 +55,6 @@ class StepBody(Body):
         Gathers that stand right behind a loop are started in the loop's last iteration.
         """
         found: list[Statement] = []
-        for loop in (item for item in self.items if isinstance(item, Loop)):
-            zeros = (node for total in self._side(loop).totals for node in total.start)
-            self.seen |= dict.fromkeys(zeros, Text("0"))
         self._carry_names()
         sections = self._sections()
         for loop, nodes in sections:
@@ -240,6 +237,9 @@ class StepBody(Body):
         lines += [Line(f"del {', '.join(put_by)}")] if put_by else []
         self._bind_results(loop, side, variables, kept)
         lines += self._bind_totals(cls, side)
+        if loop.run.is_called:
+            last = loop.groups[-1].nodes
+            lines += [line for p in side.carried for line in self._stores(last[p])]
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
         binds = [last[p] for p in side.carried]

@@ -52,6 +52,7 @@ from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
 from partc.codegen.repeats.runs import Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, interfaces
+from partc.codegen.repeats.totals import unread_zeros
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
@@ -334,6 +335,7 @@ class RoleText:
         order = [item for item in self.items if isinstance(item, fx.Node)]
         seen = {node: Text(read(path)) for node, path in self.attributes.items()}
         seen |= {node: Text(name) for node, name in arguments.items()}
+        seen |= dict.fromkeys(self.zeros, Text("0"))
         results = [*outputs.results.values()] + ([outputs.loss] if outputs.loss is not None else [])
         kept = {*results, *outputs.buffers.values()}
         scope = Scope([*arguments.values(), *self.helpers.names])
@@ -357,6 +359,11 @@ class RoleText:
         lines += self.buffer_updates(body)
         lines.append(Line(self._result(body)))
         return self.helpers.block(scope.settled([lines])[0], 2)
+
+    @cached_property
+    def zeros(self) -> set[fx.Node]:
+        """Zeros that no line makes, as calls of a module add to them in a dict."""
+        return unread_zeros([total for side in self.sides.values() for total in side.totals])
 
     def _others(self) -> list[str]:
         """The groups of ranks that see other sums with fewer bytes than this rank, as texts."""

@@ -8,7 +8,7 @@ The graph has a chain of additions, one in each call, that begins with zeros:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +62,8 @@ def _total(graph: Graph, loop: Loop, position: int) -> Total | None:
             return None
         parts.append(part)
     zeros = next(n for n in adds[0].all_input_nodes if n is not parts[0])
-    start = tuple(_chain(zeros, adds[0]))
     alone = set(adds[-1].users) == {graph.fx.output_node()}
-    return Total(param, adds, tuple(parts), start, alone) if start else None
+    return Total(param, adds, tuple(parts), _chain(zeros), alone) if is_zero(zeros) else None
 
 
 def _other(add: fx.Node, before: fx.Node | None) -> fx.Node | None:
@@ -82,16 +81,22 @@ def _fits(part: fx.Node, add: fx.Node) -> bool:
     return is_tensor(part) and (one.shape, one.dtype) == (total.shape, total.dtype)
 
 
-def _chain(zeros: fx.Node, add: fx.Node) -> Iterator[fx.Node]:
-    """The calls that make zeros for one addition alone; none if others read them too."""
-    chain, user = [zeros], add
+def _chain(zeros: fx.Node) -> tuple[fx.Node, ...]:
+    """The calls that make zeros, the last one first."""
+    chain = [zeros]
     while chain[-1].target in collectives.LOCAL:
         chain.append(chain[-1].all_input_nodes[0])
-    for node in chain:
-        if set(node.users) != {user}:
-            return
-        user = node
-    yield from chain
+    return tuple(chain)
+
+
+def unread_zeros(totals: Collection[Total]) -> set[fx.Node]:
+    """The calls that make zeros for totals alone, and so need no line."""
+    readers = {add for total in totals for add in total.adds}
+    unread: set[fx.Node] = set()
+    for node in (node for total in totals for node in total.start):
+        if readers.union(unread).issuperset(node.users):
+            unread.add(node)
+    return unread
 
 
 def _param_of(graph: Graph, total: fx.Node) -> str:
