@@ -15,11 +15,12 @@ from partc.codegen.repeats.trim import Block
 from partc.graph import Graph, collectives, is_backward, is_call, is_forward, value
 from partc.graph.folds import layer_path
 from partc.graph.moves import gathers_param
-from partc.graph.places import is_one_call
+from partc.graph.places import is_one_call, takes_piece
 from partc.passes.shard.propagate import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
 
 ADD = torch.ops.aten.add.Tensor
+NOBODY: Owner = ("", "F")
 
 
 def owners_of(
@@ -139,6 +140,30 @@ def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) 
         readers = {owners.get(u) for u in node.users}
         if is_forward(node) and len(readers) == 1 and None not in readers:
             owners[node] = next(r for r in readers if r is not None)
+    _adopt_pieces(pathless, owners)
+
+
+def _adopt_pieces(pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:
+    """Give a piece of a gradient to the call of a module that alone reads it.
+
+    Such as the gradient of time step ``t``. Where calls read unequal numbers of pieces, as the last
+    one that begins with a piece, only pieces that are added to another gradient.
+    """
+    read: dict[Owner, list[fx.Node]] = defaultdict(list)
+    for node in pathless:
+        readers = {owners.get(u, NOBODY) for u in node.users}
+        if is_backward(node) and takes_piece(node) and len(readers) == 1:
+            read[readers.pop()].append(node)
+    for owner, pieces in read.items():
+        alike = [o for o in {*owners.values()} if _same_module(o, owner)]
+        equal = len({len(read.get(o, ())) for o in alike}) == 1
+        if is_one_call(owner[0]):
+            given = [n for n in pieces if equal or all(is_call(u, ADD) for u in n.users)]
+            owners |= dict.fromkeys(given, owner)
+
+
+def _same_module(a: Owner, b: Owner) -> bool:
+    return a[1] == b[1] and a[0].rpartition(".")[0] == b[0].rpartition(".")[0]
 
 
 def _adopt_sums(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:

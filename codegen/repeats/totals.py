@@ -19,6 +19,8 @@ from partc.graph import Graph, collectives, fake_of, is_call, is_tensor
 from partc.graph.moves import moves
 from partc.passes.shard.propagate import is_zero
 
+ADD = torch.ops.aten.add.Tensor
+
 
 @dataclass(frozen=True)
 class Total:
@@ -52,7 +54,7 @@ def totals_of(graph: Graph, loop: Loop) -> list[Total]:
 
 def _total(graph: Graph, loop: Loop, position: int) -> Total | None:
     adds = tuple(group.nodes[position] for group in loop.groups)
-    param = _param_of(graph, adds[-1]) if is_call(adds[0], torch.ops.aten.add.Tensor) else ""
+    param = _param_of(graph, adds[-1]) if is_call(adds[0], ADD) else ""
     if not param.startswith(f"{loop.run.module}.") or any(len(set(a.users)) != 1 for a in adds[:-1]):
         return None
     parts = []
@@ -100,17 +102,20 @@ def unread_zeros(totals: Collection[Total]) -> set[fx.Node]:
 
 
 def _param_of(graph: Graph, total: fx.Node) -> str:
-    """The parameter whose gradient follows from a total by transfers and views alone."""
+    """The parameter whose gradient follows from a total: by transfers, views, further additions."""
     names = {node: name for name, node in graph.grads.items()}
     node: fx.Node | None = total
     while node is not None and node not in names:
-        users = list(node.users)
-        if len(users) != 1 or users[0].op == "output":
-            return ""
-        joined = users[0].target in collectives.JOINED
-        operand = node
-        if joined:
-            node = next((m.result for m in moves(users[0]) if m.operand is operand), None)
-        else:
-            node = users[0] if len(users[0].all_input_nodes) == 1 else None
+        node = _next(node)
     return names[node] if node is not None else ""
+
+
+def _next(node: fx.Node) -> fx.Node | None:
+    """The only call that reads a value, or of several transfers in one the result of its own."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].op == "output":
+        return None
+    if users[0].target in collectives.JOINED:
+        return next((move.result for move in moves(users[0]) if move.operand is node), None)
+    goes_on = len(users[0].all_input_nodes) == 1 or is_call(users[0], ADD)
+    return users[0] if goes_on else None

@@ -25,6 +25,11 @@ PIECES = {
 }  # fmt: skip
 
 
+def takes_piece(node: fx.Node) -> bool:
+    """Whether a call takes one element, or a piece, of a tensor along a dim."""
+    return node.target in (aten.select.int, aten.slice.Tensor)
+
+
 def place_of(node: fx.Node) -> str:
     """Where a call stands: ``cell.@3.x``, or ``layers.3.mlp`` where each module is called once."""
     known = value(node)
