@@ -405,7 +405,8 @@ class BlockClass:
         return {
             self.suffixes[self.own(name, group.layer)]: node
             for name, node in self.graph.outputs.buffers.items()
-            if node in inside and self.own(name, group.layer) in self.suffixes
+            if node in inside
+            and self.own(name, group.layer) in self.suffixes
             and not self.run.is_called
         }
 

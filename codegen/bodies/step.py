@@ -45,6 +45,7 @@ class StepBody(Body):
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last iteration
     prefetch: int = 1
+    counters: dict[str, str] = field(default_factory=dict)  # variables of loops over calls
     begun: set[Loop] = field(default_factory=set)  # loops with several blocks gathered before them
     # for each run the lines before its loop, and those at the end of each iteration
     sums: Mapping[Run, tuple[list[Line], list[Line]]] = field(default_factory=dict)
@@ -202,7 +203,7 @@ class StepBody(Body):
             targets.append(word)
             body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
         arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]
-        numbers = {name: self.scope.fresh(name) for name in cls.numbers_of(side)}
+        numbers = {name: self._counter(name) for name in cls.numbers_of(side)}
         arguments += numbers.values()
         items += numbers.values()
         listed += [_numbers_in(loop, name) for name in numbers]
@@ -245,9 +246,7 @@ class StepBody(Body):
         binds = [last[p] for p in side.carried]
         binds += [total.adds[-1] for total in side.totals if cls.sums_up(side)]
         around = loop.run.module if loop.run.is_called else loop.run.module.rpartition(".")[0]
-        return Statement(
-            lines, reads, binds, section=inside(around, "")
-        )
+        return Statement(lines, reads, binds, section=inside(around, ""))
 
     def _single(self, loop: Loop, early: Sequence[fx.Node], begun: Sequence[Line]) -> Statement:
         """The call of a single block's method: ``x, down1_saved = self.down1(x)``.
@@ -298,6 +297,12 @@ class StepBody(Body):
             if len(texts) % period == 0 and texts == texts[:period] * (len(texts) // period):
                 return f"[{', '.join(texts[:period])}] * {len(texts) // period}"
         return _sliced(texts) or f"[{', '.join(texts)}]"
+
+    def _counter(self, name: str) -> str:
+        """The variable of a number in which calls differ; loops one after the other share it."""
+        if name not in self.counters:
+            self.counters[name] = self.scope.fresh(name)
+        return self.counters[name]
 
     def _sums_of(self, cls: BlockClass, side: Interface) -> list[str]:
         """The name of the dict in which a loop's calls add up gradients: ``cell_sums``."""

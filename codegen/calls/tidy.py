@@ -90,9 +90,7 @@ def _as_one(graph: Graph) -> None:
         cast = node.all_input_nodes[0] if is_free(node) else node
         if not is_call(cast, aten._to_copy.default) or len(cast.users) > 1:
             continue
-        if value(cast).phase == value(node).phase and innermost_turn(cast) == innermost_turn(
-            node
-        ):
+        if value(cast).phase == value(node).phase and innermost_turn(cast) == innermost_turn(node):
             cast.append(node)
 
 

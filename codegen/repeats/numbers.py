@@ -5,7 +5,7 @@ Blocks that differ in nothing else are printed as one class, and each instance h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from partc.graph.places import is_one_call
 from partc.quoting import Named
 
 Number = int | float
+Values = tuple[Number, ...]
 Place = tuple[str, tuple[int, ...]]  # an argument's name, and where in it a number stands
 May = Callable[[fx.Node, str, Any], bool]
 Column = Sequence[fx.Node]  # the same call of every block
@@ -54,11 +55,23 @@ def varied(
             for (argument, at), values in _rows(column, may_differ):
                 by_layer = dict(zip((g.layer for g in groups), values, strict=True))
                 word, values = _word(column[0], argument, at), _spread(layers, by_layer)
+                if is_one_call(layers[0]) and _shifted(found, values):
+                    continue  # written as `index - 1`
                 if (word, values) not in found:
                     same = sum(w == word for w, _ in found)
                     taken = same > 0 or hasattr(nn.Module, word)
                     found[word, values] = f"{word}_{same + 1}" if taken else word
     return tuple(Varied(name, values, word) for (word, values), name in found.items())
+
+
+def _shifted(found: Mapping[tuple[str, Values], str], values: Values) -> str:
+    """A number that is another one and a constant, as text: ``index - 1``; "" if it is not."""
+    for (_, others), name in found.items():
+        shifts = {a - b for a, b in zip(values, others, strict=True)}
+        if {*map(type, (*values, *others))} == {int} and len(shifts) == 1:
+            shift = shifts.pop()
+            return name if not shift else f"{name} {'+' if shift > 0 else '-'} {abs(shift)}"
+    return ""
 
 
 def _rows(column: Column, may_differ: May) -> Iterator[tuple[Place, tuple[Number, ...]]]:
@@ -134,6 +147,8 @@ def read_from_attributes(
                 key = _word(column[0], *place), _spread(layers, known)
                 if place not in at and key in names:
                     at[place] = names[key]
+                elif place not in at and is_one_call(layers[0]):
+                    at[place] = _shifted(names, key[1])
             for node, group in zip(column, groups, strict=True):
                 if at and group.layer in printed:
                     _rewrite(node, at, owner)
@@ -175,4 +190,5 @@ def numbers_read(nodes: Iterable[fx.Node]) -> dict[str, None]:
     """The names of the numbers that calls read, in the order of first use."""
     given = (arg for node in nodes for arg in (*node.args, *node.kwargs.values()))
     leaves = (leaf for arg in given for _, leaf in _leaves(arg))
-    return dict.fromkeys(str(leaf.name) for leaf in leaves if isinstance(leaf, Named))
+    texts = (leaf.name for leaf in leaves if isinstance(leaf, Named))
+    return dict.fromkeys(text.partition(" ")[0] for text in texts)  # of `index - 1`

@@ -55,7 +55,9 @@ def totals_of(graph: Graph, loop: Loop) -> list[Total]:
 def _total(graph: Graph, loop: Loop, position: int) -> Total | None:
     adds = tuple(group.nodes[position] for group in loop.groups)
     param = _param_of(graph, adds[-1]) if is_call(adds[0], ADD) else ""
-    if not param.startswith(f"{loop.run.module}.") or any(len(set(a.users)) != 1 for a in adds[:-1]):
+    if not param.startswith(f"{loop.run.module}.") or any(
+        len(set(a.users)) != 1 for a in adds[:-1]
+    ):
         return None
     parts = []
     for before, add, group in zip((None, *adds), adds, loop.groups, strict=False):
