@@ -138,11 +138,14 @@ class StepBody(Body):
             side = self._side(item)
             for slot in side.of("carried"):
                 first = slot.nodes[0]
-                if first in self.place and set(first.users) <= set(
-                    item.groups[0].nodes
-                ) | self._backward_of(item):
+                if self._is_first_read(item, slot):
                     name = self._variable_name(side, slot)
                     self.wishes.give(dict.fromkeys(self._in_place_of(first), name))
+
+    def _is_first_read(self, loop: Loop, slot: Slot) -> bool:
+        """Whether the first iteration of a loop alone reads the value with which a slot begins."""
+        first, readers = slot.nodes[0], {*loop.groups[0].nodes, *self._backward_of(loop)}
+        return first in self.place and readers.issuperset(first.users)
 
     def _in_place_of(self, node: fx.Node) -> Iterator[fx.Node]:
         """A value, and the values before it that were moved without a copy: they share a name."""
@@ -282,7 +285,7 @@ class StepBody(Body):
         if (
             self.wishes.get(slot.nodes[0]) == wish
             and first.isidentifier()
-            and slot.nodes[0] in self.place
+            and self._is_first_read(side.loop, slot)
         ):
             return first
         last = side.loop.groups[-1].nodes[slot.position]

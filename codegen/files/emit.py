@@ -345,7 +345,8 @@ class RoleText:
             device, name_of=self.site_literal,
             items=self.items, classes=self.classes, prefetch=self.prefetch,
         )  # fmt: skip
-        lasting = {n for n in kept if is_tensor(n) and (n in order or n in results)}
+        made = {*order, *results, *self._by_calls()}
+        lasting = {n for n in kept if is_tensor(n) and n in made}
         statements = free_early(
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
         )
@@ -364,6 +365,11 @@ class RoleText:
     def zeros(self) -> set[fx.Node]:
         """Zeros that no line makes, as calls of a module add to them in a dict."""
         return unread_zeros([total for side in self.sides.values() for total in side.totals])
+
+    def _by_calls(self) -> set[fx.Node]:
+        """What the calls of modules leave behind the loops over them."""
+        loops = [loop for loop in self.sides if loop.run.is_called]
+        return {node for loop in loops for node in loop.groups[-1].nodes}
 
     def _others(self) -> list[str]:
         """The groups of ranks that see other sums with fewer bytes than this rank, as texts."""

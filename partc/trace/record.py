@@ -26,6 +26,7 @@ from partc.graph import (
     update,
     value,
 )
+from partc.graph.blocks import blocks_of
 from partc.graph.draws import set_site
 from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
@@ -330,9 +331,15 @@ def _describe(graph: Graph) -> None:
 
 
 def _times(graph: Graph) -> set[str]:
-    """The paths of the modules that the forward calls several times."""
+    """The paths of the modules that the forward calls several times.
+
+    Not of those that have a list of equal blocks: the loops of a program go through that list, each
+    of its blocks has all calls.
+    """
     forward = [n.meta.get("custom", {}) for n in graph.calls() if not _is_noted_backward(n)]
-    return {path for noted in forward for path, num in noted.get("entered", {}).items() if num}
+    found = {path for noted in forward for path, num in noted.get("entered", {}).items() if num}
+    lists = [f"{block.rpartition('.')[0]}." for block in blocks_of(graph)]
+    return {path for path in found if not any(each.startswith(f"{path}.") for each in lists)}
 
 
 def _place(noted: Mapping[str, Any], several: Collection[str]) -> str:
