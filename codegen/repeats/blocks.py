@@ -21,10 +21,9 @@ from partc.codegen.repeats.runs import LATER, PHASES, Item, Loop, Run
 from partc.codegen.repeats.trim import Block, trimmed
 from partc.graph import Graph, is_tensor
 from partc.graph.folds import DEPTHS, is_number, layer_path
-from partc.graph.places import is_one_call, place_of
+from partc.graph.places import are_worth_a_loop, is_one_call, place_of
 from partc.in_order import in_order
 
-FEWEST = 45  # calls that a class for the calls of a module has to spare, as it adds lines too
 GivenUp = Collection[tuple[str, ...]]  # runs by the paths of their blocks
 
 
@@ -118,7 +117,7 @@ def _together(blocks: Sequence[Block]) -> list[Block]:
 def _is_short(run: Run) -> bool:
     """Whether calls of a module have fewer lines as they stand than a class and its loops have."""
     first = [node for phase in PHASES for group in run.of(phase)[:1] for node in group.nodes]
-    return (len(run.layers) - 1) * sum(map(is_tensor, first)) < FEWEST
+    return not are_worth_a_loop(len(run.layers), sum(map(is_tensor, first)))
 
 
 def _calls_more(run: Run) -> bool:

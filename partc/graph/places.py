@@ -24,6 +24,8 @@ PIECES = {
     (aten.slice.Tensor, "start"), (aten.slice.Tensor, "end"),
 }  # fmt: skip
 
+FEWEST = 45  # values in line for which a class, with its methods and loops, has fewer lines
+
 
 def takes_piece(node: fx.Node) -> bool:
     """Whether a call takes one element, or a piece, of a tensor along a dim."""
@@ -44,6 +46,14 @@ def innermost_turn(node: fx.Node) -> str:
     parts = place_of(node).split(".")
     last = max((i for i, part in enumerate(parts) if is_number(part)), default=-1)
     return ".".join(parts[: last + 1])
+
+
+def are_worth_a_loop(calls: int, values: int) -> bool:
+    """Whether a class and loops for the calls of a module have fewer lines than they have in line.
+
+    ``values`` is how many tensors each call makes, with those of its backward.
+    """
+    return (calls - 1) * values >= FEWEST
 
 
 def put(node: fx.Node, like: fx.Node) -> None:

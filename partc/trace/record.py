@@ -363,9 +363,19 @@ def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:
         update(node, forward=of.name)
     origin = of or max(node.all_input_nodes, key=_order, default=None)
     if not value(node).module and origin is not None:
-        put(node, like=origin)
+        put(node, like=origin if of is not None else _in_call(node, origin))
         if not value(node).source:
             update(node, source=value(origin).source, calls=value(origin).calls)
+
+
+def _in_call(node: fx.Node, origin: fx.Node) -> fx.Node:
+    """Of several calls of a module, the one whose gradient a call without a forward call computes.
+
+    It is the call that made what it reads of the forward; ``origin``, where it reads nothing so.
+    """
+    near = [n for n in node.all_input_nodes if value(n).phase == "F" and value(n).at]
+    near = [n for n in near if value(origin).module in ("", value(n).module)]
+    return max(near, key=_order, default=origin)
 
 
 def _has_forward(node: fx.Node) -> bool:

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from partc.graph import Graph, fake_of, is_backward, is_call, is_tensor, update, value
-from partc.graph.folds import layer_path
+from partc.graph.folds import CALL, layer_path
 from partc.graph.graph_edits import call_before
-from partc.graph.places import place_of, put
+from partc.graph.places import are_worth_a_loop, place_of, put
 
 aten = torch.ops.aten
 FEWEST = 2  # blocks of a loop
@@ -30,8 +30,8 @@ def start_sums(graph: Graph) -> None:
 
     Only where the first block to run lacks these additions alone, beside the block behind it.
     """
-    for blocks in _lists(graph).values():
-        if len(blocks) >= FEWEST:
+    for path, blocks in _lists(graph).items():
+        if len(blocks) >= FEWEST and not _is_short(graph, path, len(blocks)):
             first, second = blocks[:2]
             sums = [s for node in first for s in _sums(node, {*first}, {*second})]
             lacking = Counter(map(_says, second))
@@ -40,6 +40,14 @@ def start_sums(graph: Graph) -> None:
             if sums and lacking == Counter(_says(add) for _, add in sums):
                 for start, add in sums:
                     _begin(start, add, first[0])
+
+
+def _is_short(graph: Graph, path: str, calls: int) -> bool:
+    """Whether the blocks are calls of a module, which are too short to be printed as a loop."""
+    second = f"{path}.{CALL}1"
+    inside = (n for n in graph.calls() if f"{place_of(n)}.".startswith(f"{second}."))
+    values = sum(map(is_tensor, inside))
+    return values > 0 and not are_worth_a_loop(calls, values)
 
 
 def _lists(graph: Graph) -> dict[str, list[Sequence[fx.Node]]]:
