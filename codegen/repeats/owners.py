@@ -41,7 +41,7 @@ def owners_of(
         layer = block_of(node)
         if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
             continue
-        if _starts_sum(node) or (is_one_call(layer) and (node in finals or _is_whole(node))):
+        if _starts_sum(node) or (is_one_call(layer) and (node in finals or _is_shared(node))):
             continue
         if layer:
             # Weights gathered once per step (phase S) are read by the block's forward method.
@@ -103,6 +103,14 @@ def _recurs(node: fx.Node) -> bool:
     return value(node).phase not in ("S", "E") or (
         layer_path(value(node).module, 1) != "" and _is_whole(node)
     )
+
+
+def _is_shared(node: fx.Node) -> bool:
+    """Whether a value is a whole gathered weight, which all calls of a module read; no piece."""
+    chain = [node]
+    while len(chain[-1].all_input_nodes) == 1 and not gathers_param(chain[-1]):
+        chain += chain[-1].all_input_nodes
+    return _is_whole(node) and not any(map(takes_piece, chain))
 
 
 def _is_whole(node: fx.Node) -> bool:
