@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from partc.graph import update, value
+from partc.graph.blocks import prefixes
 from partc.graph.folds import CALL, is_number
 
 aten = torch.ops.aten
@@ -91,12 +92,19 @@ class Entered:
 
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
+        self.inside: dict[str, list[str]] = {}  # the modules entered since a module around them
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.times.clear()
+        self.inside.clear()
 
     def enter(self, path: str) -> dict[str, int]:
         """Count one more call of a module; the number of the latest call of each one around it."""
-        for inner in [each for each in self.times if each.startswith(f"{path}.")]:
-            del self.times[inner]
+        for inner in self.inside.pop(path, ()):
+            self.times.pop(inner, None)
         self.times[path] += 1
-        parts = path.split(".")
-        around = (".".join(parts[: i + 1]) for i in range(len(parts)))
+        around = [*prefixes(path)]
+        for each in around[:-1]:
+            self.inside.setdefault(each, []).append(path)
         return {each: self.times[each] - 1 for each in around if self.times[each]}

@@ -256,7 +256,7 @@ class TracedStep:
     ) -> Outcome:  # fmt: skip
         """Results, gradients of the trainable parameters, and buffers behind the step."""
         names = self.names
-        self.entered.times.clear()
+        self.entered.begin()
         held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
         given = {f"input {i}": x for i, x in enumerate(inputs)}
         contents.begin({**held, **given}, names.buffers)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from partc.graph import Graph, fake_of, is_backward, is_call, is_tensor, update, value
+from partc.graph.draws import draws_numbers
 from partc.graph.folds import CALL, layer_path
 from partc.graph.graph_edits import call_before
 from partc.graph.places import are_worth_a_loop, place_of, put
@@ -31,7 +32,7 @@ def start_sums(graph: Graph) -> None:
     Only where the first block to run lacks these additions alone, beside the block behind it.
     """
     for path, blocks in _lists(graph).items():
-        if len(blocks) >= FEWEST and not _is_short(graph, path, len(blocks)):
+        if len(blocks) >= FEWEST and not _stays_in_line(graph, path, len(blocks)):
             first, second = blocks[:2]
             sums = [s for node in first for s in _sums(node, {*first}, {*second})]
             lacking = Counter(map(_says, second))
@@ -42,12 +43,16 @@ def start_sums(graph: Graph) -> None:
                     _begin(start, add, first[0])
 
 
-def _is_short(graph: Graph, path: str, calls: int) -> bool:
-    """Whether the blocks are calls of a module, which are too short to be printed as a loop."""
+def _stays_in_line(graph: Graph, path: str, calls: int) -> bool:
+    """Whether the blocks are calls of a module that are printed one by one.
+
+    They are too short for a loop, or draw numbers: each call has a site of its own.
+    """
     second = f"{path}.{CALL}1"
-    inside = (n for n in graph.calls() if f"{place_of(n)}.".startswith(f"{second}."))
+    inside = [n for n in graph.calls() if f"{place_of(n)}.".startswith(f"{second}.")]
     values = sum(map(is_tensor, inside))
-    return values > 0 and not are_worth_a_loop(calls, values)
+    draws = any(map(draws_numbers, inside))
+    return bool(inside) and (draws or not are_worth_a_loop(calls, values))
 
 
 def _lists(graph: Graph) -> dict[str, list[Sequence[fx.Node]]]:
