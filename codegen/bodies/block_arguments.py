@@ -13,7 +13,8 @@ from partc.plan.mesh import MICROBATCH_AXIS
 
 TYPES = 4  # of more results than that, all tensors, not each is listed
 SAVED = "list[Tensor]"
-ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": "Reduced"}
+ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": "Reduced",
+                  "sums": "Sums"}  # fmt: skip
 # The names of the lists of saved values that one phase leaves for a later one.
 LEFT: dict[tuple[Phase, Phase], str] = {
     ("F", "B"): "saved",

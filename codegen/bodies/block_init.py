@@ -20,14 +20,16 @@ def init_arguments(cls: BlockClass) -> str:
         "partials: Partials": cls.adds_up,
         "rng: Draws": cls.draws, "name: str": cls.is_named,
     }  # fmt: skip
-    numbers = [f"{row.name}: {row.type_name}" for row in cls.run.numbers]
+    rows = [] if cls.run.is_called else cls.run.numbers  # they are arguments of the methods
+    numbers = [f"{row.name}: {row.type_name}" for row in rows]
     return ", ".join([*(text for text, is_given in given.items() if is_given), *numbers])
 
 
 def init_lines(cls: BlockClass) -> list[Line]:
     """The statements that make the block's parameters and buffers."""
     lines = own_lines(draws=cls.draws, named=cls.is_named)
-    lines += [Line(f"self.{row.name} = {row.name}") for row in cls.run.numbers]
+    rows = [] if cls.run.is_called else cls.run.numbers
+    lines += [Line(f"self.{row.name} = {row.name}") for row in rows]
     lines += [Line("self.partials = partials")] if cls.adds_up else []
     if cls.gathers_weights:
         lines.append(Line("self.whole = Gathered()", "weights that are being gathered"))

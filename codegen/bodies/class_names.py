@@ -19,7 +19,7 @@ def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[s
     ``EncoderLayer``, ``DecoderLayer``. A single block has its own class's name, which ``classes``
     gives by path, and an attribute of its path: ``DownBlock`` and ``encoder_down1``.
     """
-    parents = [run.layers[0].split(".")[: None if run.is_single else -1] for run in runs]
+    parents = [run.module.split(".")[: None if run.is_one_module else -1] for run in runs]
     found = []
     scope, taken = Scope(dir(nn.Module)), Scope(dir(nn.Module))
     for run, parts in zip(runs, parents, strict=True):
@@ -33,8 +33,9 @@ def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[s
         name = "".join(
             word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word
         )
-        if run.kin and classes.get(run.layers[0], "").isidentifier():
-            name = identifier(classes[run.layers[0]])
+        known = classes.get(run.module, "")
+        if (run.kin or run.is_called) and known.isidentifier():
+            name = identifier(known)
         found.append((taken.fresh(name or "Block"), attribute))
     return found
 

@@ -29,7 +29,7 @@ from partc.codegen.bodies.frees import Ledger, free_blocks
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.buffers_in_place import updates
-from partc.codegen.calls.expressions import ADDS, Adds
+from partc.codegen.calls.expressions import ADDS, SUMS, Adds
 from partc.codegen.calls.moved_names import of_turn
 from partc.codegen.calls.names import wishes
 from partc.codegen.calls.scope import Scope, attributes
@@ -39,6 +39,7 @@ from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
+from partc.codegen.repeats.numbers import numbers_read
 from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name, that_all_have
 from partc.codegen.repeats.runs import Run
 from partc.codegen.repeats.slots import Interface, outside
@@ -79,7 +80,8 @@ class BlockClass:
     texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
 
     def __post_init__(self) -> None:
-        scope = attributes(self.graph.mesh, *(row.name for row in self.run.numbers))
+        numbers = [] if self.run.is_called else self.run.numbers
+        scope = attributes(self.graph.mesh, *(row.name for row in numbers))
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
         known = {*self.graph.params, *self.graph.buffers}
         written = self._names_written() | that_all_have(self.lent, self.run.layers, known)
@@ -92,7 +94,7 @@ class BlockClass:
     def wishes(self) -> Wishes:
         """The wanted names of values in all methods."""
         if self.lead is None:
-            return wishes(self.graph, self.run.layers[0], self._given())
+            return wishes(self.graph, self.run.module, self._given())
         here, there = ([n for side in cls.sides for n in (*outside(side.group), *side.group.nodes)]
                        for cls in (self.lead, self))  # fmt: skip
         return self.lead.wishes.at(there, here)
@@ -101,7 +103,12 @@ class BlockClass:
     def scope(self) -> Scope:
         """The names in all methods: one means the same value in each."""
         counts = any(map(reads_microbatch, self.sides))
-        return Scope([*ARGUMENT_TYPES, *self.helpers.names, *(["i"] if counts else [])])
+        numbers = [row.name for row in self.run.numbers] if self.run.is_called else []
+        return Scope([*ARGUMENT_TYPES, *self.helpers.names, *(["i"] if counts else []), *numbers])
+
+    def numbers_of(self, side: Interface) -> list[str]:
+        """The numbers in which calls of one module differ, as far as a phase reads them."""
+        return [*numbers_read(side.group.nodes)] if self.run.is_called else []
 
     def own(self, name: str, layer: str = "") -> str:
         """The name of a block's parameter or buffer as seen from the block; "" of no block's.
@@ -117,6 +124,8 @@ class BlockClass:
         A block may make a gradient without reading the weight, where what follows from the weight
         alone (a cast) is computed outside of the block.
         """
+        if self.run.is_called:
+            return {total.param for side in self.sides for total in side.totals}
         inside = {n for side in self.sides for n in side.group.nodes}
         outputs = self.graph.outputs
         grads = {n for n, d in outputs.grads.items() if made_in_step(self.graph, d) in inside}
@@ -137,7 +146,16 @@ class BlockClass:
     def adds_up(self) -> bool:
         """Whether the block adds to the rank's parts of gradients by itself."""
         stored = (node for side in self.sides for node in self._stored(side.group))
-        return self.adds is not ADDS and any(not ends_step(self.graph, n) for n in stored)
+        ours = any(not ends_step(self.graph, n) for n in stored)
+        totals = any(side.totals and not self.sums_up(side) for side in self.sides)
+        return self.adds is not ADDS and (ours or totals)
+
+    def sums_up(self, side: Interface) -> bool:
+        """Whether the calls of a module add up gradients in a dict, which the step reads.
+
+        Where none of these is reduced they are added to where they stay, as others are.
+        """
+        return not all(total.is_last for total in side.totals)
 
     @property
     def sides(self) -> list[Interface]:
@@ -165,10 +183,10 @@ class BlockClass:
     def attributes(self) -> dict[str, str]:
         """For each parameter and buffer of all blocks its path in the step: ``layers.0.w``."""
         paths = [f"{self.attribute}.{i}" for i in range(len(self.run.layers))]
-        blocks = [self.attribute] if self.run.is_single else paths
+        blocks = [self.attribute] if self.run.is_one_module else paths
         return {
             name_in(layer, suffix): f"{block}.{attribute}"
-            for layer, block in zip(self.run.layers, blocks, strict=True)
+            for layer, block in zip(self.run.layers, blocks, strict=not self.run.is_called)
             for suffix, attribute in self.suffixes.items()
         }
 
@@ -295,22 +313,26 @@ class BlockClass:
                 seen.setdefault(node, Text("self.whole"))
             taken = ["_" if n is None else str(seen[n]) for n in whole]
             opening.append(take_whole(starts, taken, self.is_steady, self.helpers))
+        arguments += self.numbers_of(side)
         if reads_microbatch(side):
             arguments.append("i")
         if self.reduces(side):
             self.helpers.use("Reduced")
             arguments.append("reduced")
+        if self.sums_up(side):
+            arguments.append(self.helpers.use("Sums").lower())
         body = self._body(side, wish, scope, seen, arguments)
         statements = [*lists.values(), *opening, *body.statements()]
         self.texts |= {n: text.code for n, text in body.seen.items() if MARK.fullmatch(text.code)}
         given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
-        typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
+        kinds = {**ARGUMENT_TYPES, **{row.name: row.type_name for row in self.run.numbers}}
+        typed_arguments = [f"{a}: {kinds.get(a, 'Tensor')}" for a in arguments]
         return BlockMethod(
             signature(name, ["self", *typed_arguments], self._result_type(side)),
             Ledger(statements, body, lists, given),
             [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
-            self.run.layers[0],
+            self.run.module,
         )
 
     def _mark(self, node: fx.Node, wish: str = "") -> str:
@@ -338,11 +360,13 @@ class BlockClass:
         kept = {group.nodes[p] for p in [*side.carried, *side.listed]}
         kept |= {n for nodes in side.saved.values() for n in nodes}
         kept |= set(self._written(group).values())
-        tensors = [a for a in arguments if a not in ARGUMENT_TYPES]
+        tensors = [a for a in arguments if a not in (*ARGUMENT_TYPES, *self.numbers_of(side))]
         lends = tensors[0] if tensors else f"self.{next(iter(self.suffixes.values()))}"
         return Body(
-            self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group),
-            f"{lends}.device", prefix=group.layer, adds=self.adds, own=self._params(),
+            self.graph, group.nodes, wish, scope, self.helpers, seen, kept,
+            {**self._stored(group), **self._parts(side)},
+            f"{lends}.device", prefix=self.run.module, own=self._params(), added=side.adds,
+            adds=SUMS if self.sums_up(side) else self.adds,
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
@@ -355,9 +379,17 @@ class BlockClass:
         for name, node in self.graph.grads.items():
             made_by = made_in_step(self.graph, node)
             suffix = self.own(name, group.layer)
-            if made_by in inside and suffix in self.suffixes:
+            if made_by in inside and suffix in self.suffixes and not self.run.is_called:
                 stored.setdefault(node, []).append(f"self.{self.suffixes[suffix]}")
         return stored
+
+    def _parts(self, side: Interface) -> dict[fx.Node, list[str]]:
+        """For what the first call of a module adds to gradients their parameters, as texts."""
+        parts: dict[fx.Node, list[str]] = {}
+        for total in side.totals:
+            text = f"self.{self.suffixes[self.own(total.param)]}"
+            parts.setdefault(total.part_of(side.group.nodes), []).append(text)
+        return parts
 
     def _written(self, group: Group) -> dict[str, fx.Node]:
         """New values of the block's own buffers by the buffer's attribute."""
@@ -365,7 +397,9 @@ class BlockClass:
         return {
             self.suffixes[self.own(name, group.layer)]: node
             for name, node in self.graph.outputs.buffers.items()
-            if node in inside and self.own(name, group.layer) in self.suffixes
+            if node in inside
+            and self.own(name, group.layer) in self.suffixes
+            and not self.run.is_called
         }
 
     def _updates(self, side: Interface, body: Body) -> list[Line]:

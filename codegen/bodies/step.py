@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from torch import fx
 
@@ -27,7 +27,7 @@ from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line, Range, Text
 from partc.graph import Phase, collectives
 from partc.graph.moves import carried, gathers_param
-from partc.quoting import comment
+from partc.quoting import comment, literal
 
 CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
 
@@ -45,6 +45,7 @@ class StepBody(Body):
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last iteration
     prefetch: int = 1
+    counters: dict[str, str] = field(default_factory=dict)  # variables of loops over calls
     begun: set[Loop] = field(default_factory=set)  # loops with several blocks gathered before them
     # for each run the lines before its loop, and those at the end of each iteration
     sums: Mapping[Run, tuple[list[Line], list[Line]]] = field(default_factory=dict)
@@ -137,11 +138,14 @@ class StepBody(Body):
             side = self._side(item)
             for slot in side.of("carried"):
                 first = slot.nodes[0]
-                if first in self.place and set(first.users) <= set(
-                    item.groups[0].nodes
-                ) | self._backward_of(item):
+                if self._is_first_read(item, slot):
                     name = self._variable_name(side, slot)
                     self.wishes.give(dict.fromkeys(self._in_place_of(first), name))
+
+    def _is_first_read(self, loop: Loop, slot: Slot) -> bool:
+        """Whether the first iteration of a loop alone reads the value with which a slot begins."""
+        first, readers = slot.nodes[0], {*loop.groups[0].nodes, *self._backward_of(loop)}
+        return first in self.place and readers.issuperset(first.users)
 
     def _in_place_of(self, node: fx.Node) -> Iterator[fx.Node]:
         """A value, and the values before it that were moved without a copy: they share a name."""
@@ -202,9 +206,17 @@ class StepBody(Body):
             targets.append(word)
             body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
         arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]
+        numbers = {name: self._counter(name) for name in cls.numbers_of(side)}
+        arguments += numbers.values()
+        items += numbers.values()
+        listed += [_numbers_in(loop, name) for name in numbers]
         arguments += ["i"] if reads_microbatch(side) else []
         arguments += ["reduced"] if cls.reduces(side) else []
-        call = f"layer{CALLS[loop.phase]}({', '.join(arguments)})"
+        sums = [Line(f"{name} = Sums()") for name in self._sums_of(cls, side)]
+        lines += sums
+        arguments += self._sums_of(cls, side)
+        layer = f"self.{cls.attribute}" if loop.run.is_called else "layer"
+        call = f"{layer}{CALLS[loop.phase]}({', '.join(arguments)})"
         ahead, after = [], []
         if cls.reduces(side):
             ahead.append(Line(f"before, reduced = reduced, {cls.adds.reduced}", indent=1))
@@ -228,12 +240,16 @@ class StepBody(Body):
         put_by = [word for word in cls.left_by(side) if word in targets]
         lines += [Line(f"del {', '.join(put_by)}")] if put_by else []
         self._bind_results(loop, side, variables, kept)
+        lines += self._bind_totals(cls, side)
+        if loop.run.is_called:
+            last = loop.groups[-1].nodes
+            lines += [line for p in side.carried for line in self._stores(last[p])]
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
         binds = [last[p] for p in side.carried]
-        return Statement(
-            lines, reads, binds, section=inside(f"{loop.run.layers[0].rpartition('.')[0]}", "")
-        )
+        binds += [total.adds[-1] for total in side.totals if cls.sums_up(side)]
+        around = loop.run.module if loop.run.is_called else loop.run.module.rpartition(".")[0]
+        return Statement(lines, reads, binds, section=inside(around, ""))
 
     def _single(self, loop: Loop, early: Sequence[fx.Node], begun: Sequence[Line]) -> Statement:
         """The call of a single block's method: ``x, down1_saved = self.down1(x)``.
@@ -267,7 +283,7 @@ class StepBody(Body):
         first = str(self.text(slot.nodes[0]))
         wish = self._variable_name(side, slot)
         same = self.wishes.get(slot.nodes[0]) == wish and first.isidentifier()
-        if same and slot.nodes[0] in self.place:
+        if same and self._is_first_read(side.loop, slot):
             return first
         inside = self._inside(side.loop)
         if same and first == wish and inside.issuperset(slot.nodes[0].users):  # an argument
@@ -284,6 +300,31 @@ class StepBody(Body):
             if len(texts) % period == 0 and texts == texts[:period] * (len(texts) // period):
                 return f"[{', '.join(texts[:period])}] * {len(texts) // period}"
         return _sliced(texts) or f"[{', '.join(texts)}]"
+
+    def _counter(self, name: str) -> str:
+        """The variable of a number in which calls differ; loops one after the other share it."""
+        if name not in self.counters:
+            self.counters[name] = self.scope.fresh(name)
+        return self.counters[name]
+
+    def _sums_of(self, cls: BlockClass, side: Interface) -> list[str]:
+        """The name of the dict in which a loop's calls add up gradients: ``cell_sums``."""
+        names = [f"{cls.attribute}_sums"] if cls.sums_up(side) else []
+        self.scope.taken |= {*names}
+        return names
+
+    def _bind_totals(self, cls: BlockClass, side: Interface) -> list[Line]:
+        """Note how calls behind a loop read totals; the lines that store those nobody reads."""
+        lines = []
+        for name in self._sums_of(cls, side):
+            for total in side.totals:
+                param = f"self.{cls.attribute}.{cls.suffixes[cls.own(total.param)]}"
+                node = total.adds[-1]
+                self.seen[node] = Text(f"{name}[{param}]")
+                for stored in self.stored.get(node, []):
+                    call = self.helpers.called(self.adds.grad)
+                    lines.append(Line(f"{call}({stored}, {self.seen[node]})"))
+        return lines
 
     def _saved(self, cls: BlockClass, word: str) -> str:
         """The step's list of the blocks' lists of saved values: ``layers_saved``."""
@@ -306,6 +347,8 @@ class StepBody(Body):
 
     def _head(self, cls: BlockClass, loop: Loop, items: list[str], lists: list[str]) -> str:
         """The ``for`` line; ``following`` is the next block, None in the last iteration."""
+        if loop.run.is_called:
+            return _head_of_calls(loop, items, lists)
         over, layer = f"self.{cls.attribute}", "layer"
         over = f"reversed({over})" if self._descends(loop) else over
         if self._gather(loop):
@@ -356,6 +399,38 @@ class StepBody(Body):
                 if self.wishes.get(user, "").startswith(f"{before}_"):
                     behind = self.wishes.get(user).removeprefix(before)
                     self.wishes.names[user] = unmarked(name) + behind
+
+
+def _head_of_calls(loop: Loop, items: Sequence[str], lists: Sequence[str]) -> str:
+    """The ``for`` line of a loop over the calls of a module: ``for x_t in xs:``."""
+    if not items:
+        return f"for _ in range({len(loop.groups)}):"
+    over = lists[0] if len(lists) == 1 else f"zip({', '.join(lists)}, strict=True)"
+    return f"for {', '.join(items)} in {over}:"
+
+
+def _numbers_in(loop: Loop, name: str) -> str:
+    """The numbers of a loop's calls, in the order in which these run: ``range(12)``."""
+    row = next(row for row in loop.run.numbers if row.name == name)
+    known = dict(zip(loop.run.layers, row.values, strict=True))
+    values = [known[group.layer] for group in loop.groups]
+    steps = {b - a for a, b in pairwise(values)}
+    if row.type_name != "int" or len(steps) > 1 or steps == {0}:
+        return literal(tuple(values))
+    return _range(int(values[0]), len(values), int(steps.pop()))
+
+
+def _range(first: int, num: int, step: int) -> str:
+    """The text of a range of numbers.
+
+    >>> _range(0, 12, 1), _range(11, 12, -1), _range(1, 3, 2)
+    ('range(12)', 'reversed(range(12))', 'range(1, 6, 2)')
+    """
+    if step == -1:
+        return f"reversed({_range(first - num + 1, num, 1)})"
+    end = first + num * step if step == 1 else first + (num - 1) * step + (1 if step > 0 else -1)
+    start = f"{first}, " if first or step != 1 else ""
+    return f"range({start}{end}{f', {step}' if step != 1 else ''})"
 
 
 def _sliced(texts: Sequence[str]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from partc.codegen.text import PRODUCT, SUM, Text
 from partc.quoting import literal
 
 # Not printed: they follow from the operands, or the step's own device takes their place.
+ENTRY = re.compile(r"(\w+_all)\[(\d+)\]")  # of the list that a loop makes
+MANY = 3  # so many neighbouring entries are written as a slice
 DIGITS = 12  # of a number that says more in another spelling
 _PLACE = ("device", "layout", "pin_memory")
 
@@ -70,7 +74,7 @@ class Call:
         if isinstance(value, fx.Node):
             return self.operand(value)
         if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
-            return Text(f"[{', '.join(str(self.spell(v)) for v in value)}]")
+            return Text(f"[{', '.join(_as_entries([str(self.spell(v)) for v in value]))}]")
         if isinstance(value, list | tuple):
             return Text(literal(tuple(value)))
         if isinstance(value, float) and (spelled := number(value)) is not None:
@@ -114,6 +118,30 @@ class Call:
                 break
             found.add(name)
         return found
+
+
+def _as_entries(texts: Sequence[str]) -> list[str]:
+    """The items of a list; neighbouring entries of another list as a slice of that one.
+
+    >>> _as_entries(["x", "h_all[0]", "h_all[1]", "h_all[2]", "y"])
+    ['x', '*h_all[:3]', 'y']
+    """
+    found: list[str] = []
+    at = [ENTRY.fullmatch(text) for text in texts]
+    for _, places in groupby(range(len(texts)), lambda i: _list_from(at[i], i)):
+        run = [*places]
+        first, last = at[run[0]], at[run[-1]]
+        if len(run) < MANY or first is None or last is None:
+            found += [texts[i] for i in run]
+        else:
+            start = first[2] if int(first[2]) else ""
+            found.append(f"*{first[1]}[{start}:{int(last[2]) + 1}]")
+    return found
+
+
+def _list_from(entry: re.Match[str] | None, place: int) -> object:
+    """What entries of one list in order have in common: the list, and where it would begin."""
+    return (entry[1], int(entry[2]) - place) if entry else None
 
 
 def number(value: float) -> Text | None:

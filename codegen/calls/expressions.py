@@ -58,6 +58,7 @@ class Adds:
 # To ``.grad``, or to a rank's part of a gradient that a pipeline stage sums over microbatches first
 # and over ranks once, when the step ends.
 ADDS = Adds("add_grad", "add_weight_grad", "Reduced()", ("Reduced",))
+SUMS = Adds("sums.add", "sums.add_product", "Reduced()", ("Sums",))
 PARTIALS = Adds(
     "self.partials.add", "self.partials.add_product", "ReducedParts(self.partials)",
     ("ReducedParts",),
@@ -112,11 +113,12 @@ class Layout:
     def of(
         cls, graph: Graph, order: Sequence[fx.Node], kept: set[fx.Node],
         stored: Mapping[fx.Node, list[str]], named: set[fx.Node], *, fused: bool = False,
-        late: Collection[str] = (),
+        late: Collection[str] = (), added: Collection[fx.Node] = (),
     ) -> Layout:  # fmt: skip
         """``named`` has the values that the user's code names; others are as for Expressions."""
         joint = JointGrads(graph, order, stored)
         final, summed = apart(stored, order)
+        summed |= {*added}
         fixed = kept | final.keys() | joint.place.keys()
         # Twice: what is written over another value needs a line; then more or less fits inline.
         in_line = inlined(order, fixed, named)
@@ -157,6 +159,7 @@ class Expressions:
     one_turn: bool = False  # whether all overlap pieces of a block call this function
     name_of: Callable[[str], str] = literal  # writes the site of a draw that is in no block
     late: Collection[str] = ()  # buffers that are written when the step ends, not where they change
+    added: Collection[fx.Node] = ()  # additions to totals, which `stored` has the parts of
     fused: bool = False  # whether torch.compile compiles it, and so decides what is written where
 
     def __post_init__(self) -> None:
@@ -164,7 +167,7 @@ class Expressions:
         self.named = {n for n in self.order if is_forward(n) and is_given(n, wished[n])}
         found = Layout.of(
             self.graph, self.order, self.kept, self.stored, self.named, fused=self.fused,
-            late=self.late,
+            late=self.late, added=self.added,
         )  # fmt: skip
         self.joint, self.stored, self.summed = found.joint, found.stored, found.summed
         self.accumulated, self.inlined = found.accumulated, found.inlined

@@ -18,7 +18,6 @@ from partc.codegen.calls.moved_names import known_as
 from partc.graph import (
     Graph,
     first_operand,
-    innermost_block,
     is_backward,
     is_call,
     shape_of,
@@ -26,6 +25,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.graph_edits import copied, drop_dead
+from partc.graph.places import innermost_turn
 
 aten = torch.ops.aten
 
@@ -90,9 +90,7 @@ def _as_one(graph: Graph) -> None:
         cast = node.all_input_nodes[0] if is_free(node) else node
         if not is_call(cast, aten._to_copy.default) or len(cast.users) > 1:
             continue
-        if value(cast).phase == value(node).phase and innermost_block(cast) == innermost_block(
-            node
-        ):
+        if value(cast).phase == value(node).phase and innermost_turn(cast) == innermost_turn(node):
             cast.append(node)
 
 

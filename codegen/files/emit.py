@@ -52,6 +52,7 @@ from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
 from partc.codegen.repeats.runs import Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, interfaces
+from partc.codegen.repeats.totals import unread_zeros
 from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
@@ -292,6 +293,8 @@ class RoleText:
 
     def span(self, run: Run) -> str:
         """The blocks of a run as comments show them: ``model.layers.0 .. 7``."""
+        if run.is_called:
+            return comment(f"{self.shown(run.module)}, called {len(run.layers)} times")
         first, last = (self.shown(run.layers[i]) for i in (0, -1))
         if run.is_single:
             return comment(first)
@@ -329,6 +332,7 @@ class RoleText:
         order = [item for item in self.items if isinstance(item, fx.Node)]
         seen = {node: Text(read(path)) for node, path in self.attributes.items()}
         seen |= {node: Text(name) for node, name in arguments.items()}
+        seen |= dict.fromkeys(self.zeros, Text("0"))
         results = [*outputs.results.values()] + ([outputs.loss] if outputs.loss is not None else [])
         kept = {*results, *outputs.buffers.values()}
         scope = Scope([*arguments.values(), *self.helpers.names])
@@ -338,7 +342,8 @@ class RoleText:
             device, name_of=self.site_literal,
             items=self.items, classes=self.classes, prefetch=self.prefetch,
         )  # fmt: skip
-        lasting = {n for n in kept if is_tensor(n) and (n in order or n in results)}
+        made = {*order, *results, *self._by_calls()}
+        lasting = {n for n in kept if is_tensor(n) and n in made}
         statements = free_early(
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
         )
@@ -353,6 +358,16 @@ class RoleText:
         lines.append(Line(self._result(body)))
         return self.helpers.block(scope.settled([lines])[0], 2)
 
+    @cached_property
+    def zeros(self) -> set[fx.Node]:
+        """Zeros that no line makes, as calls of a module add to them in a dict."""
+        return unread_zeros([total for side in self.sides.values() for total in side.totals])
+
+    def _by_calls(self) -> set[fx.Node]:
+        """What the calls of modules leave behind the loops over them."""
+        loops = [loop for loop in self.sides if loop.run.is_called]
+        return {node for loop in loops for node in loop.groups[-1].nodes}
+
     def _others(self) -> list[str]:
         """The groups of ranks that see other sums with fewer bytes than this rank, as texts."""
         sums = {str(node.kwargs["axis"]) for node in self.graph.calls() if wire_of(node)}
@@ -362,7 +377,8 @@ class RoleText:
     def final_grads(self) -> dict[fx.Node, list[str]]:
         """For each gradient that no block adds to ``.grad`` itself its parameters, as texts."""
         stored: dict[fx.Node, list[str]] = {}
-        in_blocks = {n for loop in self.sides for g in loop.groups for n in g.nodes}
+        loops = [loop for loop in self.sides if not loop.run.is_called]
+        in_blocks = {n for loop in loops for g in loop.groups for n in g.nodes}
         params = self.graph.params
         for name, node in self.graph.grads.items():
             made_by = made_in_step(self.graph, node)

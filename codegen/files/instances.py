@@ -42,11 +42,11 @@ def instances(text: RoleText, cls: BlockClass) -> Line:
     given += [
         f"{row.name}={row.name if row in differing else literal(row.values[0])}"
         if run.kin else row.name
-        for row in run.numbers
+        for row in ([] if run.is_called else run.numbers)
     ]  # fmt: skip
     made = f"{cls.name}({', '.join(given)})"
     remark = text.span(run)
-    if run.is_single:
+    if run.is_one_module:
         return Line(f"self.{cls.attribute} = {made}", remark)
     over = f"i in {numbers}" if name else f"_ in range({len(run.layers)})"
     if differing:
@@ -56,8 +56,8 @@ def instances(text: RoleText, cls: BlockClass) -> Line:
 
 def _numbered(text: RoleText, run: Run) -> tuple[str, str]:
     """The name of block ``i`` of a run, as an expression, and the numbers that ``i`` has."""
-    if run.is_single:
-        return literal(run.layers[0]), ""
+    if run.is_one_module:
+        return literal(run.module), ""
     parent, _, first = run.layers[0].rpartition(".")
     numbers = [int(layer.rpartition(".")[2]) for layer in run.layers]
     steady = numbers == list(range(numbers[0], numbers[0] + len(numbers)))

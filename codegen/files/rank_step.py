@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from partc.codegen.calls.ranges import LOSS, finished, numbered
 from partc.codegen.files.alike_stages import made
@@ -23,6 +24,7 @@ from partc.quoting import literal
 from partc.schedules.actions import Action, Kind, Schedule
 
 PHASES: dict[Kind, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
+FEW = 2  # so many tied parameters stand one by one; more stand in a list
 
 
 def actions_of(graphs: Sequence[Graph], schedule: Schedule, rank: int) -> list[Action]:
@@ -134,8 +136,8 @@ class RankStep:
         yield Line(f"stage.begin({', '.join(self.arguments)})", indent=1)
         begin = f"begin({self.schedule.microbatches}, {self._device})"
         yield from self.links.each("Inbox", begin)
-        for number, one in enumerate(self.tied):
-            yield from self._set_aside(one, number)
+        for number, (_, paths) in enumerate(self._summed()):
+            yield from _set_aside(paths, number)
         yield from turn_lines(actions_of(self.graphs, self.schedule, self.rank))
         yield from self.links.each("Outbox", "wait()")
         yield from self._finish() if self.links.trains else self._results()
@@ -166,8 +168,9 @@ class RankStep:
         if narrow:
             others = ", ".join(f"self.{axis}" for axis in self.others())
             yield from finished(f"reduced.finish({others})", ranges=self.links.helpers.ranges)
-        for number, one in enumerate(self.tied):
-            yield from self._sum_tied(one, number)
+        for number, (ranks, paths) in enumerate(self._summed()):
+            self.links.helpers.use("sum_tied")
+            yield from _sum_tied(paths, number, f"{ranks}, self.{PP}")
         source = self.schedule.rank_of[holder]
         if self.rank != source:
             made = self.graphs[holder].loss
@@ -213,19 +216,41 @@ class RankStep:
         trained = any(one.name in graph.outputs.grads for graph in self.graphs)
         return trained and self.rank in ranks and len(ranks) > 1
 
-    def _set_aside(self, one: Tied, number: int) -> Iterator[Line]:
-        """Set aside a tied parameter's ``.grad`` from before the step: it is summed already."""
-        if self._is_summed(one):
-            path = self._path(one.name, self.mine(one)[0])
-            yield Line(f"before_{number}, {path}.grad = {path}.grad, None")
+    def _summed(self) -> list[tuple[list[int], list[str]]]:
+        """The tied parameters whose gradients several pipeline ranks sum: the ranks, and the paths.
 
-    def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
-        """The statement that sums a tied parameter's gradients of several pipeline ranks."""
-        if self._is_summed(one):
-            ranks = list(one.ranks(self.schedule))
-            call = self.links.helpers.use("sum_tied")
-            path = self._path(one.name, self.mine(one)[0])
-            yield Line(f"{call}({path}, before_{number}, {ranks}, self.{PP})", "tied")
+        Many of the same ranks are together, as those of a block that two stages call.
+        """
+        each = [
+            ([*one.ranks(self.schedule)], [self._path(one.name, self.mine(one)[0])])
+            for one in self.tied
+            if self._is_summed(one)
+        ]
+        found: list[tuple[list[int], list[str]]] = []
+        for ranks, group in groupby(each, key=lambda one: one[0]):
+            paths = [path for _, (path,) in group]
+            found += [(ranks, paths)] if len(paths) > FEW else [(ranks, [path]) for path in paths]
+        return found
+
+
+def _set_aside(paths: Sequence[str], number: int) -> Iterator[Line]:
+    """Set aside tied parameters' ``.grad`` from before the step: it is summed already."""
+    if len(paths) == 1:
+        yield Line(f"before_{number}, {paths[0]}.grad = {paths[0]}.grad, None")
+        return
+    yield Line(f"tied_{number} = [{', '.join(paths)}]")
+    yield Line(f"before_{number} = [param.grad for param in tied_{number}]")
+    yield Line(f"for param in tied_{number}:")
+    yield Line("param.grad = None", indent=1)
+
+
+def _sum_tied(paths: Sequence[str], number: int, among: str) -> Iterator[Line]:
+    """The statements that sum tied parameters' gradients of several pipeline ranks."""
+    if len(paths) == 1:
+        yield Line(f"sum_tied({paths[0]}, before_{number}, {among})", "tied")
+        return
+    yield Line(f"for param, before in zip(tied_{number}, before_{number}, strict=True):")
+    yield Line(f"sum_tied(param, before, {among})", "tied", indent=1)
 
 
 def _finished(stage: StageText, number: int, gives: Sequence[str]) -> Iterator[Line]:

@@ -102,7 +102,7 @@ def spans(each: Sequence[str]) -> str:
 
 def _doc(cls: BlockClass) -> str:
     """The docstring of a block's class: which blocks of the model it is."""
-    said = f"One of {cls.span}."
+    said = f"{cls.span}." if cls.run.is_called else f"One of {cls.span}."
     if not cls.run.kin:
         return said
     rest = f"Comments have the sizes of {comment(cls.run.layers[0])}."

@@ -65,8 +65,8 @@ def spread_rows(cls: BlockClass, name: str, relative: bool) -> str:
 
     ``relative`` names count layers from the stage's first one, ``n``.
     """
-    if cls.run.is_single:
-        path, parent = f'f"{cls.attribute}.{{attribute}}"', literal(f"{cls.run.layers[0]}.")
+    if cls.run.is_one_module:
+        path, parent = f'f"{cls.attribute}.{{attribute}}"', literal(f"{cls.run.module}.")
         return (
             f"**{{{path}: ({parent} + name, *rest) for attribute, (name, *rest) in {name}.items()}}"
         )

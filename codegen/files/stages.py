@@ -125,6 +125,7 @@ class StageText(RoleText):
         self.own = attributes(self.graph.mesh)
         self.own.taken |= {path.partition(".")[0] for path in self.attributes.values()}
         self.seen = {node: Text(read(path)) for node, path in self.attributes.items()}
+        self.seen |= dict.fromkeys(self.zeros, Text("0"))
         self.wishes = wishes(self.graph)
 
     @property
@@ -354,7 +355,7 @@ class StageText(RoleText):
                 taken = cls.taken("layer.whole", cls.forward)
                 lines.append(Line(f"layer.whole = {taken}", indent=1))
             for node in self.graph.fx.nodes:
-                if node in kept:
+                if node in kept and node not in self.zeros:
                     text = body.text(node).code
                     attribute = self.own.fresh(variable_of(text))
                     lines.append(Line(f"self.{attribute} = {text}", comment(typed(node))))

@@ -37,6 +37,21 @@ def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
         weight.grad.addmm_(d_y.T, x)
 
 
+class Sums(dict[nn.Parameter, Tensor]):
+    """Gradients to which several calls of a module add."""
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        self[param] = self[param].add_(grad) if param in self else grad
+
+    def add_product(self, weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
+        """Add the gradient of the weight in `y = x @ weight.T`."""
+        d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
+        if weight in self:
+            self[weight].addmm_(d_y.T, x)
+        else:
+            self[weight] = d_y.T @ x
+
+
 def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
     """Memory for gradients that leave in one transfer, and the part of it that each has."""
     sizes = [p.numel() for p in params]

@@ -6,7 +6,7 @@ is one item, a ``Loop``: ``embed, Loop(blocks.0 .. 3, F), head, Loop(blocks.3 ..
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
@@ -19,8 +19,9 @@ from partc.codegen.repeats.own_names import is_elsewhere, name_in, own_name
 from partc.codegen.repeats.owners import blocks_of, layer_of, owners_of
 from partc.codegen.repeats.runs import LATER, PHASES, Item, Loop, Run
 from partc.codegen.repeats.trim import Block, trimmed
-from partc.graph import Graph
-from partc.graph.folds import DEPTHS, layer_path
+from partc.graph import Graph, is_tensor
+from partc.graph.folds import DEPTHS, is_number, layer_path
+from partc.graph.places import are_worth_a_loop, is_one_call, place_of
 from partc.in_order import in_order
 
 GivenUp = Collection[tuple[str, ...]]  # runs by the paths of their blocks
@@ -52,13 +53,18 @@ def _loops(graph: Graph, given_up: GivenUp, apart: GivenUp | None) -> list[Loop]
     runs: list[Run] = []
     taken: set[fx.Node] = set()
     for depth in DEPTHS:
-        owners = owners_of(graph, partial(layer_path, depth=depth), taken)
+        owners = owners_of(graph, partial(_block_of, depth=depth), taken)
         for run in _runs(graph, owners, given_up):
             taken |= {n for phase in PHASES for g in run.of(phase) for n in g.nodes}
             runs += [] if run.layers in given_up else [run]
     if apart is not None:
         runs = related(graph, runs, taken, {*given_up, *apart})
     return [loop for run in runs for loop in _loops_of(graph, run)]
+
+
+def _block_of(node: fx.Node, depth: int) -> str:
+    """The block around a call: a member of a list, or one of several calls of a module."""
+    return layer_path(place_of(node), depth)
 
 
 def _loops_of(graph: Graph, run: Run) -> Iterator[Loop]:
@@ -86,7 +92,7 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner], given_up: GivenUp) -> Iter
     The first and the last block may have calls beyond those of the others at their ends, which are
     then left out of the run. A run in ``given_up`` is made again without such blocks.
     """
-    blocks = blocks_of(graph, owners)
+    blocks = _together(blocks_of(graph, owners))
     equal = Equal(graph, owners)
     while blocks:
         for trims in (True, False):
@@ -95,8 +101,35 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner], given_up: GivenUp) -> Iter
             if len(found) == 1 or run.layers not in given_up:
                 break
         blocks = blocks[len(found) :]
-        if len(found) > 1:
+        if len(found) > 1 and not (run.is_called and _is_short(run)) and not _calls_more(run):
             yield run
+
+
+def _together(blocks: Sequence[Block]) -> list[Block]:
+    """The blocks with all calls of one module behind the first one."""
+    of: dict[str, list[Block]] = {}
+    for block in blocks:
+        layer = layer_of(block)
+        of.setdefault(layer.rpartition(".")[0] if is_one_call(layer) else layer, []).append(block)
+    return [block for each in of.values() for block in each]
+
+
+def _is_short(run: Run) -> bool:
+    """Whether calls of a module have fewer lines as they stand than a class and its loops have."""
+    first = [node for phase in PHASES for group in run.of(phase)[:1] for node in group.nodes]
+    return not are_worth_a_loop(len(run.layers), sum(map(is_tensor, first)))
+
+
+def _calls_more(run: Run) -> bool:
+    """Whether each block of a list calls some module more often than there are blocks.
+
+    As a list of cells does, each of which is called for every time step: the loop that makes the
+    text shorter is then that over time steps.
+    """
+    depth = sum(map(is_number, run.layers[0].split(".")))
+    inner = {layer_path(place_of(node), depth + 1) for node in run.forward[0].nodes}
+    calls = Counter(path.rpartition(".")[0] for path in inner if path and is_one_call(path))
+    return max(calls.values(), default=0) > len(run.layers)
 
 
 def _from_first(blocks: Sequence[Block], equal: Equal, trims: bool) -> list[Block]:

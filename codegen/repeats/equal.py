@@ -18,6 +18,7 @@ from partc.codegen.repeats.may_vary import may_vary, names_of_arguments
 from partc.codegen.repeats.own_names import own_name
 from partc.graph import Graph, Phase, collectives, fake_of, value
 from partc.graph.draws import site_in
+from partc.graph.places import is_one_call, module_of
 
 Owner = tuple[str, Phase]  # a block's module path, and its phase: ("model.layers.0", "B")
 
@@ -109,16 +110,24 @@ class Equal:
     ) -> tuple[Any, ...]:
         return (
             str(node.target),
-            self._arguments(node, known_as),
+            self._arguments(node, known_as, is_one_call(group.layer)),
             _shapes(fake_of(node), self.sizes),
             str(value(node).sharding),
             site_in(node, group.layer),
-            tuple((k, own_name(group.layer, n) or n, w) for k, n, w in self.written.get(node, [])),
+            self._results(node, group.layer),
         )
 
-    def _arguments(self, node: fx.Node, known_as: Callable[[fx.Node], Any]) -> Any:
+    def _results(self, node: fx.Node, layer: str) -> tuple[Any, ...]:
+        """The gradients and new buffers that a block makes, named from the block on.
+
+        Calls of one module make none: what they add up is whole behind the last of them.
+        """
+        written = [] if is_one_call(layer) else self.written.get(node, [])
+        return tuple((kind, own_name(layer, name) or name, at) for kind, name, at in written)
+
+    def _arguments(self, node: fx.Node, known_as: Callable[[fx.Node], Any], calls: bool) -> Any:
         def varies(name: str) -> Callable[[Any], bool]:
-            return lambda number: may_vary(node, name, number, sizes=self.sizes)
+            return lambda number: may_vary(node, name, number, sizes=self.sizes, calls=calls)
 
         given = sorted(names_of_arguments(node), key=lambda item: item[0])
         return tuple((name, mapped(arg, known_as, varies(name))) for name, arg in given)
@@ -138,8 +147,9 @@ class Equal:
         """
         known = value(node)
         trained = known.kind == "param" and known.name in self.trained
-        own = node.op == "placeholder" and known.name.startswith(f"{layer}.")
-        name = known.name.removeprefix(layer) if own else ""
+        module = module_of(layer)
+        own = node.op == "placeholder" and known.name.startswith(f"{module}.")
+        name = known.name.removeprefix(module) if own else ""
         elsewhere = own and known.name in self.elsewhere
         shapes = _shapes(fake_of(node), self.sizes)
         return (name, trained, elsewhere, shapes, str(known.sharding))

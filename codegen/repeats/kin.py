@@ -21,6 +21,7 @@ from partc.codegen.repeats.runs import PHASES, Run
 from partc.codegen.repeats.trim import Block
 from partc.graph import Graph, Phase, collectives, is_tensor, value
 from partc.graph.moves import gathers_param
+from partc.graph.places import module_of
 
 # Lines that a class has beyond those of a block's calls, and that each of its instances takes.
 CLASS, INSTANCE = 15, 8
@@ -67,9 +68,9 @@ def related(
     """
     finder = Finder(graph, Equal(graph, {}, sizes=True))
     for run in runs:
-        if run.layers not in alone and not run.elsewhere:
+        if run.layers not in alone and not run.elsewhere and not run.is_called:
             finder.add(tuple(_blocks(run)), run)
-    looped = [layer for run in runs for layer in run.layers]
+    looped = [module_of(layer) for run in runs for layer in run.layers]
     free = set(taken)
     for of_runs in (True, False):
         level = 1
@@ -181,8 +182,8 @@ def _prefix(node: fx.Node, level: int) -> str:
     return ".".join(parts[:level]) if len(parts) >= level else ""
 
 
-def _within(module: str, level: int, allowed: Collection[str]) -> str:
-    path = ".".join(module.split(".")[:level])
+def _within(node: fx.Node, level: int, allowed: Collection[str]) -> str:
+    path = ".".join(value(node).module.split(".")[:level])
     return path if path in allowed and path.count(".") == level - 1 else ""
 
 

@@ -104,6 +104,7 @@ def count_from_first(graph: Graph, layers: Layers) -> Graph:
             known = value(node)
             name = relative(known.name) if known.kind in ("param", "buffer") else known.name
             update(node, name=name, module=relative(known.module), site=relative(known.site))
+            update(node, at=relative(known.at))
     graph.set_outputs(
         replace(
             outputs, grads=_named(outputs.grads, layers), buffers=_named(outputs.buffers, layers)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from partc.graph import ops
+from partc.graph.places import PIECES
 
 aten = torch.ops.aten
 # Of these any number; of other ops what is no whole number: those may be sizes, dims or places.
@@ -23,11 +24,17 @@ FILLS = {aten.full.default, aten.full_like.default, aten.scalar_tensor.default}
 PLACES = {"dim", "dims", "dim0", "dim1", "start_dim", "end_dim", "reduction", "ignore_index"}
 
 
-def may_vary(node: fx.Node, name: str, number: Any, *, sizes: bool = False) -> bool:
+def may_vary(
+    node: fx.Node, name: str, number: Any, *, sizes: bool = False, calls: bool = False
+) -> bool:
     """Whether another block may have another number here, and still be printed by the same text.
 
-    ``name`` is the argument in which it stands. With ``sizes`` that may be a size as well.
+    ``name`` is the argument in which it stands. With ``sizes`` that may be a size as well. With
+    ``calls``, where the blocks are calls of one module, also what says which piece a call takes:
+    ``x[:, t]`` of time step ``t``.
     """
+    if calls and type(number) is int and (node.target, name) in PIECES:
+        return True
     is_aten = getattr(node.target, "namespace", "") == "aten"
     if sizes and is_aten and type(number) is int and name not in PLACES:
         return node.target not in FILLS or name == "size"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from partc.graph.folds import layer_path
+from partc.graph.places import is_one_call, module_of
 
 NUMBER = "#"  # stands for the block's number in a name of another list
 
@@ -21,9 +22,14 @@ def own_name(layer: str, name: str) -> str:
     ('up.weight', 'norms.#.weight')
     >>> own_name("blocks.3", "norms.4.weight")
     ''
+    >>> own_name("cell.@3", "cell.x.weight")  # all calls of a module have what it has
+    'x.weight'
     """
-    if name.startswith(f"{layer}."):
-        return name.removeprefix(f"{layer}.")
+    module = module_of(layer)
+    if name.startswith(f"{module}."):
+        return name.removeprefix(f"{module}.")
+    if is_one_call(layer):
+        return ""
     depth = sum(part.isdigit() for part in layer.split("."))
     member = layer_path(name, depth) if depth else ""
     path, _, number = member.rpartition(".")
@@ -42,7 +48,7 @@ def name_in(layer: str, own: str) -> str:
     if is_elsewhere(own):
         number = layer.rpartition(".")[2]
         return ".".join(number if part == NUMBER else part for part in own.split("."))
-    return f"{layer}.{own}"
+    return f"{module_of(layer)}.{own}"
 
 
 def that_all_have(
@@ -64,4 +70,5 @@ def is_elsewhere(own: str) -> bool:
 
 def has(layer: str, name: str, others: Collection[str]) -> bool:
     """Whether a block has a parameter; ``others``: names from other lists that blocks have."""
-    return name.startswith(f"{layer}.") or (name in others and own_name(layer, name) != "")
+    mine = name.startswith(f"{module_of(layer)}.")
+    return mine or (name in others and own_name(layer, name) != "")

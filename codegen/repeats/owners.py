@@ -15,30 +15,33 @@ from partc.codegen.repeats.trim import Block
 from partc.graph import Graph, collectives, is_backward, is_call, is_forward, value
 from partc.graph.folds import layer_path
 from partc.graph.moves import gathers_param
+from partc.graph.places import is_one_call, takes_piece
 from partc.passes.shard.propagate import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
 
 ADD = torch.ops.aten.add.Tensor
+NOBODY: Owner = ("", "F")
 
 
 def owners_of(
-    graph: Graph, block_of: Callable[[str], str], taken: Collection[fx.Node], *,
+    graph: Graph, block_of: Callable[[fx.Node], str], taken: Collection[fx.Node], *,
     looped: bool = True,
 ) -> dict[fx.Node, Owner]:  # fmt: skip
     """The block and phase that each call belongs to; calls outside of all blocks are left out.
 
-    ``block_of`` gives the block around a module by its path, "" where there is none. Calls in
+    ``block_of`` gives the block around a call, "" where there is none. Calls in
     ``taken`` belong to others already. ``looped``: what stands between blocks, in the body of a
     loop over them, is part of them.
     """
     owners: dict[fx.Node, Owner] = {}
     pathless: list[fx.Node] = []
+    finals = _behind_totals(graph)
     for node in graph.calls():
         known = value(node)
-        layer = block_of(known.module)
+        layer = block_of(node)
         if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
             continue
-        if _starts_sum(node):
+        if _starts_sum(node) or (is_one_call(layer) and (node in finals or _is_shared(node))):
             continue
         if layer:
             # Weights gathered once per step (phase S) are read by the block's forward method.
@@ -67,6 +70,22 @@ def _starts_sum(node: fx.Node) -> bool:
     return start is not node and not value(start).module and is_zero(start)
 
 
+def _behind_totals(graph: Graph) -> set[fx.Node]:
+    """What follows from the total gradient of a parameter: its reduction, a cast, a view.
+
+    To the total add all calls of a module, so that nothing behind it belongs to one of them.
+    """
+    found: set[fx.Node] = set()
+    todo = [*graph.grads.values()]
+    while todo:
+        node = todo.pop()
+        joins = node.target in collectives.JOINED
+        if node.op == "call_function" and (joins or len(node.all_input_nodes) == 1):
+            found.add(node)
+            todo += [n for n in node.all_input_nodes if n not in found]
+    return found
+
+
 def _of_turn(node: fx.Node) -> bool:
     """Whether a call takes one microbatch out of the batch.
 
@@ -84,6 +103,14 @@ def _recurs(node: fx.Node) -> bool:
     return value(node).phase not in ("S", "E") or (
         layer_path(value(node).module, 1) != "" and _is_whole(node)
     )
+
+
+def _is_shared(node: fx.Node) -> bool:
+    """Whether a value is a whole gathered weight, which all calls of a module read; no piece."""
+    chain = [node]
+    while len(chain[-1].all_input_nodes) == 1 and not gathers_param(chain[-1]):
+        chain += chain[-1].all_input_nodes
+    return _is_whole(node) and not any(map(takes_piece, chain))
 
 
 def _is_whole(node: fx.Node) -> bool:
@@ -121,6 +148,30 @@ def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) 
         readers = {owners.get(u) for u in node.users}
         if is_forward(node) and len(readers) == 1 and None not in readers:
             owners[node] = next(r for r in readers if r is not None)
+    _adopt_pieces(pathless, owners)
+
+
+def _adopt_pieces(pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:
+    """Give a piece of a gradient to the call of a module that alone reads it.
+
+    Such as the gradient of time step ``t``. Where calls read unequal numbers of pieces, as the last
+    one that begins with a piece, only pieces that are added to another gradient.
+    """
+    read: dict[Owner, list[fx.Node]] = defaultdict(list)
+    for node in pathless:
+        readers = {owners.get(u, NOBODY) for u in node.users}
+        if is_backward(node) and takes_piece(node) and len(readers) == 1:
+            read[readers.pop()].append(node)
+    for owner, pieces in read.items():
+        alike = [o for o in {*owners.values()} if _same_module(o, owner)]
+        equal = len({len(read.get(o, ())) for o in alike}) == 1
+        if is_one_call(owner[0]):
+            given = [n for n in pieces if equal or all(is_call(u, ADD) for u in n.users)]
+            owners |= dict.fromkeys(given, owner)
+
+
+def _same_module(a: Owner, b: Owner) -> bool:
+    return a[1] == b[1] and a[0].rpartition(".")[0] == b[0].rpartition(".")[0]
 
 
 def _adopt_sums(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:

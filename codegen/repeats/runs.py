@@ -9,6 +9,7 @@ from torch import fx
 from partc.codegen.repeats.equal import Group
 from partc.codegen.repeats.numbers import Varied
 from partc.graph import Phase
+from partc.graph.places import is_one_call, module_of
 
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
 LATER: tuple[Phase, ...] = ("B", "W")
@@ -28,6 +29,9 @@ class Run:
     Runs of one ``kin`` share a class though their blocks differ in sizes: ``kin`` is the first
     block of the one from which the class is printed, "" for a run without kin. A run with kin may
     be a single block, of any module: ``encoder.down1``.
+
+    Blocks may also be the calls of one module that is called several times. ``layers`` has their
+    places then, ``cell.@0`` (``partc/graph/places.py``).
     """
 
     layers: tuple[str, ...]
@@ -37,6 +41,21 @@ class Run:
     elsewhere: frozenset[str] = frozenset()
     numbers: tuple[Varied, ...] = ()
     kin: str = ""
+
+    @property
+    def is_called(self) -> bool:
+        """Whether its blocks are calls of one module: ``cell.@0 .. @11``."""
+        return is_one_call(self.layers[0])
+
+    @property
+    def is_one_module(self) -> bool:
+        """Whether one instance of its class serves all of its blocks."""
+        return self.is_called or self.is_single
+
+    @property
+    def module(self) -> str:
+        """The path of the module that is, or has, the first block."""
+        return module_of(self.layers[0])
 
     @property
     def is_single(self) -> bool:

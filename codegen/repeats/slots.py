@@ -15,6 +15,7 @@ from torch import fx
 from partc.codegen.repeats.equal import Group, ends_step
 from partc.codegen.repeats.own_names import has, own_name
 from partc.codegen.repeats.runs import PHASES, Loop, Run
+from partc.codegen.repeats.totals import Total, totals_of
 from partc.graph import Graph, Phase, fake_of, is_backward, is_tensor, value
 from partc.passes.canonical.functionalize import viewed
 
@@ -60,6 +61,7 @@ class Interface:
     saved: dict[Phase, list[fx.Node]] = field(default_factory=dict)
     # results in `carried` that nobody reads here, but behind another run of the same kin
     unread: set[int] = field(default_factory=set)
+    totals: list[Total] = field(default_factory=list)  # to which the calls of a module add
 
     def of(self, kind: Kind) -> list[Slot]:
         return [slot for slot in self.slots if slot.kind == kind]
@@ -68,6 +70,11 @@ class Interface:
     def group(self) -> Group:
         """The first block's calls, from which the method of all blocks is printed."""
         return self.loop.run.of(self.loop.phase)[0]
+
+    @property
+    def adds(self) -> set[fx.Node]:
+        """The additions to totals, which stand in no method as such."""
+        return {add for total in self.totals for add in total.adds}
 
     def own(self, slot: Slot) -> fx.Node:
         """The slot's value for the first block, from which the method is printed."""
@@ -93,7 +100,10 @@ def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
         earlier = [side for lp, side in found.items() if lp.run is loop.run]
         kin = loop.run.kin or loop.run.layers[0], loop.phase
         slots = _like(loop, earlier, leads[kin]) if kin in leads else _slots(graph, loop, earlier)
-        found[loop] = Interface(loop, slots)
+        totals = totals_of(graph, loop)
+        passed = {n for total in totals for n in (*total.start, *total.adds)}
+        slots = [slot for slot in slots if not passed.issuperset(slot.nodes)]
+        found[loop] = Interface(loop, slots, totals=totals)
         leads.setdefault(kin, found[loop])
         for side in earlier:
             made = [s for s in found[loop].of("saved") if s.made_in == side.loop.phase]
@@ -253,8 +263,10 @@ def _give(graph: Graph, interface: Interface, served: dict[fx.Node, set[fx.Node]
     """Fill in what a phase returns: the results that other blocks, or calls outside, read."""
     loop = interface.loop
     carried = {slot.position for slot in interface.of("carried")}
-    last = loop.groups[-1]
+    last, adds = loop.groups[-1], interface.adds
     for position in range(len(last.nodes)):
+        if last.nodes[position] in adds:
+            continue
         read_of = [g for g in loop.groups if _read_outside(graph, loop, g, position, served)]
         if position in carried or read_of == [last]:
             interface.carried.append(position)
@@ -292,6 +304,8 @@ def _read_outside(
 def _is_own_result(graph: Graph, node: fx.Node, group: Group, run: Run) -> bool:
     """Whether the step gives a value back only as gradients, or new buffers, of this very block."""
     outputs = graph.outputs
+    if run.is_called:
+        return False
     names = [name for name, n in (*outputs.grads.items(), *outputs.buffers.items()) if n is node]
     if node in (outputs.loss, *outputs.results.values(), *outputs.sent.values()):
         return False

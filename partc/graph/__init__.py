@@ -11,7 +11,7 @@ ops or of ``partc.graph.collectives``, and one output node, whose dict ``Outputs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
@@ -65,6 +65,7 @@ class Value:
     sharding: Sharding = REPLICATED
     name: str = ""  # parameter, buffer or input: the user's name; op: "" or a hint for its name
     module: str = ""  # path of the module whose forward made it, "" for loss code
+    at: str = ""  # in a module that is called several times, the place with its calls' numbers
     source: str = ""  # "model.py:14" and the source line's text after ": "
     calls: tuple[tuple[str, int], ...] = ()  # the user's functions in that module, and their lines
     phase: Phase = "F"
@@ -253,14 +254,16 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def literals(node: fx.Node) -> str:
+def literals(node: fx.Node, but: Collection[int] = ()) -> str:
     """A call's arguments as text, with ``%0``, ``%1`` for operands: ``((%0, %1), {'alpha': 2})``.
 
-    Two calls of an op are equal up to their operands if these texts are equal.
+    Two calls of an op are equal up to their operands if these texts are equal. ``but``: positions
+    of arguments of which nothing is said.
     """
+    args = tuple("#" if i in but else arg for i, arg in enumerate(node.args))
     numbers: dict[fx.Node, int] = {}
     numbered = fx.map_arg(
-        (node.args, dict(node.kwargs)), lambda n: f"%{numbers.setdefault(n, len(numbers))}"
+        (args, dict(node.kwargs)), lambda n: f"%{numbers.setdefault(n, len(numbers))}"
     )
     return repr(numbered)
 

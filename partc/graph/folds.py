@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Entry = TypeVar("Entry")
+CALL = "@"  # begins the number of a call in a place, `cell.@3` (`places.py`)
 DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 
 
@@ -126,12 +127,19 @@ def list_member(path: str) -> tuple[str, int]:
     return "", 0
 
 
+def is_number(part: str) -> bool:
+    """Whether a part of a place is the number of a list's member, or of a call of a module."""
+    return part.isdigit() or part.startswith(CALL)
+
+
 def layer_path(module: str, depth: int) -> str:
     """The path up to and including its ``depth``-th number; "" if the path has fewer numbers.
 
     >>> layer_path("h.3.mlp.experts.1.fc", 1)
     'h.3'
+    >>> layer_path("decoder.cell.@7.x", 1)  # of one call of a module
+    'decoder.cell.@7'
     """
     parts = module.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    numbers = [i for i, part in enumerate(parts) if is_number(part)]
     return ".".join(parts[: numbers[depth - 1] + 1]) if len(numbers) >= depth else ""

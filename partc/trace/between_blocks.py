@@ -10,17 +10,20 @@ blocks are then complete and equal, so that a program has one function for all o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise, takewhile
+from typing import Any
 
 from torch import fx
 
 from partc.graph import Graph, innermost_block, literals, update, value
 from partc.graph.draws import draws_of, set_site
-from partc.graph.folds import DEPTHS, layer_path
+from partc.graph.folds import CALL, DEPTHS, layer_path
+from partc.graph.places import PIECES, is_one_call, place_of
 
 Calls = Sequence[fx.Node]
+LOOPED = 3  # so many calls of a module with the same calls between them are turns of a loop
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def adopt_between(forward: Calls) -> None:
         while True:
             lists = _lists(forward, depth)
             left = {path: blocks for path, blocks in lists.items() if path not in done}
-            path = max(left, key=lambda p: sum(b.num for b in left[p]), default="")
+            path = max(left, key=lambda p: _takes(left[p]), default="")
             if not path:
                 break
             done.add(path)
@@ -83,16 +86,27 @@ def name_adopted(graph: Graph) -> None:
 
 def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:
     """The blocks of each list of modules; no list whose members' calls are interleaved."""
-    places: dict[str, dict[int, list[int]]] = {}
+    places: dict[str, dict[str, list[int]]] = {}
     for place, node in enumerate(forward):
         path, _, index = layer_path(_stands_in(node), depth).rpartition(".")
         if path:
-            places.setdefault(path, {}).setdefault(int(index), []).append(place)
+            places.setdefault(path, {}).setdefault(index, []).append(place)
     lists = {
-        path: [_Block(f"{path}.{i}", min(of[i]), max(of[i]) + 1, len(of[i])) for i in sorted(of)]
+        path: [_Block(f"{path}.{i}", min(of[i]), max(of[i]) + 1, len(of[i])) for i in _sorted(of)]
         for path, of in places.items()
     }
     return {path: blocks for path, blocks in lists.items() if _in_order(blocks)}
+
+
+def _sorted(numbers: Iterable[str]) -> list[str]:
+    return sorted(numbers, key=lambda number: int(number.removeprefix(CALL)))
+
+
+def _takes(blocks: Sequence[_Block]) -> tuple[bool, int]:
+    """What decides which of several lists takes the members of the others: no calls of one module,
+    and the most ops.
+    """
+    return not is_one_call(blocks[0].path), sum(b.num for b in blocks)
 
 
 def _stands_in(node: fx.Node) -> str:
@@ -105,7 +119,7 @@ def _stands_in(node: fx.Node) -> str:
         name = value(read).name if read.op == "placeholder" else ""
         if name.rpartition(".")[2].isdigit() and _is_above(module, name):
             return name
-    return module
+    return place_of(node)
 
 
 def _is_above(module: str, path: str) -> bool:
@@ -118,7 +132,8 @@ def _in_order(blocks: Sequence[_Block]) -> bool:
 
 def _fill(blocks: Sequence[_Block], inside: Sequence[Calls]) -> None:
     """Give calls that stand amid a block's calls to the block, if all blocks have the same ones."""
-    if len({tuple(map(_says, calls)) for calls in inside}) == 1:
+    says = _how(blocks)
+    if len({tuple(map(says, calls)) for calls in inside}) == 1:
         _give(blocks, inside)
 
 
@@ -130,19 +145,27 @@ def _divide(forward: Calls, blocks: Sequence[_Block], between: Sequence[Calls]) 
     """
     longest = max(map(len, between))
     behind = forward[blocks[-1].behind : blocks[-1].behind + longest]
-    said = [[_says(n) for n in calls] for calls in (*between, behind)]
+    says = _how(blocks)
+    said = [[says(n) for n in calls] for calls in (*between, behind)]
     same = takewhile(lambda turns: len(set(turns)) == 1, zip(*said, strict=False))
     num = len([*same])
     _give(blocks, [calls[:num] for calls in (*between, behind)])
     rest = [each[num:] for each in said[:-1]]
     if rest[0] and all(each == rest[0] for each in rest):
         first = forward[max(blocks[0].first - len(rest[0]), 0) : blocks[0].first]
-        begins = [_says(n) for n in first] == rest[0]
+        begins = [says(n) for n in first] == rest[0]
+        if is_one_call(blocks[0].path) and not begins and len(blocks) < LOOPED:
+            return  # two calls of a module need not be turns of a loop
         _give(blocks, [first if begins else [], *(calls[num:] for calls in between)])
 
 
+def _how(blocks: Sequence[_Block]) -> Callable[[fx.Node], tuple[object, ...]]:
+    """The function that says what a call has in common with those of other turns of a loop."""
+    return _says_of_call if is_one_call(blocks[0].path) else _says
+
+
 def _is_in(node: fx.Node, path: str) -> bool:
-    return value(node).module.startswith(f"{path}.")
+    return place_of(node).startswith(f"{path}.")
 
 
 def _says(node: fx.Node) -> tuple[object, ...]:
@@ -151,10 +174,22 @@ def _says(node: fx.Node) -> tuple[object, ...]:
     return node.target, literals(node), module, value(node).source
 
 
+def _says_of_call(node: fx.Node) -> tuple[object, ...]:
+    """As ``_says``; which piece of a tensor a call takes may differ from turn to turn."""
+    target, _, module, source = _says(node)
+    schema: Any = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    pieces = [i for i, name in enumerate(names) if (node.target, name) in PIECES]
+    return target, literals(node, but=pieces), module, source
+
+
 def _give(blocks: Sequence[_Block], calls: Sequence[Calls]) -> None:
     for block, own in zip(blocks, calls, strict=True):
         for node in own:
-            update(node, module=_path_in(block.path, node))
+            if is_one_call(block.path):
+                update(node, at=block.path)
+            else:
+                update(node, module=_path_in(block.path, node), at="")
 
 
 def _path_in(block: str, node: fx.Node) -> str:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partc.graph.draws import takes_numbers
 from partc.graph.fake_calls import quiet_log
 from partc.graph.folds import RepeatedBlocks
+from partc.graph.places import Entered
 from partc.trace.closed_over import (
     OwnTensors,
     ReadsOwnError,
@@ -182,6 +183,7 @@ class TracedStep:
     results: list[str] = field(default_factory=list)
     decided: dict[str, str] = field(default_factory=dict)  # buffers whose values were asked for
     idle: dict[str, str] = field(default_factory=dict)  # hooks that change nothing, by parameter
+    entered: Entered = field(default_factory=Entered)
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
 
     def recorded(self) -> Recording:
@@ -231,7 +233,7 @@ class TracedStep:
         unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
         model, reach, mode = self.model, self.reach, self.mode
         with (
-            _no_warning(), untouched(model), restored(reach), module_scopes(model),
+            _no_warning(), untouched(model), restored(reach), module_scopes(model, self.entered),
             quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
             cuda_autocast_on_cpu(), unchecked_distributions(), masks_read(), portable_kernels(),
             mode,
@@ -254,6 +256,7 @@ class TracedStep:
     ) -> Outcome:  # fmt: skip
         """Results, gradients of the trainable parameters, and buffers behind the step."""
         names = self.names
+        self.entered.begin()
         held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
         given = {f"input {i}": x for i, x in enumerate(inputs)}
         contents.begin({**held, **given}, names.buffers)
@@ -336,13 +339,13 @@ def named_results(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 @contextmanager
-def module_scopes(model: nn.Module) -> Iterator[None]:
-    """Annotate nodes recorded inside a submodule's forward with the submodule's path."""
+def module_scopes(model: nn.Module, entered: Entered) -> Iterator[None]:
+    """Annotate nodes recorded inside a submodule's forward with its path, and its call's number."""
     open_scopes: list[Any] = []
 
     def enter(path: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            scope = provenance.annotate({"module": path})
+            scope = provenance.annotate({"module": path, "entered": entered.enter(path)})
             scope.__enter__()
             open_scopes.append(scope)
 

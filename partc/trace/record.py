@@ -7,7 +7,7 @@ backward the name of the forward call whose gradient it computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -26,9 +26,11 @@ from partc.graph import (
     update,
     value,
 )
+from partc.graph.blocks import blocks_of
 from partc.graph.draws import set_site
 from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
+from partc.graph.places import numbered, put
 from partc.rules.strides import keep_order
 from partc.trace.arguments import Given
 from partc.trace.between_blocks import adopt_between, name_adopted
@@ -302,11 +304,13 @@ def _computes(module: nn.Module) -> bool:
 # provenance ----------------------------------------------------------------------------------
 def _describe(graph: Graph) -> None:
     """Give every call its Value: module path, source line, phase, and a backward's forward call."""
+    times = _times(graph)
     for node in graph.calls():
         noted = node.meta.get("custom", {})
         fake = node.meta.get("val")
         known = Value(
             module=noted.get("module", ""),
+            at=_place(noted, times),
             source=noted.get("source", ""),
             calls=noted.get("calls", ()),
         )
@@ -326,6 +330,24 @@ def _describe(graph: Graph) -> None:
             forward.setdefault(node.meta.get("seq_nr", -1), node)
 
 
+def _times(graph: Graph) -> set[str]:
+    """The paths of the modules that the forward calls several times.
+
+    Not of those that have a list of equal blocks: the loops of a program go through that list, each
+    of its blocks has all calls.
+    """
+    forward = [n.meta.get("custom", {}) for n in graph.calls() if not _is_noted_backward(n)]
+    found = {path for noted in forward for path, num in noted.get("entered", {}).items() if num}
+    lists = [f"{block.rpartition('.')[0]}." for block in blocks_of(graph)]
+    return {path for path in found if not any(each.startswith(f"{path}.") for each in lists)}
+
+
+def _place(noted: Mapping[str, Any], several: Collection[str]) -> str:
+    """Where a call stands among those of modules that are called several times; "" in no such."""
+    numbers = {p: num for p, num in noted.get("entered", {}).items() if p in several}
+    return numbered(noted.get("module", ""), numbers) if numbers else ""
+
+
 def _is_noted_backward(node: fx.Node) -> bool:
     return bool(node.meta.get("custom", {}).get("phase") == "B")
 
@@ -341,9 +363,19 @@ def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:
         update(node, forward=of.name)
     origin = of or max(node.all_input_nodes, key=_order, default=None)
     if not value(node).module and origin is not None:
-        update(node, module=value(origin).module)
+        put(node, like=origin if of is not None else _in_call(node, origin))
         if not value(node).source:
             update(node, source=value(origin).source, calls=value(origin).calls)
+
+
+def _in_call(node: fx.Node, origin: fx.Node) -> fx.Node:
+    """Of several calls of a module, the one whose gradient a call without a forward call computes.
+
+    It is the call that made what it reads of the forward; ``origin``, where it reads nothing so.
+    """
+    near = [n for n in node.all_input_nodes if value(n).phase == "F" and value(n).at]
+    near = [n for n in near if value(origin).module in ("", value(n).module)]
+    return max(near, key=_order, default=origin)
 
 
 def _has_forward(node: fx.Node) -> bool:

@@ -36,7 +36,7 @@ def free_shared(forward: Sequence[fx.Node]) -> None:
         if block and readers >= (1 if node in known else READERS):
             made = _made_for(node, block, inside, plain)
             for each in made:
-                update(each, module=_outside(value(each).module))
+                update(each, module=_outside(value(each).module), at="")
                 inside[each] = ""
 
 

@@ -51,7 +51,7 @@ def _lift(graph: Graph, path: dict[fx.Node, str]) -> None:
         if path.get(node, before.module) == before.module:
             continue
         lifted[node] = before
-        update(node, module=path[node], calls=())
+        update(node, module=path[node], at="", calls=())
         for operand in tensor_args(node):
             if operand.op == "call_function":
                 own = path.get(operand, value(operand).module)

@@ -17,8 +17,10 @@ import torch
 from torch import fx
 
 from partc.graph import Graph, fake_of, is_backward, is_call, is_tensor, update, value
-from partc.graph.folds import list_member
+from partc.graph.draws import draws_numbers
+from partc.graph.folds import CALL, layer_path
 from partc.graph.graph_edits import call_before
+from partc.graph.places import are_worth_a_loop, place_of, put
 
 aten = torch.ops.aten
 FEWEST = 2  # blocks of a loop
@@ -29,8 +31,8 @@ def start_sums(graph: Graph) -> None:
 
     Only where the first block to run lacks these additions alone, beside the block behind it.
     """
-    for blocks in _lists(graph).values():
-        if len(blocks) >= FEWEST:
+    for path, blocks in _lists(graph).items():
+        if len(blocks) >= FEWEST and not _stays_in_line(graph, path, len(blocks)):
             first, second = blocks[:2]
             sums = [s for node in first for s in _sums(node, {*first}, {*second})]
             lacking = Counter(map(_says, second))
@@ -41,13 +43,25 @@ def start_sums(graph: Graph) -> None:
                     _begin(start, add, first[0])
 
 
+def _stays_in_line(graph: Graph, path: str, calls: int) -> bool:
+    """Whether the blocks are calls of a module that are printed one by one.
+
+    They are too short for a loop, or draw numbers: each call has a site of its own.
+    """
+    second = f"{path}.{CALL}1"
+    inside = [n for n in graph.calls() if f"{place_of(n)}.".startswith(f"{second}.")]
+    values = sum(map(is_tensor, inside))
+    draws = any(map(draws_numbers, inside))
+    return bool(inside) and (draws or not are_worth_a_loop(calls, values))
+
+
 def _lists(graph: Graph) -> dict[str, list[Sequence[fx.Node]]]:
     """The backward calls of each block, by list, in the order in which the blocks run."""
-    found: dict[str, dict[int, list[fx.Node]]] = defaultdict(dict)
+    found: dict[str, dict[str, list[fx.Node]]] = defaultdict(dict)
     for node in graph.calls():
-        path, index = list_member(value(node).module)
+        path, _, number = layer_path(place_of(node), 1).rpartition(".")
         if path and is_backward(node):
-            found[path].setdefault(index, []).append(node)
+            found[path].setdefault(number, []).append(node)
     return {path: [*blocks.values()] for path, blocks in found.items()}
 
 
@@ -94,11 +108,11 @@ def _begin(start: fx.Node, add: fx.Node, before: fx.Node) -> None:
     zeros = call_before(
         before, aten.full.default, list(fake.shape), 0.0, dtype=fake.dtype, device=fake.device
     )
-    update(zeros, module="", source="", calls=(), phase="B", forward="")
+    update(zeros, module="", at="", source="", calls=(), phase="B", forward="")
     users = list(start.users)
     new = call_before(start.next, aten.add.Tensor, zeros, start)
-    known = value(start)
-    update(new, module=known.module, source=value(add).source, phase="B", forward="")
+    put(new, like=start)
+    update(new, source=value(add).source, phase="B", forward="")
     update(new, calls=value(add).calls)
     for user in users:
         user.replace_input_with(start, new)

@@ -334,7 +334,7 @@ def _join(
         set_fake(start, run_on_fakes(start))
         for i, member in enumerate(members):
             pick = graph.fx.call_function(operator.getitem, (start, i))
-            set_value(pick, replace(value(member), module=module, source=""))
+            set_value(pick, replace(value(member), module=module, at="", source=""))
             set_fake(pick, fake_of(start)[i])
             member.replace_all_uses_with(pick)
     for member in members:

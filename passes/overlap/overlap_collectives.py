@@ -28,6 +28,7 @@ from partc.graph import (
     value,
 )  # fmt: skip
 from partc.graph.folds import list_member
+from partc.graph.places import innermost_turn
 from partc.passes.overlap.write_pieces import joins_pieces
 
 Lasting = Callable[[fx.Node], float]  # how long a call or a transfer takes, in any unit
@@ -86,7 +87,7 @@ def _segments(graph: Graph) -> Iterator[list[fx.Node]]:
     """
     calls = list(graph.calls())
     together: list[fx.Node] = []
-    for _, run in groupby(calls, key=lambda n: (innermost_block(n), value(n).phase)):
+    for _, run in groupby(calls, key=lambda n: (innermost_turn(n), value(n).phase)):
         segment = list(run)
         if together and not _beside(together, segment):
             yield _waits_last(together)
@@ -104,7 +105,7 @@ def _beside(before: list[fx.Node], run: list[fx.Node]) -> bool:
         return False
     inside = set(before)
     reads = any(not inside.isdisjoint(node.all_input_nodes) for node in run)
-    neighbour = [node for node in before if innermost_block(node) == innermost_block(last)]
+    neighbour = [node for node in before if innermost_turn(node) == innermost_turn(last)]
     return not reads and _says(neighbour) != _says(run)
 
 
@@ -118,7 +119,7 @@ def _says(block: list[fx.Node]) -> Counter[tuple[str, ...]]:
 
 def _waits_last(segment: list[fx.Node]) -> list[fx.Node]:
     """The calls of a segment of several blocks, what reads a transfer behind all that does not."""
-    if len({innermost_block(node) for node in segment}) < 2:
+    if len({innermost_turn(node) for node in segment}) < 2:
         return segment
     late: set[fx.Node] = set()
     for node in segment:

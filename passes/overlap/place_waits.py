@@ -10,13 +10,13 @@ from partc.graph import (
     Graph,
     collectives,
     fake_of,
-    innermost_block,
     is_tensor,
     set_fake,
     set_value,
     tensor_args,
     value,
 )
+from partc.graph.places import innermost_turn
 
 
 def place_waits(graph: Graph, *, phased: bool = False) -> Graph:
@@ -63,9 +63,9 @@ def _wait_late(graph: Graph, node: fx.Node, phased: bool) -> None:
     made_by = value(node)
     # The wait takes the reader's module only inside of one block: a wait for another block's value
     # would make this block differ from its equals, which share one printed text.
-    beside = first.op != "output" and innermost_block(first) == innermost_block(node)
+    beside = first.op != "output" and innermost_turn(first) == innermost_turn(node)
     at = value(first) if beside and not phased and not picks else made_by
-    set_value(waited, replace(made_by, module=at.module, phase=at.phase))
+    set_value(waited, replace(made_by, module=at.module, at=at.at, phase=at.phase))
     set_fake(waited, fake_of(node))
     for reader in picks or readers:
         reader.replace_input_with(node, waited)

@@ -160,8 +160,8 @@ class _Writer:
         at, known = value(reader), value(node)
         size = fake_of(node).shape[layout.dim] // self.num
         like = replace(
-            known, kind="op", shape=self._shape(node, layout), module=at.module, source=at.source,
-            calls=at.calls, phase=at.phase, stage=at.stage, origin=Origin.PIECES,
+            known, kind="op", shape=self._shape(node, layout), module=at.module, at=at.at,
+            source=at.source, calls=at.calls, phase=at.phase, stage=at.stage, origin=Origin.PIECES,
         )  # fmt: skip
         found = []
         for turn in range(self.num):

@@ -20,7 +20,6 @@ from partc.graph import (
     Graph,
     fake_of,
     first_operand,
-    innermost_block,
     is_tensor,
     picked,
     stage_of,
@@ -28,6 +27,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.moves import gathers_param
+from partc.graph.places import innermost_turn
 from partc.passes.recompute.copy_forward import Copies
 from partc.passes.recompute.recompute_attention import recompute_attention
 from partc.passes.recompute.recompute_regions import recompute_regions
@@ -79,7 +79,7 @@ def recompute(graph: Graph, plan: Plan) -> Graph:
     elif plan.recompute != "cheap":
         recompute_regions(graph, plan)
     gathered = gathered_again(graph)
-    Copies(graph, recomputable(graph, gathered), innermost_block, twins=gathered).insert()
+    Copies(graph, recomputable(graph, gathered), innermost_turn, twins=gathered).insert()
     return graph
 
 
@@ -92,7 +92,7 @@ def gathered_again(graph: Graph) -> dict[fx.Node, fx.Node]:
     for node in reversed(list(graph.calls())):  # backward first, to know its gathers
         if gathers_param(node):
             kwargs = tuple(sorted(node.kwargs.items()))
-            key = (node.target, *tensor_args(node), kwargs, innermost_block(node), stage_of(node))
+            key = (node.target, *tensor_args(node), kwargs, innermost_turn(node), stage_of(node))
             if value(node).phase == "B":
                 first[key] = node
             elif value(node).phase == "F" and key in first:
@@ -104,7 +104,7 @@ def recomputable(graph: Graph, gathered: Collection[fx.Node] = ()) -> set[fx.Nod
     """Forward values that cheap calls can compute in the backward from saved activations, from
     parameters, and from the weights that the backward gathers again (``gathered``).
     """
-    serves = Copies(graph, (), innermost_block).serves
+    serves = Copies(graph, (), innermost_turn).serves
     saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}
     again: set[fx.Node] = set()
 

@@ -19,7 +19,6 @@ from partc.cost.storage import Replay, replay
 from partc.graph import (
     Graph,
     collectives,
-    innermost_block,
     is_tensor,
     is_weight,
     picked,
@@ -27,6 +26,7 @@ from partc.graph import (
     tensor_args,
     value,
 )
+from partc.graph.places import innermost_turn
 from partc.passes.recompute.copy_forward import Copies, may_repeat, reads_no_values
 from partc.passes.recompute.min_cut import sink_side
 
@@ -43,12 +43,12 @@ def recompute_attention(graph: Graph) -> Graph:
         if reads_no_values(node):
             again.add(node)
         elif _is_light(node):
-            cores.setdefault(innermost_block(node), {})[node] = None
+            cores.setdefault(innermost_turn(node), {})[node] = None
     ran = replay(graph)
     draws = frozenset(again)
     for core in cores.values():
         again |= _Cut(ran, core, draws).again()
-    Copies(graph, again, innermost_block).insert()
+    Copies(graph, again, innermost_turn).insert()
     return graph
 
 
@@ -62,7 +62,7 @@ def _cores(graph: Graph) -> dict[fx.Node, None]:
     """The forward calls of all attention cores: spread from products of activations to their
     neighbours in the same block.
     """
-    calls = [n for n in graph.calls() if value(n).phase == "F" and innermost_block(n)]
+    calls = [n for n in graph.calls() if value(n).phase == "F" and innermost_turn(n)]
     free = dict.fromkeys(n for n in calls if _repeats(n))
     found: dict[fx.Node, None] = {}
     todo = [n for n in free if node_flops(n)]
@@ -71,7 +71,7 @@ def _cores(graph: Graph) -> dict[fx.Node, None]:
         if node not in found:
             found[node] = None
             near = (*tensor_args(node), *node.users)
-            todo += [n for n in near if n in free and innermost_block(n) == innermost_block(node)]
+            todo += [n for n in near if n in free and innermost_turn(n) == innermost_turn(node)]
     return found
 
 
@@ -143,11 +143,11 @@ class _Cut:
         """Bytes of saving a value: 0 if it is saved anyway, a share if several blocks read it."""
         readers = _backward_readers(node)
         elsewhere = node not in self.core or any(
-            innermost_block(r) != innermost_block(node) for r in readers
+            innermost_turn(r) != innermost_turn(node) for r in readers
         )
         if node.op == "placeholder" or node in self.draws or (readers and elsewhere):
             return 0
-        blocks = dict.fromkeys(innermost_block(u) for u in node.users if u.op == "call_function")
+        blocks = dict.fromkeys(innermost_turn(u) for u in node.users if u.op == "call_function")
         return sum(self.ran.storages(node).values()) // max(1, len(blocks))
 
 

@@ -21,17 +21,18 @@ from partc.graph import (
     collectives,
     fake_of,
     first_operand,
-    innermost_block,
     picked,
     results_of,
     set_fake,
     set_value,
     tensor_args,
+    update,
     value,
 )
 from partc.graph.casts import is_cast, widens
 from partc.graph.graph_edits import name_as_before, run_fake
 from partc.graph.input_only import input_only
+from partc.graph.places import innermost_turn
 from partc.passes.shard.cast_weights import cast_weights
 from partc.passes.shard.microbatches import (
     check_microbatches,
@@ -291,8 +292,8 @@ class _Partition:
     def _anew(self, node: fx.Node, reader: Value) -> fx.Node:
         """Write a view or cast of a gathered weight in the phase and module of its reader."""
         at = replace(
-            value(node), module=reader.module, source=reader.source, calls=reader.calls,
-            phase=reader.phase, stage=reader.stage,
+            value(node), module=reader.module, source=reader.source,
+            calls=reader.calls, phase=reader.phase, stage=reader.stage,
         )  # fmt: skip
         return self._localized(node, self.choices.get(node, {}), at)
 
@@ -326,8 +327,8 @@ class _Partition:
         self.names[new] = self.names.get(node, node.name)
         set_value(new, replace(
             made_by, kind="op", sharding=step.after, name=made_by.name,
-            module=at.module, source=at.source, phase=at.phase, stage=at.stage,
-            forward=made_by.forward,
+            module=at.module, at="" if made_by.kind == "param" else at.at, source=at.source,
+            phase=at.phase, stage=at.stage, forward=made_by.forward,
         ))  # fmt: skip
         set_fake(new, run_fake(step.target, (node,), step.kwargs))
         return new
@@ -398,7 +399,7 @@ def settle_modules(local: Graph) -> None:
     moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
     for node in local.calls():
         if node.target in moves and value(first_operand(node)).kind == "op":
-            owners = {innermost_block(u) for u in node.users if u.op == "call_function"}
+            owners = {innermost_turn(u) for u in node.users if u.op == "call_function"}
             if len(owners) > 1:
                 made_by = value(first_operand(node))
-                set_value(node, replace(value(node), module=made_by.module, source=made_by.source))
+                update(node, module=made_by.module, at=made_by.at, source=made_by.source)

@@ -50,6 +50,7 @@ def _moved(graph: Graph, like: StageLike, number: int, whole: Graph) -> Graph:
         name = like.moved(known.name) if known.kind in ("param", "buffer") else known.name
         site = like.moved(known.site)
         update(copy, name=name, module=like.moved(known.module), stage=number, site=site)
+        update(copy, at=like.moved(known.at))
     nodes.output(_outputs(graph.outputs, like, copies).as_dict())
     names = {value(copy).name for copy in copies.values() if copy.op == "placeholder"}
     return replace(

@@ -24,7 +24,6 @@ from partc.graph import (
     Phase,
     collectives,
     fake_of,
-    innermost_block,
     is_weight,
     set_fake,
     set_like,
@@ -36,6 +35,7 @@ from partc.graph.ancestors import ancestors
 from partc.graph.draws import site_of
 from partc.graph.folds import list_member
 from partc.graph.input_only import input_only
+from partc.graph.places import innermost_turn
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.stages.assign_stages import COPY
 from partc.passes.stages.buffer_stages import Holders, holders, made_once, params_of
@@ -281,7 +281,7 @@ def _stands_with(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
 
     Calls between blocks stay in ``B``, so that the first block's graph equals the others'.
     """
-    return all(innermost_block(reader) == innermost_block(node) for reader in readers)
+    return all(innermost_turn(reader) == innermost_turn(node) for reader in readers)
 
 
 def _is_heavy(node: fx.Node) -> bool:
