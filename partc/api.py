@@ -302,19 +302,18 @@ class Job:
     def _fitting(self, ways: Iterator[State], mesh: Mesh, several: bool) -> Program:
         """Print the first of several ways that the account of memory finds to fit, else the last.
 
-        The program's dry run confirms it: MemoryLimitError if it is too large. Of ``several``
-        candidates one that the account finds too large for sure is not printed.
+        The program's dry run confirms it, or the next way is tried: MemoryLimitError if none fits.
+        Of ``several`` candidates one that the account finds too large for sure is not printed.
         """
         for way in ways:
             self._note(way)
             limits = memory_limits(mesh, way.plan.memory_bytes)
             accounted: list[Peak] | None = way.made["peaks"]
-            if accounted is None or fits(accounted, limits):
+            if (accounted is None or fits(accounted, limits)) and fits(printed_peaks(way), limits):
                 break
-        if several and accounted is not None:
+        if several and accounted is not None and "cost" not in way.made:
             check_memory(accounted, limits, margin=TOLERANCE)
-        run(way, "print_step", "cost_pipeline")
-        check_memory(way.made["cost"].peaks(), limits, accounted)
+        check_memory(printed_peaks(way), limits, accounted)
         self.printed = way
         return program_of(way)
 
@@ -363,6 +362,14 @@ def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:
         why='an objective is what plan="auto" searches for',
         do='Take plan="auto", or leave the objective out.',
     )
+
+
+def printed_peaks(way: State) -> list[Peak]:
+    """The peaks of a way's program, which is printed once."""
+    if "cost" not in way.made:
+        run(way, "print_step", "cost_pipeline")
+    peaks: list[Peak] = way.made["cost"].peaks()
+    return peaks
 
 
 def compile_stage(state: State) -> Iterator[State]:

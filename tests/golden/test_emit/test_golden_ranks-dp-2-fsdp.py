@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from .helpers import (
-    Gathered, Reduced, cross_entropy_grad, gather_weights, log_softmax_over, scatter_grads,
-    weight_grad,
+    Gathered, Reduced, cross_entropy_grad, embedding_grad, gather_weights, layer_norm_backward,
+    log_softmax_over, nll_loss_and_count, scatter_grads, weight_grad,
 )
 
 MESH = {"dp": 2}
@@ -85,16 +85,15 @@ class Block(nn.Module):
         torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[4@dp,8,10]
         del w1
         # w1
-        norm, mean, rstd = torch.native_layer_norm(
-            x, (6,), norm_weight, norm_bias, 1e-05)       # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+        norm, mean, rstd = torch.native_layer_norm(x, (6,), norm_weight, norm_bias, 1e-05)  # f64[4@dp,8,6]
         grads[self.w1_weight] = weight_grad(d_w1, norm)   # f64[10,6]{U:dp}
         del norm
         d_norm = d_w1 @ w1_weight                         # f64[4@dp,8,6]
         grads[self.w1_bias] = d_w1.sum((0, 1))            # f64[10]{U:dp}
         del d_w1
         # norm
-        d_x, grads[self.norm_weight], grads[self.norm_bias] = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, output_mask=(True, True, True))  # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+        d_x, grads[self.norm_weight], grads[self.norm_bias] = layer_norm_backward(
+            d_norm, x, mean, rstd, norm_weight)           # f64[4@dp,8,6], 2x f64[6]{U:dp}
         reduced.append(scatter_grads(grads, 2, self.dp))
         del grads
         d_x += d_y                                        # f64[4@dp,8,6]
@@ -115,10 +114,10 @@ class ToyStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         reduced = Reduced()
-        # embed
         gathered = gather_weights([self.embed_weight], 2, self.dp)
         self.blocks[0].gather()                                          # what the next loop begins with
         ids_local = ids.chunk(2)[self.dp_rank]                           # i64[4@dp,8]
+        # embed
         [embed_weight] = gathered.take()                                 # exposed: its result is needed next
         x = F.embedding(ids_local, embed_weight)                         # f64[4@dp,8,6]
         del embed_weight
@@ -136,22 +135,25 @@ class ToyStep(nn.Module):
         # head
         [head_weight] = gathered.take()                                  # hidden behind the last block
         head = F.linear(x, head_weight)                                  # f64[4@dp,8,14]
-        reshape = labels.chunk(2)[self.dp_rank].reshape(16)              # i64[32@dp]
-        log_softmax = log_softmax_over(head.reshape(16, 14))             # f64[32@dp,14]
+        labels_reshape = labels.chunk(2)[self.dp_rank].flatten()         # i64[32@dp]
+        log_softmax = log_softmax_over(head.flatten(0, 1))               # f64[32@dp,14]
         del head
-        nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, weight=None, reduction=2, ignore_index=-100)  # f64[]{U:dp}, f64[]{U:dp}
+        loss_sum, count = nll_loss_and_count(log_softmax, labels_reshape)  # 2x f64[]{U:dp}
         dist.all_reduce(count, group=self.dp)                            # f64[]; exposed
-        loss = nll_loss_forward / count                                  # f64[]{U:dp}
+        loss = loss_sum / count                                          # f64[]{U:dp}
         loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)  # f64[]
         d_div = torch.ones_like(loss) / count                            # f64[]
-        d_reshape = cross_entropy_grad(d_div, log_softmax.exp_(), reshape, reshape, -100)  # f64[32@dp,14]
-        del log_softmax, reshape
-        d_head = d_reshape.reshape(2, 8, 14)                             # f64[4@dp,8,14]
-        del d_reshape
-        reduced.append(scatter_grads({self.head_weight: weight_grad(d_head, x)}, 2, self.dp))  # f64[14@dp,6]
+        d_head_reshape = cross_entropy_grad(
+            d_div, log_softmax.exp_(), labels_reshape, labels_reshape, -100)  # f64[32@dp,14]
+        del log_softmax, labels_reshape
+        d_head = d_head_reshape.unflatten(0, (2, 8))                     # f64[4@dp,8,14]
+        del d_head_reshape
+        grads = {self.head_weight: weight_grad(d_head, x)}               # f64[14,6]{U:dp}
+        del x
+        reduced.append(scatter_grads(grads, 2, self.dp))                 # f64[14@dp,6]
+        del grads
         d_x = d_head @ head_weight                                       # f64[4@dp,8,6]
-        del x, d_head, head_weight
+        del d_head, head_weight
         for layer, following in zip(
             reversed(self.blocks), [*reversed(self.blocks), None][1:], strict=True):
             before, reduced = reduced, Reduced()
@@ -159,11 +161,10 @@ class ToyStep(nn.Module):
                 following.regather()                                     # hidden behind this block's backward
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
             before.finish()                                              # reduced behind this block's backward
-        # embed
-        reduced.append(scatter_grads({self.embed_weight: torch.ops.aten.embedding_dense_backward(
-                                         d_x, ids_local, num_weights=14, padding_idx=-1,
-                                         scale_grad_by_freq=False)}, 2, self.dp))  # f64[14@dp,6]
+        grads = {self.embed_weight: embedding_grad(d_x, ids_local, 14)}  # f64[14,6]{U:dp}
         del d_x, ids_local
+        reduced.append(scatter_grads(grads, 2, self.dp))                 # f64[14@dp,6]
+        del grads
         loss_done.wait()                                                 # hidden behind d_head_weight, d_x (8 B beside 5.38 kFLOP)
         reduced.finish()
         return loss

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from .helpers import (
-    Reduced, cross_entropy_grad, masked_embedding, room, weight_grad, window, write_weight_grad,
+    Reduced, cross_entropy_grad, embedding_grad, layer_norm_backward, masked_embedding, room,
+    weight_grad, window, write_weight_grad,
 )
 
 MESH = {"dp": 2, "tp": 2}
@@ -66,32 +67,30 @@ class Block(nn.Module):
     def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
         w1, x = saved
         saved.clear()
-        d_w1 = d_y @ self.w2_weight                            # f64[4@dp,8,10@tp]
-        gelu = F.gelu(w1)                                      # f64[4@dp,8,10@tp]
+        d_w1 = d_y @ self.w2_weight                           # f64[4@dp,8,10@tp]
+        gelu = F.gelu(w1)                                     # f64[4@dp,8,10@tp]
         torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[4@dp,8,10@tp]
         # w1
-        d_norm = d_w1 @ self.w1_weight                         # f64[4@dp,8,6]{U:tp}
+        d_norm = d_w1 @ self.w1_weight                        # f64[4@dp,8,6]{U:tp}
         d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         del w1
         # w2
-        norm, mean, rstd = torch.native_layer_norm(
-            x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+        norm, mean, rstd = torch.native_layer_norm(x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6]
         flat, grads = room([*self.parameters()])
-        write_weight_grad(grads[self.w2_weight], d_y, gelu)    # f64[6,10@tp]{U:dp}
-        grads[self.w2_bias].copy_(d_y.sum((0, 1)))             # f64[6]{U:dp}
+        write_weight_grad(grads[self.w2_weight], d_y, gelu)   # f64[6,10@tp]{U:dp}
+        grads[self.w2_bias].copy_(d_y.sum((0, 1)))            # f64[6]{U:dp}
         # w1
-        write_weight_grad(grads[self.w1_weight], d_w1, norm)   # f64[10@tp,6]{U:dp}
-        grads[self.w1_bias].copy_(d_w1.sum((0, 1)))            # f64[10@tp]{U:dp}
+        write_weight_grad(grads[self.w1_weight], d_w1, norm)  # f64[10@tp,6]{U:dp}
+        grads[self.w1_bias].copy_(d_w1.sum((0, 1)))           # f64[10@tp]{U:dp}
         # norm
-        d_norm_done.wait()                                     # hidden behind 2 weight gradients (768 B beside 1.92 kFLOP)
+        d_norm_done.wait()                                    # hidden behind 2 weight gradients (768 B beside 1.92 kFLOP)
         del norm
-        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias,
-            output_mask=(True, True, True))                    # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+        d_x, d_norm_weight, d_norm_bias = layer_norm_backward(
+            d_norm, x, mean, rstd, self.norm_weight)          # f64[4@dp,8,6], 2x f64[6]{U:dp}
         grads[self.norm_weight].copy_(d_norm_weight)
         grads[self.norm_bias].copy_(d_norm_bias)
         reduced.append((grads, dist.all_reduce(flat, group=self.dp, async_op=True)))
-        d_x += d_y                                             # f64[4@dp,8,6]
+        d_x += d_y                                            # f64[4@dp,8,6]
         return d_x
 
 
@@ -123,9 +122,9 @@ class ToyStep(nn.Module):
         del saved
         # head
         head = F.linear(x, self.head_weight)                             # f64[4@dp,8,14@tp]
-        head_reshape = head.reshape(16, 7)                               # f64[32@dp,14@tp]
+        head_reshape = head.flatten(0, 1)                                # f64[32@dp,14@tp]
         del head
-        labels_reshape = labels.chunk(2)[self.dp_rank].reshape(16)       # i64[32@dp]
+        labels_reshape = labels.chunk(2)[self.dp_rank].flatten()         # i64[32@dp]
         amax = torch.amax(head_reshape, 1, keepdim=True)                 # f64[32@dp,1]{M:tp}
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp)       # f64[32@dp,1]; exposed
         head_reshape -= amax                                             # f64[32@dp,14@tp]
@@ -133,18 +132,17 @@ class ToyStep(nn.Module):
         dist.all_reduce(head_total, group=self.tp)                       # f64[32@dp,1]; exposed
         head_reshape -= torch.log(head_total)                            # f64[32@dp,14@tp]
         reshape_in_shard = window(labels_reshape, self.tp_rank, 7, outside=-100)  # i64[32@dp]
-        nll_loss_forward = torch.ops.aten.nll_loss_forward(
-            head_reshape, reshape_in_shard, weight=None, reduction=2, ignore_index=-100)[0]  # f64[]{U:dp}{U:tp}
+        loss_sum = F.nll_loss(head_reshape, reshape_in_shard, reduction="sum")  # f64[]{U:dp}{U:tp}
         labels_total = (labels_reshape >= 0).to(torch.float64).sum(0)    # f64[]{U:dp}
         dist.all_reduce(labels_total, group=self.dp)                     # f64[]; exposed
-        loss = nll_loss_forward / labels_total                           # f64[]{U:dp}{U:tp}
+        loss = loss_sum / labels_total                                   # f64[]{U:dp}{U:tp}
         loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)  # f64[]{U:tp}
         d_div = torch.ones_like(loss) / labels_total                     # f64[]
-        d_logits = cross_entropy_grad(
+        d_head_reshape = cross_entropy_grad(
             d_div, head_reshape.exp_(), labels_reshape, reshape_in_shard, -100)  # f64[32@dp,14@tp]
         del amax, head_total, head_reshape, labels_reshape, reshape_in_shard
-        d_head = d_logits.reshape(2, 8, 7)                               # f64[4@dp,8,14@tp]
-        del d_logits
+        d_head = d_head_reshape.unflatten(0, (2, 8))                     # f64[4@dp,8,14@tp]
+        del d_head_reshape
         d_x = d_head @ self.head_weight                                  # f64[4@dp,8,6]{U:tp}
         d_x_done = dist.all_reduce(d_x, group=self.tp, async_op=True)    # f64[4@dp,8,6]
         d_head_weight = weight_grad(d_head, x)                           # f64[14@tp,6]{U:dp}
@@ -159,8 +157,7 @@ class ToyStep(nn.Module):
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
             before.finish()                                              # reduced behind this block's backward
         # embed
-        d_embed_weight = torch.ops.aten.embedding_dense_backward(
-            d_x, ids_in_shard, num_weights=7, padding_idx=-1, scale_grad_by_freq=False)  # f64[14@tp,6]{U:dp}
+        d_embed_weight = embedding_grad(d_x, ids_in_shard, 7)            # f64[14@tp,6]{U:dp}
         del d_x, ids_in_shard, d_x_done
         reduced.append(
             ({self.embed_weight: d_embed_weight},

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from .helpers import Inbox, Links, Outbox, add_grad, add_weight_grad
+from .helpers import Inbox, Links, Outbox, add_grad, add_weight_grad, layer_norm_backward
 
 MESH = {"pp": 4}
 DTYPES = {"float64": torch.float64}
@@ -86,16 +86,15 @@ class Block(nn.Module):
         del w1
         # w1
         norm, mean, rstd = torch.native_layer_norm(
-            x, (12,), self.norm_weight, self.norm_bias, 1e-05)  # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
+            x, (12,), self.norm_weight, self.norm_bias, 1e-05)  # f64[24@mb,10,12]
         add_weight_grad(self.w1_weight, d_w1, norm)             # f64[20,12]{U:mb}
         del norm
         d_norm = d_w1 @ self.w1_weight                          # f64[24@mb,10,12]
         add_grad(self.w1_bias, d_w1.sum((0, 1)))                # f64[20]{U:mb}
         del d_w1
         # norm
-        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (12,), mean, rstd, self.norm_weight, self.norm_bias,
-            output_mask=(True, True, True))                     # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
+        d_x, d_norm_weight, d_norm_bias = layer_norm_backward(
+            d_norm, x, mean, rstd, self.norm_weight)            # f64[24@mb,10,12], 2x f64[12]{U:mb}
         add_grad(self.norm_weight, d_norm_weight)
         add_grad(self.norm_bias, d_norm_bias)
         d_x += d_y                                              # f64[24@mb,10,12]
@@ -125,7 +124,7 @@ class Stage(nn.Module):
 
     def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
-        blocks_saved, = self.saved.pop(i)
+        (blocks_saved,) = self.saved.pop(i)
         d_x = d_y
         for layer in reversed(self.blocks):
             d_x = layer.backward(d_x, blocks_saved.pop())  # f64[24@mb,10,12]
