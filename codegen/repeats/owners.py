@@ -98,8 +98,11 @@ def _recurs(node: fx.Node) -> bool:
     """Whether a call may belong to a block.
 
     Calls of the phases S and E run once per step, outside of the loop over microbatches: of these
-    only the gathers of a block's weights belong to the block.
+    only the gathers of a block's weights belong to the block, and a piece of a weight that one call
+    of a module takes.
     """
+    if value(node).phase == "S" and value(node).at and takes_piece(node):
+        return node.all_input_nodes[0].op == "placeholder"
     return value(node).phase not in ("S", "E") or (
         layer_path(value(node).module, 1) != "" and _is_whole(node)
     )

@@ -41,7 +41,9 @@ def _adds(node: Any) -> bool:
 def _reorder(node: fx.Node) -> None:
     parts = [*_summands(node)]
     here = innermost_block(node)
-    products = [p for p in parts if is_call(p, *PRODUCTS) and innermost_block(p) == here]
+    if any(innermost_block(part) != here for part in parts):
+        return  # what all blocks add to is summed alike in each (`start_sums`)
+    products = [p for p in parts if is_call(p, *PRODUCTS)]
     others = [p for p in parts if p not in products]
     ordered = [*products, *others]
     if len(products) < FEWEST or not others or parts[: len(products)] == products:

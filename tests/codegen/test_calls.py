@@ -207,7 +207,7 @@ def test_a_loss_that_calls_the_model_twice() -> None:
     partc.verify(program, model, batch(STEPS), loss=both).check(1e-12)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron", "pp"])
 @pytest.mark.parametrize("name", ["Shared", "Universal", "Recurrent", "Fed"])
 def test_lines_do_not_grow_with_calls(name: str, layout: str) -> None:
     lines = num_lines(compiled(name, layout)[1])
