@@ -20,12 +20,10 @@ from partc.errors import MemoryLimitError, PlanError
 from partc.given_plan import backend_at_hand, check_texts, read_plan, warn_of_idle, with_told
 from partc.graph.graph_edits import copied
 from partc.idle_keys import said
-from partc.key_readers import TELLS, keep_local
-from partc.lowering import staged_plan, table, to_local_graph
+from partc.key_readers import TELLS
+from partc.lowering import staged_plan, table
 from partc.machines.objective import Objective, objective_of
 from partc.passes.canonical.dedupe_layers import Unfolded
-from partc.passes.overlap.order_step import order_step
-from partc.passes.overlap.prefetch import prefetches
 from partc.passes.own_passes import check_replay
 from partc.passes.runner import State, Table, run
 from partc.passes.search.plans.choose_plan import AUTO_PLAN, Choice, can_search
@@ -34,11 +32,9 @@ from partc.passes.search.plans.next_best import PASSED_OVER, Attempts
 from partc.passes.search.plans.plans_by_hand import by_hand
 from partc.passes.search.plans.search_plans import Taken
 from partc.passes.stages.choose_stages import is_pipeline
-from partc.passes.stages.schedule_stages import stage_ways
 from partc.plan import Plan
 from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
-from partc.printing import noted_pieces
 from partc.program import Program
 from partc.program.origin import Origin
 from partc.program.ranks.farewell import tell_at_exit
@@ -48,6 +44,7 @@ from partc.rules.table import warn_of_lost_rules
 from partc.trace.fingerprint import Fingerprint
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
+from partc.ways import compile_pipeline, compile_stage, printed_peaks
 from partc.whole_batch import first_step, step_of
 from partc.wrong_calls import as_path, known_arguments
 
@@ -362,46 +359,3 @@ def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:
         why='an objective is what plan="auto" searches for',
         do='Take plan="auto", or leave the objective out.',
     )
-
-
-def printed_peaks(way: State) -> list[Peak]:
-    """The peaks of a way's program, which is printed once."""
-    if "cost" not in way.made:
-        run(way, "print_step", "cost_pipeline")
-    peaks: list[Peak] = way.made["cost"].peaks()
-    return peaks
-
-
-def compile_stage(state: State) -> Iterator[State]:
-    """The rest of ``compile`` for one stage, up to the account of its memory: every rank runs the
-    same role. The step as it is fastest, and as it needs less memory, the least last.
-    """
-    state.made["joint"] = state.graph
-    to_local_graph(state)
-    keep_local(state)
-    run(state, "check_plan")
-    for way in order_step(state):
-        run(way, "tidy", "record_events")
-        way.plan = noted_pieces(way.plan, [way.graph])
-        (tape,) = way.made["tapes"].values()
-        for prefetch in prefetches(way.plan, tape, way.mesh):
-            each = way.beside()
-            each.plan = way.plan.changed(prefetch=prefetch)
-            yield run(each, "choose_messages", "account_step")
-
-
-def compile_pipeline(state: State) -> Iterator[State]:
-    """The rest of ``compile`` for several stages or microbatches, up to the account of memory.
-
-    Every schedule is proved to finish before anything is printed: CheckError or PlanError names who
-    would wait for whom.
-    """
-    state.made["joint"] = state.graph
-    to_local_graph(state)
-    keep_local(state)
-    run(state, "check_plan", "spread_params")
-    for stages in stage_ways(state):
-        each = stages.state
-        each.made["staged"] = stages
-        each.plan = noted_pieces(each.plan, each.stages)
-        yield run(each, "choose_backend", "account_pipeline")

@@ -39,7 +39,6 @@ from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
-from partc.codegen.repeats.numbers import numbers_read
 from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name, that_all_have
 from partc.codegen.repeats.runs import Run
 from partc.codegen.repeats.slots import Interface, outside
@@ -106,10 +105,6 @@ class BlockClass:
         numbers = [row.name for row in self.run.numbers] if self.run.is_called else []
         return Scope([*ARGUMENT_TYPES, *self.helpers.names, *(["i"] if counts else []), *numbers])
 
-    def numbers_of(self, side: Interface) -> list[str]:
-        """The numbers in which calls of one module differ, as far as a phase reads them."""
-        return [*numbers_read(side.group.nodes)] if self.run.is_called else []
-
     def own(self, name: str, layer: str = "") -> str:
         """The name of a block's parameter or buffer as seen from the block; "" of no block's.
 
@@ -147,15 +142,8 @@ class BlockClass:
         """Whether the block adds to the rank's parts of gradients by itself."""
         stored = (node for side in self.sides for node in self._stored(side.group))
         ours = any(not ends_step(self.graph, n) for n in stored)
-        totals = any(side.totals and not self.sums_up(side) for side in self.sides)
+        totals = any(side.totals and not side.sums_up for side in self.sides)
         return self.adds is not ADDS and (ours or totals)
-
-    def sums_up(self, side: Interface) -> bool:
-        """Whether the calls of a module add up gradients in a dict, which the step reads.
-
-        Where none of these is reduced they are added to where they stay, as others are.
-        """
-        return not all(total.is_last for total in side.totals)
 
     @property
     def sides(self) -> list[Interface]:
@@ -313,13 +301,13 @@ class BlockClass:
                 seen.setdefault(node, Text("self.whole"))
             taken = ["_" if n is None else str(seen[n]) for n in whole]
             opening.append(take_whole(starts, taken, self.is_steady, self.helpers))
-        arguments += self.numbers_of(side)
+        arguments += side.numbers
         if reads_microbatch(side):
             arguments.append("i")
         if self.reduces(side):
             self.helpers.use("Reduced")
             arguments.append("reduced")
-        if self.sums_up(side):
+        if side.sums_up:
             arguments.append(self.helpers.use("Sums").lower())
         body = self._body(side, wish, scope, seen, arguments)
         statements = [*lists.values(), *opening, *body.statements()]
@@ -360,13 +348,13 @@ class BlockClass:
         kept = {group.nodes[p] for p in [*side.carried, *side.listed]}
         kept |= {n for nodes in side.saved.values() for n in nodes}
         kept |= set(self._written(group).values())
-        tensors = [a for a in arguments if a not in (*ARGUMENT_TYPES, *self.numbers_of(side))]
+        tensors = [a for a in arguments if a not in (*ARGUMENT_TYPES, *side.numbers)]
         lends = tensors[0] if tensors else f"self.{next(iter(self.suffixes.values()))}"
         return Body(
             self.graph, group.nodes, wish, scope, self.helpers, seen, kept,
             {**self._stored(group), **self._parts(side)},
             f"{lends}.device", prefix=self.run.module, own=self._params(), added=side.adds,
-            adds=SUMS if self.sums_up(side) else self.adds,
+            adds=SUMS if side.sums_up else self.adds,
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 
 from torch import fx
 
@@ -17,6 +17,7 @@ from partc.codegen.bodies.block_arguments import (
 )
 from partc.codegen.bodies.body import Body, types
 from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.bodies.loop_texts import head_of_calls, numbers_in, sliced
 from partc.codegen.calls.expressions import ADDS
 from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.ranges import WAIT_FOR_GRADS, of_loop
@@ -27,7 +28,7 @@ from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line, Range, Text
 from partc.graph import Phase, collectives
 from partc.graph.moves import carried, gathers_param
-from partc.quoting import comment, literal
+from partc.quoting import comment
 
 CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
 
@@ -206,10 +207,10 @@ class StepBody(Body):
             targets.append(word)
             body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
         arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]
-        numbers = {name: self._counter(name) for name in cls.numbers_of(side)}
+        numbers = {name: self._counter(name) for name in side.numbers}
         arguments += numbers.values()
         items += numbers.values()
-        listed += [_numbers_in(loop, name) for name in numbers]
+        listed += [numbers_in(loop, name) for name in numbers]
         arguments += ["i"] if reads_microbatch(side) else []
         arguments += ["reduced"] if cls.reduces(side) else []
         sums = [Line(f"{name} = Sums()") for name in self._sums_of(cls, side)]
@@ -247,7 +248,7 @@ class StepBody(Body):
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
         binds = [last[p] for p in side.carried]
-        binds += [total.adds[-1] for total in side.totals if cls.sums_up(side)]
+        binds += [total.adds[-1] for total in side.totals if side.sums_up]
         around = loop.run.module if loop.run.is_called else loop.run.module.rpartition(".")[0]
         return Statement(lines, reads, binds, section=inside(around, ""))
 
@@ -299,7 +300,7 @@ class StepBody(Body):
         for period in range(1, len(texts) // 2 + 1):
             if len(texts) % period == 0 and texts == texts[:period] * (len(texts) // period):
                 return f"[{', '.join(texts[:period])}] * {len(texts) // period}"
-        return _sliced(texts) or f"[{', '.join(texts)}]"
+        return sliced(texts) or f"[{', '.join(texts)}]"
 
     def _counter(self, name: str) -> str:
         """The variable of a number in which calls differ; loops one after the other share it."""
@@ -309,7 +310,7 @@ class StepBody(Body):
 
     def _sums_of(self, cls: BlockClass, side: Interface) -> list[str]:
         """The name of the dict in which a loop's calls add up gradients: ``cell_sums``."""
-        names = [f"{cls.attribute}_sums"] if cls.sums_up(side) else []
+        names = [f"{cls.attribute}_sums"] if side.sums_up else []
         self.scope.taken |= {*names}
         return names
 
@@ -348,7 +349,7 @@ class StepBody(Body):
     def _head(self, cls: BlockClass, loop: Loop, items: list[str], lists: list[str]) -> str:
         """The ``for`` line; ``following`` is the next block, None in the last iteration."""
         if loop.run.is_called:
-            return _head_of_calls(loop, items, lists)
+            return head_of_calls(loop, items, lists)
         over, layer = f"self.{cls.attribute}", "layer"
         over = f"reversed({over})" if self._descends(loop) else over
         if self._gather(loop):
@@ -399,55 +400,3 @@ class StepBody(Body):
                 if self.wishes.get(user, "").startswith(f"{before}_"):
                     behind = self.wishes.get(user).removeprefix(before)
                     self.wishes.names[user] = unmarked(name) + behind
-
-
-def _head_of_calls(loop: Loop, items: Sequence[str], lists: Sequence[str]) -> str:
-    """The ``for`` line of a loop over the calls of a module: ``for x_t in xs:``."""
-    if not items:
-        return f"for _ in range({len(loop.groups)}):"
-    over = lists[0] if len(lists) == 1 else f"zip({', '.join(lists)}, strict=True)"
-    return f"for {', '.join(items)} in {over}:"
-
-
-def _numbers_in(loop: Loop, name: str) -> str:
-    """The numbers of a loop's calls, in the order in which these run: ``range(12)``."""
-    row = next(row for row in loop.run.numbers if row.name == name)
-    known = dict(zip(loop.run.layers, row.values, strict=True))
-    values = [known[group.layer] for group in loop.groups]
-    steps = {b - a for a, b in pairwise(values)}
-    if row.type_name != "int" or len(steps) > 1 or steps == {0}:
-        return literal(tuple(values))
-    return _range(int(values[0]), len(values), int(steps.pop()))
-
-
-def _range(first: int, num: int, step: int) -> str:
-    """The text of a range of numbers.
-
-    >>> _range(0, 12, 1), _range(11, 12, -1), _range(1, 3, 2)
-    ('range(12)', 'reversed(range(12))', 'range(1, 6, 2)')
-    """
-    if step == -1:
-        return f"reversed({_range(first - num + 1, num, 1)})"
-    end = first + num * step if step == 1 else first + (num - 1) * step + (1 if step > 0 else -1)
-    start = f"{first}, " if first or step != 1 else ""
-    return f"range({start}{end}{f', {step}' if step != 1 else ''})"
-
-
-def _sliced(texts: Sequence[str]) -> str:
-    """Texts that are the entries of one list, in order or in reverse, written as a slice.
-
-    One other text may stand before or behind them. "" if the texts are not of this kind.
-
-    >>> _sliced(["x", "kept[0]", "kept[1]"])
-    '[x, *kept[:2]]'
-    """
-    for first, last in ((0, 0), (1, 0), (0, 1)):
-        middle = texts[first : len(texts) - last]
-        name = middle[0].partition("[")[0]
-        for text, indices in (
-            (f"{name}[:{len(middle)}]", range(len(middle))),
-            (f"reversed({name}[:{len(middle)}])", reversed(range(len(middle)))),
-        ):
-            if list(middle) == [f"{name}[{i}]" for i in indices]:
-                return f"[{', '.join([*texts[:first], f'*{text}', *texts[len(texts) - last :]])}]"
-    return ""

@@ -13,6 +13,7 @@ from typing import Literal
 from torch import fx
 
 from partc.codegen.repeats.equal import Group, ends_step
+from partc.codegen.repeats.numbers import numbers_read
 from partc.codegen.repeats.own_names import has, own_name
 from partc.codegen.repeats.runs import PHASES, Loop, Run
 from partc.codegen.repeats.totals import Total, totals_of
@@ -75,6 +76,19 @@ class Interface:
     def adds(self) -> set[fx.Node]:
         """The additions to totals, which stand in no method as such."""
         return {add for total in self.totals for add in total.adds}
+
+    @property
+    def sums_up(self) -> bool:
+        """Whether the calls of a module add up gradients in a dict, which the step reads.
+
+        Where none of these is reduced they are added to where they stay, as others are.
+        """
+        return not all(total.is_last for total in self.totals)
+
+    @property
+    def numbers(self) -> list[str]:
+        """The numbers in which calls of one module differ, as far as this phase reads them."""
+        return [*numbers_read(self.group.nodes)] if self.loop.run.is_called else []
 
     def own(self, slot: Slot) -> fx.Node:
         """The slot's value for the first block, from which the method is printed."""
