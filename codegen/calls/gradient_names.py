@@ -107,20 +107,7 @@ class _Gradient:
             self.wishes.said.add(node)
             return parts[best]
         word = op_name(node)  # of a function it is the name that its result has in it
-        return self._of_reader(node) or (word if word.startswith("d_") else f"d_{word}")
-
-    def _of_reader(self, node: fx.Node) -> str:
-        """The name of a gradient by the backward that reads it, as that of the result of its
-        forward; "" if there is no such result.
-        """
-        for user in node.users if is_tensor(node) else ():
-            forward = self.by_name.get(value(user).forward) if has_value(user) else None
-            picks = forward.users if forward is not None and not is_tensor(forward) else [forward]
-            for result in picks:
-                if result is not None and fake_of(result).shape == fake_of(node).shape:
-                    self.wishes.of[node] = result
-                    return f"d_{self.wishes.names[result]}"
-        return ""
+        return word if word.startswith("d_") else f"d_{word}"
 
     def _summed(self, node: fx.Node) -> str:
         """The name of what is summed over rows to a parameter's gradient: ``d_weight_rows``."""

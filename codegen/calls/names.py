@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import fx
@@ -55,6 +55,7 @@ def wishes(
     named |= {n: constant_name(n) or op_name(n) for n in forward}
     named |= dict(_function_names(forward))
     named |= dict(_result_names(forward))
+    named |= dict(_variable_names(forward, _apart))
     users = dict(_variable_names(forward))
     users |= dict(_module_names(forward, prefix))
     users |= dict(_weight_names(forward, prefix))
@@ -169,10 +170,14 @@ def _compiled_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
             yield node, call.target.results[index]
 
 
-def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
+def _variable_names(
+    nodes: list[fx.Node],
+    runs_of: Callable[[list[fx.Node]], list[list[fx.Node]]] = lambda one: [one],
+) -> Iterator[tuple[fx.Node, str]]:
     """Names of the user's variables: ``a, b = x.chunk(2)`` names the last values of its line.
 
     They are used where a line's calls have as many last values as the line has targets.
+    ``runs_of``: the runs of a line, given its calls.
     """
     lines: dict[tuple[str, str, int | None], list[fx.Node]] = {}
     for node in nodes:
@@ -182,7 +187,7 @@ def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     for (_, source, _), members in lines.items():
         match = _TARGETS.match(source)
         targets = [t.strip() for t in match[1].split(",")] if match else []
-        for ran in [members, *_apart(members)] if targets else ():
+        for ran in runs_of(members) if targets else ():
             within = {_unmoved(operand) for n in ran for operand in n.all_input_nodes}
             ends = [n for n in ran if is_tensor(n) and n not in within]
             ends = [n for n in ends if not _is_argument(n, source)]

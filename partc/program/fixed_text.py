@@ -112,6 +112,8 @@ class FixedText:
         """Read ``as_json``; KeyError and alike where entries are missing or malformed."""
         files = {str(name): _fixed(entry) for name, entry in data["files"].items()}
         printed = {str(name): _unpacked(str(text)) for name, text in data["printed"].items()}
+        if printed and printed.keys() != files.keys():
+            raise ValueError(f"it has the printed texts of {[*printed]}, not of {[*files]}")
         return cls(Found(files, str(data["plan"])), printed)
 
 
