@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -125,23 +124,37 @@ def _as_entries(texts: Sequence[str]) -> list[str]:
 
     >>> _as_entries(["x", "h_all[0]", "h_all[1]", "h_all[2]", "y"])
     ['x', '*h_all[:3]', 'y']
+    >>> _as_entries(["x", "d_all[2]", "d_all[1]", "d_all[0]"])
+    ['x', '*reversed(d_all[:3])']
     """
     found: list[str] = []
-    at = [ENTRY.fullmatch(text) for text in texts]
-    for _, places in groupby(range(len(texts)), lambda i: _list_from(at[i], i)):
-        run = [*places]
-        first, last = at[run[0]], at[run[-1]]
-        if len(run) < MANY or first is None or last is None:
-            found += [texts[i] for i in run]
+    while len(texts) > 0:
+        run = max((_run(texts, step) for step in (1, -1)), key=len)
+        if len(run) < MANY:
+            run = run[:1]
+            found.append(texts[0])
         else:
-            start = first[2] if int(first[2]) else ""
-            found.append(f"*{first[1]}[{start}:{int(last[2]) + 1}]")
+            found.append(_slice(*run))
+        texts = texts[max(1, len(run)) :]
     return found
 
 
-def _list_from(entry: re.Match[str] | None, place: int) -> object:
-    """What entries of one list in order have in common: the list, and where it would begin."""
-    return (entry[1], int(entry[2]) - place) if entry else None
+def _run(texts: Sequence[str], step: int) -> list[tuple[str, int]]:
+    """The entries of one list with which texts begin, each ``step`` behind the one before it."""
+    run: list[tuple[str, int]] = []
+    for text in texts:
+        entry = ENTRY.fullmatch(text)
+        if entry is None or (run and (entry[1], int(entry[2])) != (run[-1][0], run[-1][1] + step)):
+            break
+        run.append((entry[1], int(entry[2])))
+    return run
+
+
+def _slice(*run: tuple[str, int]) -> str:
+    """Entries of a list, in order or in reverse, as a slice of it."""
+    places = [place for _, place in run]
+    text = f"{run[0][0]}[{min(places) or ''}:{max(places) + 1}]"
+    return f"*{text}" if places[0] < places[-1] else f"*reversed({text})"
 
 
 def number(value: float) -> Text | None:

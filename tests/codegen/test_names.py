@@ -59,6 +59,15 @@ def test_a_product_is_called_as_its_weight() -> None:
     assert {f"{name}_weight" for name in products} == {*products.values()}
 
 
+def test_what_functions_of_the_model_call_their_values_names_no_value_of_its_callers() -> None:
+    """Both calls of ``rotate_half`` are named after what is rotated, not after ``x1`` in it."""
+    step = MODELS["llama"]().step
+    source = partc.compile(step, "dp=2,tp=2", plan="fsdp+megatron-sp").source()
+    names = {name for _, name in assigned_names(source)}
+    assert {"query_states_rotate_half", "key_states_rotate_half"} <= names
+    assert {"d_post_attention_layernorm", "d_input_layernorm"} <= names
+
+
 def test_an_edit_by_name_reaches_the_value_of_the_forward() -> None:
     step = MODELS["llama"]().step
     source = partc.compile(step, "dp=2", plan="ddp").source()

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -160,6 +161,11 @@ MISTAKES: dict[str, Called] = {
         ("up.weight: float32 compiled, int32 given",),
     ),
     "agreement": (lambda at: setattr(stage().agreement, "every", "10"), ("'10'", "Write 10")),
+    "an array for a mesh": (lambda at: one().module(mesh=np.ones(2)), ("it is no DeviceMesh",)),
+    "an array for a word": (
+        lambda at: one().module(partial=np.ones(2)),
+        ("no such way to treat a partial batch",),
+    ),
     "a pad of nothing": (lambda at: one().module(partial="pad"), ("pad= is missing", "'x': 0")),
     "collate": (
         lambda at: next(iter(stage().loader(ROWS, collate_fn=lambda rows: rows["x"]))),

@@ -87,6 +87,13 @@ def test_constants_without_end_are_not_hashed(folder: Path) -> None:
     assert "constants.safetensors: missing, damaged or edited" in run.stderr
 
 
+def test_printed_texts_of_some_files_alone_are_refused(folder: Path) -> None:
+    fixed = json.loads((folder / "program.json").read_text())["fixed"]
+    forge_entries(folder, fixed=fixed | {"printed": {"other.py": fixed["printed"]["role0.py"]}})
+    with pytest.raises(LoadError, match=r"program\.json: has entries that are .* malformed"):
+        load(folder)
+
+
 def test_a_description_of_returned_values_that_is_none_is_refused(folder: Path) -> None:
     forge_entries(folder, returns={"up": ["param", [3], "float32"]})
     with pytest.raises(LoadError, match=r"program\.json: has entries that are .* malformed"):

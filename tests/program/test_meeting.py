@@ -17,7 +17,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from partc.program import start as begin
 from partc.program.ranks import meeting
-from partc.program.ranks.meeting import NotMetError, Watch, meet, open_store, tell
+from partc.program.ranks.meeting import (
+    NotMetError,
+    Watch,
+    meet,
+    open_store,
+    start_group,
+    tell,
+)
 from partc.verification.processes import Processes
 from tests.example_program import example_program
 from tests.patience import patience
@@ -143,6 +150,35 @@ def test_a_store_that_stands_still_lets_nobody_wait(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(NotMetError, match="Rank 0, which keeps the list, does not answer"):
         meet(Stopped(), {}, patience())  # type: ignore[arg-type]
+
+
+class Closed:
+    """A store whose process has ended: whoever asks is told of a closed connection."""
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        def ask(*of: object) -> bool:
+            raise dist.DistNetworkError("recvValue failed: Connection was likely closed")
+
+        return ask
+
+
+def test_a_store_that_ends_while_ranks_meet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(NotMetError, match="Rank 0, which keeps the list, does not answer"):
+        meet(Closed(), {}, patience())  # type: ignore[arg-type]
+
+
+def test_a_rank_that_ends_while_others_connect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def fail(*of: object, **how: object) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:553]\nmore")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(NotMetError, match=r"cannot connect, one may have ended: Gloo .*553\]$"):
+        start_group("gloo", Closed())  # type: ignore[arg-type]
 
 
 def test_a_watch_ends_where_the_store_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:

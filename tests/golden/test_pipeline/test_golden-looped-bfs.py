@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from .helpers import Inbox, Links, Nothing, Outbox, add_grad, add_weight_grad
+from .helpers import (
+    Inbox, Links, Nothing, Outbox, add_grad, add_weight_grad, embedding_grad, layer_norm_backward,
+)
 
 MESH = {"pp": 2}
 STAGE0_SHARDS = {"embed_weight": ("embed.weight", (14, 12), "float64", ())}  # of stage 0
@@ -36,19 +38,6 @@ INPUTS = {  # the global batch: (shape, dtype)
     "ids": ((24, 10), "int64"),
     "labels": ((24, 10), "int64"),
 }
-
-
-def layer_norm_backward(d_y: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, *,
-                        d_x: bool = True, d_weight: bool = True,
-                        d_bias: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `x`, weight and bias; of the bias itself the kernel reads no number."""
-    given = (d_y, x, weight.shape, mean, rstd, weight, weight)
-    return torch.ops.aten.native_layer_norm_backward(*given, (d_x, d_weight, d_bias))
-
-
-def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
-    """Gradient of a table of `rows` rows, of which `ids` were read."""
-    return torch.ops.aten.embedding_dense_backward(d_y, ids, rows, padding_idx, False)
 
 
 class Stage0(nn.Module):

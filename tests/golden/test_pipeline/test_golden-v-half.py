@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from .helpers import (
-    Inbox, Links, Nothing, Outbox, add_grad, add_weight_grad, cross_entropy_grad, log_softmax_over,
+    Inbox, Links, Nothing, Outbox, add_grad, add_weight_grad, cross_entropy_grad, embedding_grad,
+    log_softmax_over,
 )
 
 MESH = {"pp": 2}
@@ -31,11 +32,6 @@ INPUTS = {  # the global batch: (shape, dtype)
     "ids": ((24, 10), "int64"),
     "labels": ((24, 10), "int64"),
 }
-
-
-def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
-    """Gradient of a table of `rows` rows, of which `ids` were read."""
-    return torch.ops.aten.embedding_dense_backward(d_y, ids, rows, padding_idx, False)
 
 
 class Stage0(nn.Module):
