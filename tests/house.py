@@ -77,6 +77,7 @@ _TOP_NAMES = [
     "printing",
     "recipe",
     "traced",
+    "ways",
     "whole_batch",
 ]
 _TOP_MODULES = {f"partc.{name}" for name in _TOP_NAMES}

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from .helpers import (
-    Gathered, Reduced, cross_entropy_grad, gather_weights, scatter_grads, weight_grad,
+    Gathered, Reduced, cross_entropy_grad, embedding_grad, gather_weights, layer_norm_backward,
+    nll_loss_and_count, scatter_grads, weight_grad,
 )
 
 MESH = {"dp": 2}
@@ -64,22 +65,24 @@ def mlp_forward(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1_weight: Te
 
 
 @torch.compile
-def head_forward(x: Tensor, head_weight: Tensor, reshape: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def head_forward(x: Tensor, head_weight: Tensor,
+                 labels_reshape: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Forward of `head`."""
-    head = F.linear(x, head_weight)                           # f64[4@dp,8,14]
-    log_softmax = torch.log_softmax(head.reshape(16, 14), 1)  # f64[32@dp,14]
+    head = F.linear(x, head_weight)                                    # f64[4@dp,8,14]
+    log_softmax = torch.log_softmax(head.flatten(0, 1), 1)             # f64[32@dp,14]
     del head
-    nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-        log_softmax, reshape, weight=None, reduction=2, ignore_index=-100)  # f64[]{U:dp}, f64[]{U:dp}
-    return log_softmax, nll_loss_forward, count
+    loss_sum, count = nll_loss_and_count(log_softmax, labels_reshape)  # 2x f64[]{U:dp}
+    return log_softmax, loss_sum, count
 
 
 @torch.compile
-def step_backward(loss: Tensor, count: Tensor, log_softmax: Tensor, reshape: Tensor) -> Tensor:
+def step_backward(loss: Tensor, count: Tensor, log_softmax: Tensor,
+                  labels_reshape: Tensor) -> Tensor:
     """Backward of `step`."""
-    d_div = torch.ones_like(loss) / count  # f64[]
-    d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, reshape, -100)  # f64[32@dp,14]
-    return d_reshape.reshape(2, 8, 14)     # f64[4@dp,8,14]
+    d_div = torch.ones_like(loss) / count                                # f64[]
+    d_head_reshape = cross_entropy_grad(
+        d_div, log_softmax.exp(), labels_reshape, labels_reshape, -100)  # f64[32@dp,14]
+    return d_head_reshape.unflatten(0, (2, 8))                           # f64[4@dp,8,14]
 
 
 @torch.compile
@@ -91,13 +94,10 @@ def mlp_backward(w1: Tensor, d_y: Tensor, w2_weight: Tensor, x: Tensor, norm_wei
     d_gelu = d_y @ w2_weight                         # f64[4@dp,8,10]
     d_w2_bias = d_y.sum((0, 1))                      # f64[6]{U:dp}
     d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)  # f64[4@dp,8,10]
-    norm, mean, rstd = torch.native_layer_norm(
-        x, (6,), norm_weight, norm_bias, 1e-05)      # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+    norm, mean, rstd = torch.native_layer_norm(x, (6,), norm_weight, norm_bias, 1e-05)  # f64[4@dp,8,6]
     d_norm = d_w1 @ w1_weight                        # f64[4@dp,8,6]
     d_w1_bias = d_w1.sum((0, 1))                     # f64[10]{U:dp}
-    d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-        d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, output_mask=(True, True, True),
-    )                                                # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+    d_x, d_norm_weight, d_norm_bias = layer_norm_backward(d_norm, x, mean, rstd, norm_weight)  # f64[4@dp,8,6], 2x f64[6]{U:dp}
     return (gelu, d_w2_bias, d_w1, norm, d_w1_bias, d_x, d_norm_weight, d_norm_bias)
 
 
@@ -130,7 +130,7 @@ class Block(nn.Module):
         saved.clear()
         norm_weight, norm_bias, w1_weight, w2_weight = self.whole.take()
         # w2
-        grads = {}
+        grads: dict[nn.Parameter, Tensor] = {}
         (gelu, grads[self.w2_bias], d_w1, norm, grads[self.w1_bias], d_x, grads[self.norm_weight],
          grads[self.norm_bias]) = mlp_backward(
             w1, d_y, w2_weight, x, norm_weight, norm_bias, w1_weight)  # f64[4@dp,8,10]
@@ -158,52 +158,54 @@ class ToyStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         reduced = Reduced()
-        # embed
         gathered = gather_weights([self.embed_weight], 2, self.dp)
-        self.blocks[0].gather()                                     # what the next loop begins with
-        ids_local = ids.chunk(2)[self.dp_rank]                      # i64[4@dp,8]
-        [embed_weight] = gathered.take()                            # exposed: its result is needed next
-        x = F.embedding(ids_local, embed_weight)                    # f64[4@dp,8,6]
+        self.blocks[0].gather()                                           # what the next loop begins with
+        ids_local = ids.chunk(2)[self.dp_rank]                            # i64[4@dp,8]
+        # embed
+        [embed_weight] = gathered.take()                                  # exposed: its result is needed next
+        x = F.embedding(ids_local, embed_weight)                          # f64[4@dp,8,6]
         del embed_weight
         blocks_saved: list[list[Tensor]] = []
         for layer, following in zip(self.blocks, [*self.blocks, None][1:], strict=True):
             if following is not None:
-                following.gather()                                  # hidden behind this block's forward
+                following.gather()                                        # hidden behind this block's forward
             else:
                 gathered = gather_weights([self.head_weight], 2, self.dp)
-            x, saved = layer(x)                                     # f64[4@dp,8,6]
+            x, saved = layer(x)                                           # f64[4@dp,8,6]
             blocks_saved.append(saved)
         del saved
-        self.blocks[-1].regather()                                  # what the next loop begins with
-        self.blocks[-2].regather()                                  # and goes on with
+        self.blocks[-1].regather()                                        # what the next loop begins with
+        self.blocks[-2].regather()                                        # and goes on with
         # head
-        [head_weight] = gathered.take()                             # hidden behind the last block
-        reshape = labels.chunk(2)[self.dp_rank].reshape(16)         # i64[32@dp]
-        log_softmax, nll_loss_forward, count = head_forward(x, head_weight, reshape)  # f64[32@dp,14]
-        dist.all_reduce(count, group=self.dp)                       # f64[]; exposed
-        loss = nll_loss_forward / count                             # f64[]{U:dp}
-        loss_sum = loss.clone()
-        loss_sum_done = dist.all_reduce(loss_sum, group=self.dp, async_op=True)  # f64[]
-        d_head = step_backward(loss, count, log_softmax, reshape)   # f64[4@dp,8,14]
-        del log_softmax, reshape
-        reduced.append(scatter_grads({self.head_weight: weight_grad(d_head, x)}, 2, self.dp))  # f64[14@dp,6]
-        d_x = d_head @ head_weight                                  # f64[4@dp,8,6]
-        del x, d_head, head_weight
+        [head_weight] = gathered.take()                                   # hidden behind the last block
+        labels_reshape = labels.chunk(2)[self.dp_rank].flatten()          # i64[32@dp]
+        log_softmax, loss_sum, count = head_forward(x, head_weight, labels_reshape)  # f64[32@dp,14]
+        dist.all_reduce(count, group=self.dp)                             # f64[]; exposed
+        loss = loss_sum / count                                           # f64[]{U:dp}
+        loss_1 = loss.clone()
+        loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]
+        d_head = step_backward(loss, count, log_softmax, labels_reshape)  # f64[4@dp,8,14]
+        del log_softmax, labels_reshape
+        grads = {self.head_weight: weight_grad(d_head, x)}                # f64[14,6]{U:dp}
+        del x
+        reduced.append(scatter_grads(grads, 2, self.dp))                  # f64[14@dp,6]
+        del grads
+        d_x = d_head @ head_weight                                        # f64[4@dp,8,6]
+        del d_head, head_weight
         for layer, following in zip(
             reversed(self.blocks), [*reversed(self.blocks), None][1:], strict=True):
             before, reduced = reduced, Reduced()
             if following is not None and not following.whole:
-                following.regather()                                # hidden behind this block's backward
-            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)  # f64[4@dp,8,6]
-            before.finish()                                         # reduced behind this block's backward
-        # embed
-        reduced.append(scatter_grads({self.embed_weight: torch.ops.aten.embedding_dense_backward(
-                                         d_x, ids_local, num_weights=14, padding_idx=-1,
-                                         scale_grad_by_freq=False)}, 2, self.dp))  # f64[14@dp,6]
+                following.regather()                                      # hidden behind this block's backward
+            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)        # f64[4@dp,8,6]
+            before.finish()                                               # reduced behind this block's backward
+        grads = {self.embed_weight: embedding_grad(d_x, ids_local, 14)}   # f64[14,6]{U:dp}
         del d_x, ids_local
-        loss_sum_done.wait()                                        # hidden behind d_head_weight, d_head, d_x (8 B beside 5.38 kFLOP)
+        reduced.append(scatter_grads(grads, 2, self.dp))                  # f64[14@dp,6]
+        del grads
+        loss_1_done.wait()                                                # hidden behind d_head_weight, d_head, d_x (8 B beside 5.38 kFLOP)
         reduced.finish()
-        return loss_sum
+        return loss_1
 
 
 Step = ToyStep

@@ -138,11 +138,11 @@ class ToyStep(nn.Module):
         loss = loss_sum / labels_total                                   # f64[]{U:dp}{U:tp}
         loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)  # f64[]{U:tp}
         d_div = torch.ones_like(loss) / labels_total                     # f64[]
-        d_head_reshape = cross_entropy_grad(
+        d_logits = cross_entropy_grad(
             d_div, head_reshape.exp_(), labels_reshape, reshape_in_shard, -100)  # f64[32@dp,14@tp]
         del amax, head_total, head_reshape, labels_reshape, reshape_in_shard
-        d_head = d_head_reshape.unflatten(0, (2, 8))                     # f64[4@dp,8,14@tp]
-        del d_head_reshape
+        d_head = d_logits.unflatten(0, (2, 8))                           # f64[4@dp,8,14@tp]
+        del d_logits
         d_x = d_head @ self.head_weight                                  # f64[4@dp,8,6]{U:tp}
         d_x_done = dist.all_reduce(d_x, group=self.tp, async_op=True)    # f64[4@dp,8,6]
         d_head_weight = weight_grad(d_head, x)                           # f64[14@tp,6]{U:dp}

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from .helpers import Partials, Reduced, cross_entropy_grad, log_softmax_over, sum_grads
+from .helpers import (
+    Partials, Reduced, cross_entropy_grad, embedding_grad, layer_norm_backward, log_softmax_over,
+    sum_grads,
+)
 
 MESH = {"dp": 2}
 DTYPES = {"float32": torch.float32}
@@ -61,11 +64,11 @@ class Stage0(nn.Module):
         """Compute what all microbatches share."""
         self.saved = {}
         self.losses = []
-        total = (targets.reshape(24) != 3).to(torch.float32).sum(0)  # f32[]{U:dp}
-        dist.all_reduce(total, group=self.dp)                        # f32[]; exposed
-        self.ids = ids                                               # i64[(2 4@dp),6]
-        self.targets = targets                                       # i64[(2 4@dp),6]
-        self.total = total                                           # f32[]
+        total = (targets.flatten() != 3).to(torch.float32).sum(0)  # f32[]{U:dp}
+        dist.all_reduce(total, group=self.dp)                      # f32[]; exposed
+        self.ids = ids                                             # i64[(2 4@dp),6]
+        self.targets = targets                                     # i64[(2 4@dp),6]
+        self.total = total                                         # f32[]
 
     def forward(self, i: int) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
@@ -80,23 +83,23 @@ class Stage0(nn.Module):
         add = embed + down                                       # f32[8@mb+dp,6,16]
         del down
         head = F.linear(add, self.head_weight, self.head_bias)   # f32[8@mb+dp,6,32]
-        reshape = self.targets.chunk(2)[i].reshape(12)           # i64[48@mb+dp]
-        log_softmax = log_softmax_over(head.reshape(12, 32))     # f32[48@mb+dp,32]
+        targets_reshape = self.targets.chunk(2)[i].flatten()     # i64[48@mb+dp]
+        log_softmax = log_softmax_over(head.flatten(0, 1))       # f32[48@mb+dp,32]
         del head
-        nll_loss_forward = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, weight=None, reduction=2, ignore_index=3)[0]  # f32[]{U:dp}{U:mb}
-        loss = nll_loss_forward / self.total                     # f32[]{U:dp}{U:mb}
-        self.saved[i] = (ids_local, embed, up, add, reshape, log_softmax, loss)
+        loss_sum = F.nll_loss(log_softmax, targets_reshape, ignore_index=3, reduction="sum")  # f32[]{U:dp}{U:mb}
+        loss = loss_sum / self.total                             # f32[]{U:dp}{U:mb}
+        self.saved[i] = (ids_local, embed, up, add, targets_reshape, log_softmax, loss)
         self.losses.append(loss)
         return ()
 
     def backward(self, i: int) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
-        ids_local, embed, up, add, reshape, log_softmax, loss = self.saved.pop(i)
+        ids_local, embed, up, add, targets_reshape, log_softmax, loss = self.saved.pop(i)
         d_div = torch.ones_like(loss) / self.total                       # f32[]
-        d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, reshape, 3)  # f32[48@mb+dp,32]
-        d_head = d_reshape.reshape(2, 6, 32)                             # f32[8@mb+dp,6,32]
-        del d_reshape
+        d_head_reshape = cross_entropy_grad(
+            d_div, log_softmax.exp(), targets_reshape, targets_reshape, 3)  # f32[48@mb+dp,32]
+        d_head = d_head_reshape.unflatten(0, (2, 6))                     # f32[8@mb+dp,6,32]
+        del d_head_reshape
         # head
         self.partials.add_product(self.head_weight, d_head, add)         # f32[32,16]{U:dp}{U:mb}
         d_norm_embed = d_head @ self.head_weight                         # f32[8@mb+dp,6,16]
@@ -111,25 +114,21 @@ class Stage0(nn.Module):
         torch.ops.aten.gelu_backward.grad_input(d_up, up, grad_input=d_up)  # f32[8@mb+dp,6,32]
         # up
         norm, mean, rstd = torch.native_layer_norm(
-            embed, (16,), self.norm_weight, self.norm_bias, 1e-05)       # f32[8@mb+dp,6,16], f32[8@mb+dp,6,1], f32[8@mb+dp,6,1]
+            embed, (16,), self.norm_weight, self.norm_bias, 1e-05)       # f32[8@mb+dp,6,16]
         self.partials.add_product(self.up_weight, d_up, norm)            # f32[32,16]{U:dp}{U:mb}
         del norm
         d_norm = d_up @ self.up_weight                                   # f32[8@mb+dp,6,16]
         self.partials.add(self.up_bias, d_up.sum((0, 1)))                # f32[32]{U:dp}{U:mb}
         del d_up
         # norm
-        d_embed, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, embed, (16,), mean, rstd, self.norm_weight, self.norm_bias,
-            output_mask=(True, True, True))                              # f32[8@mb+dp,6,16], f32[16]{U:dp}{U:mb}, f32[16]{U:dp}{U:mb}
+        d_embed, d_norm_weight, d_norm_bias = layer_norm_backward(
+            d_norm, embed, mean, rstd, self.norm_weight)                 # f32[8@mb+dp,6,16], 2x f32[16]{U:dp}{U:mb}
         self.partials.add(self.norm_weight, d_norm_weight)
         self.partials.add(self.norm_bias, d_norm_bias)
         del d_norm, d_norm_bias, d_norm_weight, mean, rstd
         d_norm_embed += d_embed                                          # f32[8@mb+dp,6,16]
         del d_embed
-        self.partials.add(self.embed_weight,
-                          torch.ops.aten.embedding_dense_backward(
-                              d_norm_embed, ids_local, num_weights=32, padding_idx=-1,
-                              scale_grad_by_freq=False))                 # f32[32,16]{U:dp}{U:mb}
+        self.partials.add(self.embed_weight, embedding_grad(d_norm_embed, ids_local, 32))  # f32[32,16]{U:dp}{U:mb}
         return ()
 
     def finish(self) -> Tensor:

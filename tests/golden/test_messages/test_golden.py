@@ -156,3 +156,14 @@ class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
             self[0][1].wait()
             for param, grad in self.pop(0)[0].items():  # the handle holds what was sent
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
+
+
+def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
+    """Gradient of a table of `rows` rows, of which `ids` were read."""
+    return torch.ops.aten.embedding_dense_backward(d_y, ids, rows, padding_idx, False)
+
+
+def nll_loss_and_count(log_p: Tensor, target: Tensor,
+                       ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """`F.nll_loss`, a sum, and the number of targets in it."""
+    return torch.ops.aten.nll_loss_forward(log_p, target, None, 2, ignore_index)

@@ -168,3 +168,16 @@ class Nothing:
 
     def take(self) -> tuple[Tensor, ...]:
         return ()
+
+
+def layer_norm_backward(d_y: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, *,
+                        d_x: bool = True, d_weight: bool = True,
+                        d_bias: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `x`, weight and bias; of the bias itself the kernel reads no number."""
+    given = (d_y, x, weight.shape, mean, rstd, weight, weight)
+    return torch.ops.aten.native_layer_norm_backward(*given, (d_x, d_weight, d_bias))
+
+
+def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
+    """Gradient of a table of `rows` rows, of which `ids` were read."""
+    return torch.ops.aten.embedding_dense_backward(d_y, ids, rows, padding_idx, False)
