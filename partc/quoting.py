@@ -24,10 +24,11 @@ class Named(float):
 
     def __new__(cls, value: float, name: str) -> Named:
         made = super().__new__(cls, value)
-        made.name = name
+        made.name, made.value = name, value
         return made
 
     name: str
+    value: float  # an int where the call takes one
 
     def __repr__(self) -> str:
         return self.name

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partc.cost.workspaces import workspace_of
 from partc.graph import Graph, fake_of
 from partc.graph.fake_calls import FakeCalls, tensors_in
+from partc.quoting import Named
 
 # Ops that can write the result into their first operand, by the ``grad_input`` overload.
 GRADS_OF_ACTIVATIONS = (
@@ -93,6 +95,11 @@ class _Allocations(TorchDispatchMode):
 _CALLS = FakeCalls(_Allocations().run)
 
 
+def _number(argument: Any) -> Any:
+    """An argument; of a name under which blocks have numbers of their own, the number here."""
+    return argument.value if isinstance(argument, Named) else argument
+
+
 def replay(graph: Graph, ran: Replay | None = None) -> Replay:
     """Run a graph on fake tensors of its own shapes, and return the results.
 
@@ -110,7 +117,8 @@ def replay(graph: Graph, ran: Replay | None = None) -> Replay:
             if node.op == "placeholder":
                 ran.results[node] = _fresh(fake_of(node))
             elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), ran.results.__getitem__)
+                given = map_aggregate((node.args, dict(node.kwargs)), _number)
+                args, kwargs = fx.map_arg(given, ran.results.__getitem__)
                 ran.results[node], ran.temporary_bytes[node] = _CALLS(node.target, args, kwargs)
             else:
                 assert node.op == "output", node.op

@@ -234,3 +234,17 @@ def test_a_call_takes_its_time_step() -> None:
     text = compiled("Recurrent", "ddp")[1].source(0)
     assert "for index in range(1, 6):" in text, "the first call's state needs no gradient"
     assert "[:, index]" in text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_limit_of_memory_is_judged_before_and_after_printing(name: str, layout: str) -> None:
+    mesh, options = LAYOUTS[layout]
+    given: dict[str, Any] = {"plan": layout, "loss": loss_of, **options}
+    model, inputs = MODELS[name](STEPS), batch(STEPS)
+    if name == "Counting" and layout == "pp":
+        model.eval()  # statistics of microbatches are others
+    made = partc.compile(model, mesh, inputs, memory_bytes=10**9, **given)
+    most = max(peak.num_bytes for peak in made.cost.peaks())
+    with pytest.raises(partc.PartcError, match=r"memory_bytes=|no cut fits"):
+        partc.compile(model, mesh, inputs, memory_bytes=most // 2, **given)

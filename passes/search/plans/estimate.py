@@ -314,7 +314,7 @@ class Estimator:
             }
             others = in_flight(one, rank) / one.chunks - 1
             times = self._backward_bytes(one, units, others, rank == one.rank_of[-1])
-            live = max(times, key=lambda each: sum(each.values()))
+            live = max(times, key=lambda each: sum(each.values()), default={})
             found.append((held | live, places[rank].hardware.memory_bytes))
         return max(found, key=lambda each: sum(each[0].values()) / each[1])
 
