@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import partc
 from benchmarks.names import numbered_share
+from partc.reports.cost import CostReport
+from partc.reports.pipeline_cost import PipelineCost
 
 WIDTH, WORDS, STEPS = 8, 12, 6
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -245,6 +247,7 @@ def test_a_limit_of_memory_is_judged_before_and_after_printing(name: str, layout
     if name == "Counting" and layout == "pp":
         model.eval()  # statistics of microbatches are others
     made = partc.compile(model, mesh, inputs, memory_bytes=10**9, **given)
+    assert isinstance(made.cost, CostReport | PipelineCost)
     most = max(peak.num_bytes for peak in made.cost.peaks())
     with pytest.raises(partc.PartcError, match=r"memory_bytes=|no cut fits"):
         partc.compile(model, mesh, inputs, memory_bytes=most // 2, **given)
