@@ -13,7 +13,7 @@ from partc.codegen.account.function import Function
 from partc.codegen.bodies.block_arguments import passed
 from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.statements import Statement, free_early
-from partc.codegen.repeats.runs import LATER, Item, Loop
+from partc.codegen.repeats.runs import LATER, Item, Loop, sections
 from partc.codegen.repeats.slots import Slot
 from partc.graph.moves import gathers_param
 
@@ -59,10 +59,10 @@ class Walk:
     # statements ------------------------------------------------------------------------------
     def _all(self) -> Iterator[Statement]:
         """The statements of all calls and loops, as ``StepBody`` puts them."""
-        sections = self._sections()
-        for index, (loop, nodes) in enumerate(sections):
+        stretches = sections(self.items)
+        for index, (loop, nodes) in enumerate(stretches):
             early = [*takewhile(gathers_param, nodes)]
-            following = next((other for other, _ in sections[index + 1 :]), None)
+            following = next((other for other, _ in stretches[index + 1 :]), None)
             begun = self._begun_in(loop, following)
             rest, starts = nodes[len(early) :], self.function.statements(early)
             if loop is not None:
@@ -73,16 +73,6 @@ class Walk:
                 num = self.prefetch if loop is not None and rest else 1
                 yield Begun([], loop=following, num=min(num, len(following.run.layers)))
             yield from self.function.statements(rest)
-
-    def _sections(self) -> list[tuple[Loop | None, list[fx.Node]]]:
-        """Each loop with the calls behind it; first the calls before any."""
-        sections: list[tuple[Loop | None, list[fx.Node]]] = [(None, [])]
-        for item in self.items:
-            if isinstance(item, Loop):
-                sections.append((item, []))
-            else:
-                sections[-1][1].append(item)
-        return sections
 
     def _gathers(self, loop: Loop) -> bool:
         block = self.shape.block(loop)

@@ -23,7 +23,7 @@ from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.ranges import WAIT_FOR_GRADS, of_loop
 from partc.codegen.calls.settle import unmarked
 from partc.codegen.calls.statements import Statement
-from partc.codegen.repeats.runs import LATER, Item, Loop, Run
+from partc.codegen.repeats.runs import LATER, Item, Loop, Run, sections
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line, Range, Text
 from partc.graph import Phase, collectives
@@ -58,10 +58,12 @@ class StepBody(Body):
         """
         found: list[Statement] = []
         self._carry_names()
-        sections = self._sections()
-        for loop, nodes in sections:
+        stretches = sections(self.items)
+        for loop, nodes in stretches:
             early = [*takewhile(gathers_param, nodes)]
-            following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
+            following = next(
+                (lp for lp, ns in stretches[stretches.index((loop, nodes)) + 1 :]), None
+            )
             ahead = self._begun_in(loop, following)
             if loop is not None:
                 self.ahead.update(early)
@@ -81,18 +83,8 @@ class StepBody(Body):
     def _next_wait(self, start: fx.Node) -> fx.Node | None:
         """As in ``Transfers``; None where a loop between start and wait hides the transfer."""
         wait = super()._next_wait(start)
-        stretches = [nodes for _, nodes in self._sections()]
+        stretches = [nodes for _, nodes in sections(self.items)]
         return wait if any(start in nodes and wait in nodes for nodes in stretches) else None
-
-    def _sections(self) -> list[tuple[Loop | None, list[fx.Node]]]:
-        """Each loop with the calls behind it, up to the next loop; first the calls before any."""
-        sections: list[tuple[Loop | None, list[fx.Node]]] = [(None, [])]
-        for item in self.items:
-            if isinstance(item, Loop):
-                sections.append((item, []))
-            else:
-                sections[-1][1].append(item)
-        return sections
 
     def _gather(self, loop: Loop) -> str:
         """The method that starts to gather a block's weights; "" if this loop gathers none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -81,3 +82,14 @@ class Loop:
 
 
 Item = fx.Node | Loop
+
+
+def sections(items: Iterable[Item]) -> list[tuple[Loop | None, list[fx.Node]]]:
+    """Each loop with the calls behind it, up to the next loop; first the calls before any."""
+    found: list[tuple[Loop | None, list[fx.Node]]] = [(None, [])]
+    for item in items:
+        if isinstance(item, Loop):
+            found.append((item, []))
+        else:
+            found[-1][1].append(item)
+    return found
