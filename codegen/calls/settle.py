@@ -80,21 +80,25 @@ class Claim:
         """The names that the value can have, the best first."""
         node, wish, wishes = self.main.node, self.main.wish, self.main.wishes
         if node is None or not wishes.names:
-            return [wish]
+            return [_no_handle(wish)]
         if self.is_gradient:
             names = gradient_names(node, wish, wishes, self.of)
         else:
             longer = longer_names(node, wish, wishes)  # "d_" begins the names of gradients
             longer = (name for name in longer if not name.startswith("d_"))
             names = chain(told_names(node, wish, wishes), [wish], longer)
-        return list(dict.fromkeys(map(identifier, names)))
+        return list(dict.fromkeys(map(_no_handle, map(identifier, names))))
 
     @property
     def name(self) -> str:
         """The name now claimed; behind the last one come numbered ones."""
         behind = self.index - len(self.names)
-        name = self.names[self.index] if behind < 0 else f"{self.names[0]}_{behind + 1}"
-        return f"{name}_value" if name.endswith("_done") else name  # that of a transfer's handle
+        return self.names[self.index] if behind < 0 else f"{self.names[0]}_{behind + 1}"
+
+
+def _no_handle(name: str) -> str:
+    """A name that is not that of a transfer's handle, ``x_done``."""
+    return f"{name}_value" if name.endswith("_done") else name
 
 
 def unmarked(text: str) -> str:
@@ -121,6 +125,7 @@ def settle(
     for claim in gradients:
         claim.of = known.get(claim.main.wishes.of.get(claim.main.here), "")  # type: ignore[arg-type]
     _resolve(gradients, {*taken, *known.values()})
+    _check_apart(claims)
     names = [each.wish for each in marked]
     for claim in claims:
         for member in claim.members:
@@ -178,6 +183,15 @@ def _resolve(claims: Sequence[Claim], taken: Collection[str]) -> None:
         if claim.index >= len(claim.names) and free is not None:
             claim.index = free
             held.add(claim.name)
+
+
+def _check_apart(claims: Sequence[Claim]) -> None:
+    """Two values of one name would be one, and what reads the first would read the second."""
+    held: dict[str, Claim] = {}
+    for claim in claims:
+        other = held.setdefault(claim.name, claim)
+        both = (other.main.mark, claim.main.mark)
+        assert other is claim, f"{claim.name} is the name of two values, {both}"
 
 
 def _losers(name: str, claims: list[Claim], taken: Collection[str]) -> Iterator[Claim]:

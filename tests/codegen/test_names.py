@@ -6,6 +6,8 @@ import ast
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import partc
 from benchmarks.names import assigned_names, numbered_share, renamed_values
@@ -43,6 +45,29 @@ class Layer(nn.Module):
     assert [*renamed_values(swapped)] == [("mul_1", "x"), ("x", "mul_1"), ("cos", "sin"),
                                           ("sin", "cos")]  # fmt: skip
     assert numbered_share(swapped) == pytest.approx(2 / 3)
+
+
+class Done(nn.Module):
+    """A variable with the name of a transfer's handle, of which several gradients are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 16)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.router(x).unflatten(-1, (4, 4)).unbind(1)
+        done = torch.stack([layer(part) for layer, part in zip(self.layers, parts, strict=True)])
+        return torch.einsum("ebd,bd->bd", done, x[:, :4])
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_values_of_a_variable_named_as_a_handle_have_names_of_their_own(plan: str) -> None:
+    torch.manual_seed(0)
+    model, x = Done(), torch.randn(8, 8)
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    program = partc.compile(model, "dp=2", (x,), loss=loss, plan=plan)
+    partc.verify(program, model, (x,), loss=loss).check()
 
 
 def test_a_product_is_called_as_its_weight() -> None:
