@@ -152,7 +152,8 @@ def test_check_refuses_every_edit() -> None:
     [
         ("is not None)], 4, self.island)", "is not None)], 2, self.island)"),  # not of all
         (".chunk(self.microbatches)", ".chunk(self.microbatches)[:2]"),  # the third is skipped
-        (".chunk(self.microbatches)", ".chunk(self.microbatches)[:1] * self.microbatches"),  # the first one again and again
+        # the first one again and again
+        (".chunk(self.microbatches)", ".chunk(self.microbatches)[:1] * self.microbatches"),
         ("average_over([result, *(", "average_over([result], 4, self.island); (*("),
         ("losses = []", "losses, before = [], []"),  # drops what was there
         ("torch.stack(losses).sum()", "torch.stack(losses).mean()"),
