@@ -7,7 +7,7 @@ gradients that there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,36 +41,48 @@ class UnevenGradients:
         single one, which draws what the one of this number draws.
         """
         held = self.role.tensors(step)
-        island = self.role.mesh.coords(self.rank)[ISLAND]
-        turns = [self._turn(inputs, island, i) for i in range(self.how.of_each[island])]
-        loss = torch.zeros((), dtype=torch.float64)
+        turns = [self._turn(inputs, number) for number in range(self._own)]
+        whole, wanted = self._defined(step, turns, alone)
         self._clear(held.values())
-        for number, turn in enumerate(turns):
-            found = alone(turn, number)
-            loss += 0.0 if found is None else found.cpu()
-        wanted = {name: x.grad.clone() for name, x in held.items() if x.grad is not None}
-        wanted[""] = loss.to(device=step_device(step))
-        for each in wanted.values():
-            self.role.module.__dict__["dist"].all_reduce(each, group=step.island)
-            each /= self.how.whole
-        whole = wanted.pop("")
-        for times in (1, 2):
-            if times == 1:
-                self._clear(held.values())
+        for times in (1, 2):  # the second step adds to what the first one leaves
             given = run(self._joined(turns))
             if given is not None:
                 yield UNEVEN_LOSS, "loss", error_of(given.double(), whole)
             for name, grad in wanted.items():
                 yield UNEVEN_GRADIENT, name, error_of(held[name].grad, times * grad)
 
+    def _defined(
+        self, step: Any, turns: Sequence[Inputs], alone: Alone
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The mean loss and gradients of all microbatches, from what each gives alone."""
+        held = self.role.tensors(step)
+        self._clear(held.values())
+        losses = [alone(turn, number) for number, turn in enumerate(turns)]
+        known = [each.double() for each in losses if each is not None]
+        loss = torch.stack(known).sum() if known else torch.zeros((), dtype=torch.float64)
+        grads = {name: x.grad.clone() for name, x in held.items() if x.grad is not None}
+        for each in (loss, *grads.values()):
+            self.role.module.__dict__["dist"].all_reduce(each, group=step.island)
+            each /= self.how.whole
+        return loss, grads
+
+    @property
+    def _island(self) -> int:
+        return self.role.mesh.coords(self.rank)[ISLAND]
+
+    @property
+    def _own(self) -> int:
+        """The microbatches of this rank's island."""
+        return self.how.of_each[self._island]
+
     @staticmethod
-    def _clear(tensors: Any) -> None:
+    def _clear(tensors: Iterable[Tensor]) -> None:
         for x in tensors:
             x.grad = None
 
-    def _turn(self, inputs: Inputs, island: int, number: int) -> Inputs:
+    def _turn(self, inputs: Inputs, number: int) -> Inputs:
         """The rows of one microbatch: some of those of the batch, the same of all inputs."""
-        generator = torch.Generator().manual_seed(1_000 * island + number)
+        generator = torch.Generator().manual_seed(1_000 * self._island + number)
         order = torch.rand(1 + max(map(Tensor.numel, inputs)), generator=generator)
         return [
             x if dim is None else x.index_select(dim, (order[: x.shape[dim]] * x.shape[dim]).long())
@@ -88,9 +100,3 @@ class UnevenGradients:
     @property
     def _dims(self) -> list[int | None]:
         return [self.how.dim_of(shard.name) for shard in self.role.batch]
-
-
-def step_device(step: Any) -> torch.device:
-    """Where a rank's module has its parameters."""
-    device: torch.device = next(step.parameters()).device
-    return device
