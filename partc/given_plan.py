@@ -16,7 +16,7 @@ from partc.passes.runner import State
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.idle_axes import IDLE
 from partc.plan import Plan
-from partc.plan.allowed import ALLOWED_TABLES
+from partc.plan.allowed import OWN_TABLES
 from partc.plan.decided import NCCL
 from partc.plan.field_kinds import OWN_ORDER, PLAIN, check_fields
 from partc.plan.mesh import Mesh
@@ -76,7 +76,7 @@ def check_made(plan: Plan) -> None:
     said = {name: given for name, given in vars(plan).items() if given != left_out[name]}
     of_text = {*PLAIN, "gather", "scatter"}  # as they stand in a plan's text
     check_fields({name: given for name, given in said.items() if name in of_text}, "Plan")
-    for name, table in ALLOWED_TABLES.items():
+    for name, table in OWN_TABLES.items():
         given = getattr(plan, name)
         if given is not None and not isinstance(given, table.made):
             raise PlanError(

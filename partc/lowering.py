@@ -45,9 +45,11 @@ from partc.passes.recompute.choose import recompute
 from partc.passes.runner import Pass, State, Table, When, run
 from partc.passes.shard.apply_preset import complete
 from partc.passes.shard.check_islands import check_islands, has_islands
+from partc.passes.shard.choose_microbatches import choose_microbatches
 from partc.passes.shard.count_whole import count_whole
 from partc.passes.shard.draw_whole import draw_whole
 from partc.passes.shard.find_batch import find_batch
+from partc.passes.shard.find_rows import find_rows
 from partc.passes.shard.fuse_loss import fuse_loss
 from partc.passes.shard.insert_collectives import insert_collectives
 from partc.passes.shard.microbatches import count_targets
@@ -76,6 +78,7 @@ WHOLE_DRAWS = When("whole draws", lambda s: s.plan.random == "single-device")
 LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
 COMPRESSED = When("compress", lambda s: s.plan.compress is not None)
 GRADIENTS = When("compress", lambda s: COMPRESSED.holds(s) and s.graph.loss is not None)
+UNEVEN = When("uneven", lambda s: s.plan.uneven is not None)
 ISLANDS = When("islands", lambda s: has_islands(s.plan, s.mesh))
 PIECES = When("pieces", lambda s: s.plan.overlap_pieces > 1)
 
@@ -117,10 +120,14 @@ PASSES = (
     Pass(split_bias, JOINT, "a product whose inner dim is cut is summed before the bias"),
     Pass(fuse_loss, JOINT, "the gradient of a cross entropy is one call: one tensor of "
          "the scores' size, not three, and a cut vocabulary needs no gather", optional=True),
+    Pass(find_rows, PLAN, "an island that is faster computes more microbatches, which are runs of "
+         "rows", UNEVEN, on_graph=False),
     Pass(complete, PLAN, "a preset's words become entries for every parameter and input",
          on_graph=False),
     Pass(check_compress, PLAN, "rounded sums change a step's numbers: allowed, and where they are "
          "built, or refused", COMPRESSED, on_graph=False),
+    Pass(choose_microbatches, PLAN, "an island takes as many microbatches as its machines are fast",
+         UNEVEN, on_graph=False, machines=True),
     Pass(check_islands, PLAN, "copies of the model that train apart are another training: allowed, "
          "or refused", ISLANDS, on_graph=False),
     Pass(choose_schedule, PLAN, "1f1b unless the plan says more", PIPELINES, on_graph=False,

@@ -11,6 +11,7 @@ from partc.codegen.files.island import Islands, MeetingIslands, check_names, che
 from partc.codegen.files.late_island import LateIslands
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.codegen.files.role_file import helper_file
+from partc.codegen.files.uneven_island import UnevenIslands
 from partc.cost.prediction import Work
 from partc.errors import PlanError
 from partc.graph import Graph
@@ -20,6 +21,7 @@ from partc.plan import Plan
 from partc.plan.decided import GLOO
 from partc.plan.mesh import Mesh
 from partc.plan.stale import Stale
+from partc.plan.uneven import Uneven
 from partc.program.helper_file import helpers_of
 from partc.program.role import Role
 from partc.reports.cost import cost_report
@@ -38,7 +40,7 @@ def lay_islands(
     running: frozenset[str],
 ) -> dict[str, object]:
     """How islands meet, of which parameters."""
-    how = plan.local_steps or plan.stale
+    how = plan.local_steps or plan.stale or plan.uneven
     assert how is not None
     check_names(how, fingerprint.tensors)
     params = {
@@ -46,8 +48,11 @@ def lay_islands(
     }
     frozen = tuple(name for name in params if name not in trained)
     check_real(how, {n: each.dtype for n, each in fingerprint.tensors.items() if n in trained})
-    if isinstance(how, Stale):
-        made: Islands = LateIslands(num=mesh.islands, how=how, frozen=frozen, running=running)
+    made: Islands
+    if isinstance(how, Uneven):
+        made = UnevenIslands(num=mesh.islands, how=how, frozen=frozen, running=running)
+    elif isinstance(how, Stale):
+        made = LateIslands(num=mesh.islands, how=how, frozen=frozen, running=running)
     else:
         made = MeetingIslands.of(how, mesh.islands, params, frozen, running)
     return {"islands": made}
@@ -120,7 +125,7 @@ def cost_step(
     role = Role.load(sources[ROLE], ROLE, helpers=helpers_of(sources))
     report = cost_report(graph, role=role, work=work, mesh=mesh, prefetch=plan.prefetch)
     if islands is not None and graph.loss is not None:
-        report = with_meeting(report, _meeting(islands, role, mesh), mesh.islands)
+        report = with_meeting(report, _meeting(islands, role, mesh), mesh)
     return {"cost": report}
 
 
@@ -141,7 +146,7 @@ def cost_pipeline(
     cost = pipeline_cost(staged.graphs, costs, step, roles, mesh, work=work)
     if islands is not None and any(graph.grads for graph in staged.graphs):
         meetings = [_meeting(islands, role, mesh) for role in roles]
-        cost = with_meetings(cost, meetings, mesh.islands)
+        cost = with_meetings(cost, meetings, mesh)
     return {"cost": cost}
 
 

@@ -47,7 +47,7 @@ OWN = {
     *dir(nn.Module),
     "step", "seed", "rng", "n", "name", "begin", "backward", "weights", "finish", "gather", "whole",
     "regather", "saved", "kept", "left", "losses", "results", "reduce", "reduced", "last", "stages",
-    "links", "partials", "island", "island_rank", "meet", "met", "taken",
+    "links", "partials", "island", "island_rank", "microbatches", "meet", "met", "taken",
 }  # fmt: skip
 
 

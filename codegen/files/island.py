@@ -25,6 +25,7 @@ from partc.errors import PlanError
 from partc.graph import Graph
 from partc.plan.local_steps import ALL, PAIRS, RING, LocalSteps
 from partc.plan.stale import Stale
+from partc.plan.uneven import Uneven
 from partc.plan.wires import WIRES
 from partc.program.role import OUTER_TABLE
 from partc.quoting import literal
@@ -53,7 +54,7 @@ class Islands(ABC):
     """
 
     num: int
-    how: LocalSteps | Stale
+    how: LocalSteps | Stale | Uneven
     frozen: tuple[str, ...] = ()
     running: frozenset[str] = frozenset()
 
@@ -182,7 +183,7 @@ class MeetingIslands(Islands):
         return textwrap.wrap(f"{each}.", WIDTH)
 
 
-def check_names(how: LocalSteps | Stale, names: Collection[str]) -> None:
+def check_names(how: LocalSteps | Stale | Uneven, names: Collection[str]) -> None:
     """PlanError if a tensor of the model has a name that islands need for what they keep."""
     for word in how.keeps:
         taken = next((name for name in names if f"{name}_{word}_island" in names), None)
@@ -194,11 +195,11 @@ def check_names(how: LocalSteps | Stale, names: Collection[str]) -> None:
             )  # fmt: skip
 
 
-def check_real(how: LocalSteps | Stale, dtypes: Mapping[str, str]) -> None:
+def check_real(how: LocalSteps | Stale | Uneven, dtypes: Mapping[str, str]) -> None:
     """PlanError for complex parameters where the plan rounds, or squares, real numbers alone."""
     entry = "compensation" if isinstance(how, Stale) else "wire"
     of_complex = next((name for name, dtype in dtypes.items() if "complex" in dtype), None)
-    if getattr(how, entry) and of_complex is not None:
+    if getattr(how, entry, None) and of_complex is not None:
         raise PlanError(
             where=of_complex, what=f"it is {dtypes[of_complex]}, and the plan has a {entry}",
             why="that is defined for real numbers", do=f"Leave {entry} out.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -52,10 +52,15 @@ class Share:
 
 @dataclass(frozen=True)
 class Division:
-    """How the batch of a program is divided among the ranks of its mesh."""
+    """How the batch of a program is divided among the ranks of its mesh.
+
+    ``cuts``: of the rows, by mesh axis. ``microbatches``: how many of a step each island takes,
+    each as large as the batch that was compiled; empty where all take one.
+    """
 
     mesh: Mesh
-    cuts: Cuts  # of the rows, by mesh axis
+    cuts: Cuts
+    microbatches: Sequence[int] = ()
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh) -> Division:
@@ -73,7 +78,8 @@ class Division:
                 why="one sampler gives the rows of all inputs",
                 do="Cut them alike, or give each rank its rows by a sampler of your own.",
             )
-        return cls(mesh, next(iter(kinds.values()), {}))
+        microbatches = plan.uneven.of_each if plan.uneven else ()
+        return cls(mesh, next(iter(kinds.values()), {}), microbatches)
 
     @property
     def world(self) -> int:
@@ -101,8 +107,12 @@ class Division:
         num, island = self.mesh.islands, self.mesh.coords(rank).get(ISLAND, 0)
         if num == 1:
             return alone
-        own = alone.places + island * per_step
-        return Share(num * per_step, alone.rank + island * alone.world, num * alone.world, own)
+        counts = self.microbatches or [1] * num
+        first = sum(counts[:island])
+        turns = range(first, first + counts[island])
+        own = np.concatenate([alone.places + turn * per_step for turn in turns])
+        pieces = alone.rank + island * alone.world
+        return Share(sum(counts) * per_step, pieces, num * alone.world, own)
 
     def _of_island(self, rank: int, per_step: int, batch: Batch) -> Share:
         """What a rank reads of its island's batch."""

@@ -86,6 +86,7 @@ def record(role: Role, rank: int, *, steps: int = 1) -> tuple[Event, ...]:
         step: Any = role.build(here)
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
         for _ in range(steps):
+            role.take_one_microbatch(step)
             step(*inputs) if role.is_inference else step.step(*inputs)
             role.drain(step)
     return tuple(dist.events)

@@ -126,6 +126,7 @@ def execute(
         if known is not None and isinstance(stages, dict) and not role.is_inference:
             Turns(live, known, SourceLines.of(_file(role))).take_over([*stages.values()])
         with live:
+            role.take_one_microbatch(step)
             kept = step(*inputs) if role.is_inference else step.step(*inputs)
             role.drain(step)
     del kept

@@ -16,6 +16,7 @@ from partc.measure.timed_step import StepTimes, block_paths, time_step
 from partc.program import Program, load
 from partc.program.role import Role
 from partc.program.stage.runtime import Stage
+from partc.program.step.microbatches_of_island import MicrobatchesOfIsland
 
 Optimizers = dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
 OPTIMIZERS: Optimizers = {
@@ -67,7 +68,10 @@ class Runner:
             for name, (_, piece) in stage.pieces().items():
                 _fill(name, piece)
         stage.seed(0)
-        tensors = dict(zip(role.inputs, make_inputs(role, stage.coords, stage.device), strict=True))
+        made = make_inputs(role, stage.coords, stage.device)
+        turns = MicrobatchesOfIsland.of(program, dist.get_rank())
+        made = turns.repeated(made) if turns is not None else made
+        tensors = dict(zip(role.inputs, made, strict=True))
         self.args, self.kwargs = program.arguments.call(tensors)
         self.optimizer = self._optimizer(program)
         self.paths = block_paths(stage.rank_step, role.shards)

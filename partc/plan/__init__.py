@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from partc.file_text import Unreadable, file_text
-from partc.plan.allowed import ALLOWED_TABLES
+from partc.plan.allowed import OWN_TABLES
 from partc.plan.compress import Compress
 from partc.plan.decided import Sends, Sizes, decided_lines, number_text
 from partc.plan.field_kinds import plan_error
@@ -35,6 +35,7 @@ from partc.plan.plan_text import (
 from partc.plan.plan_values import PlannedLayout, Values, write_value
 from partc.plan.sharding import Layout, R, Sharding
 from partc.plan.stale import Stale
+from partc.plan.uneven import Uneven
 from partc.schedules.csv_form import CSV, load_csv, write_csv
 from partc.schedules.named import is_of_partc
 from partc.wrong_calls import as_path, known_arguments, known_fields, quoted
@@ -90,7 +91,8 @@ class Plan:
     Arithmetic: ``compress`` says in which narrow numbers gradients are summed over data ranks
     (None: in their own). ``local_steps`` says how often islands, copies of the model that train
     apart along the mesh axis ``island``, meet, and ``stale`` how many steps late islands of one
-    model apply their gradients. ``allow`` names what may change a step's numbers: ``"compress"``,
+    model apply their gradients; ``uneven`` says how many microbatches each island computes of one
+    step. ``allow`` names what may change a step's numbers: ``"compress"``,
     ``"local_steps"``, ``"stale"``.
 
     Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
@@ -145,6 +147,7 @@ class Plan:
     compress: Compress | None = None
     local_steps: LocalSteps | None = None
     stale: Stale | None = None
+    uneven: Uneven | None = None
     apart: frozenset[str] = field(default=frozenset(), compare=False)
     of_another: bool = field(default=False, compare=False)
     homes: Mapping[str, int] = field(default_factory=dict, compare=False)
@@ -306,7 +309,7 @@ class Plan:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
         lines += section_lines("gather", {axis: f'"{life}"' for axis, life in self.gather.items()})
         lines += section_lines("scatter", {axis: str(dim) for axis, dim in self.scatter.items()})
-        for name in ALLOWED_TABLES:
+        for name in OWN_TABLES:
             made = getattr(self, name)
             lines += section_lines(name, made.lines() if made else {})
         for name, table in (("inputs", self.inputs), ("params", self.params)):

@@ -1,4 +1,6 @@
-"""The tables of a plan that change a step's numbers: each has to be allowed by its name."""
+"""The tables of a plan that have a class of their own, most of which change a step's numbers: such
+ones have to be allowed by their names.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from typing import Any
 from partc.plan.compress import COMPRESS, Compress, read_compress
 from partc.plan.local_steps import LOCAL_STEPS, LocalSteps, read_local_steps
 from partc.plan.stale import STALE, Stale, read_stale
+from partc.plan.uneven import UNEVEN, Uneven, read_uneven
 
 
 @dataclass(frozen=True)
-class AllowedTable:
+class OwnTable:
     """One such table.
 
     ``read`` makes an object of class ``made`` of it. ``example``: one as Python, and as a plan's
@@ -25,15 +28,22 @@ class AllowedTable:
     without: str
 
 
-ALLOWED_TABLES: Mapping[str, AllowedTable] = {
-    COMPRESS: AllowedTable(
+ALLOWED_TABLES: Mapping[str, OwnTable] = {
+    COMPRESS: OwnTable(
         Compress, read_compress, 'partc.plan.compress.Compress("int8")', "all sums are exact"
     ),
-    LOCAL_STEPS: AllowedTable(
+    LOCAL_STEPS: OwnTable(
         LocalSteps, read_local_steps, "partc.plan.local_steps.LocalSteps(16)",
         "all ranks train one model",
     ),
-    STALE: AllowedTable(
+    STALE: OwnTable(
         Stale, read_stale, "partc.plan.stale.Stale(1)", "gradients are applied in their own step"
+    ),
+}  # fmt: skip
+OWN_TABLES: Mapping[str, OwnTable] = {
+    **ALLOWED_TABLES,
+    UNEVEN: OwnTable(
+        Uneven, read_uneven, "partc.plan.uneven.Uneven((11, 5))",
+        "all islands compute equally much",
     ),
 }  # fmt: skip

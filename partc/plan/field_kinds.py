@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from partc.errors import PlanError
-from partc.plan.allowed import ALLOWED_TABLES
+from partc.plan.allowed import ALLOWED_TABLES, OWN_TABLES
 from partc.plan.decided import BACKENDS, DECIDED, flaw_of, meant_by
 from partc.schedules import NAMES
 from partc.schedules.csv_form import CSV
@@ -40,7 +41,7 @@ _FLAGS = ("messages", "profiler_ranges")
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes", "hooks")
 ALLOWED = (*ALLOWED_TABLES,)  # what changes a step's numbers, and so is never chosen silently
-_TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values", *ALLOWED)
+_TABLES = ("mesh", "inputs", "params", "gather", "scatter", "values", *OWN_TABLES)
 PLAIN = {
     *_WORDS, *_NUMBERS, *_TEXTS, *_LISTS, "schedule", "recompute", "bucket_mb", "profiler_ranges"
 }  # fmt: skip
@@ -66,13 +67,19 @@ def check_places(table: Mapping[str, Any], where: str) -> None:
     an entry of that.
     """
     for name in _TABLES:
+        own = _entries_of(name)
         for key, given in table.get(name, {}).items():
-            if key in FIELDS and given != "whole" and _fits(key, given):
+            if key in FIELDS - own and given != "whole" and _fits(key, given):
                 raise plan_error(
                     where, f"{key!r} stands in the table [{name}]",
                     "a line belongs to the last [table] above it",
                     f"Write {key} = ... above the first line in brackets.",
                 )  # fmt: skip
+
+
+def _entries_of(name: str) -> set[str]:
+    """The entries of a table that has a class of its own; none of others."""
+    return {each.name for each in fields(OWN_TABLES[name].made)} if name in OWN_TABLES else set()
 
 
 def _fits(name: str, given: Any) -> bool:

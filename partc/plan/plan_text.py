@@ -11,7 +11,7 @@ from typing import Any
 
 from partc.errors import PlanError
 from partc.file_text import Unreadable, toml_table
-from partc.plan.allowed import ALLOWED_TABLES
+from partc.plan.allowed import OWN_TABLES
 from partc.plan.decided import read_decided
 from partc.plan.entries import number_in
 from partc.plan.field_kinds import FIELDS, check_fields, check_places, plan_error
@@ -62,8 +62,8 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes", "hooks", "allow")}
     if isinstance(table.get("recompute"), list):
         lists["recompute"] = tuple(table["recompute"])
-    for name in ALLOWED_TABLES.keys() & table.keys():
-        table[name] = ALLOWED_TABLES[name].read(table[name], where)
+    for name in OWN_TABLES.keys() & table.keys():
+        table[name] = OWN_TABLES[name].read(table[name], where)
     return {**table, "mesh": mesh, **lists, **read_decided(table), **_read_passes(text)}
 
 

@@ -277,11 +277,13 @@ class Program(NotAStage):
                 list, or nothing can be written there.
         """
         with atomic_directory(as_path(path, "save"), written_files) as folder:
+            plan = Plan.parse(self.plan)
             run = run_script(
                 docstring(self.model), self.mesh, compiles=self.role(0).compiles,
                 extras=not self.role(0).is_inference and bool(extras_in(self.returns)),
                 decided=self.decided,
-                backend=Plan.parse(self.plan).backend if self.mesh.num_ranks > 1 else "",
+                backend=plan.backend if self.mesh.num_ranks > 1 else "",
+                row_dims=[*map(plan.uneven.dim_of, self.inputs)] if plan.uneven else (),
             )  # fmt: skip
             texts = {**self.sources, PLAN: self.plan, RUN: run}
             texts |= {SCHEDULE: self.schedule} if self.schedule else {}

@@ -35,7 +35,13 @@ DEVICE_NAMES = {
 DRAW_WORDS = {"rng", "random", "dropout", "generator", "seed"}
 DRAW_NAMES = {"rng", "Draws"}
 CASTS = {"to", "type", "type_as", "dtype", "autocast", "amp", "finfo"}
-TABLES = {"ALIASES": TIED, "DTYPES": DTYPE, "FRAGMENTS": MEETS, "FROZEN": MEETS}
+TABLES = {
+    "ALIASES": TIED,
+    "DTYPES": DTYPE,
+    "FRAGMENTS": MEETS,
+    "FROZEN": MEETS,
+    "MICROBATCHES": MEETS,
+}
 LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE, "str": TEXT}
 LOCALS |= dict.fromkeys(HELPERS, ROUNDED)
 ISLAND_HELPERS = {

@@ -34,8 +34,9 @@ def division_of(program: Program) -> Division:
 
 
 def rows_of(
-    program: Program, rank: int, batch: Batch | None = None, per_step: int | None = None
-) -> Share:
+    program: Program, rank: int, batch: Batch | None = None, per_step: int | None = None,
+    last: Last = "drop",
+) -> Share:  # fmt: skip
     """The rows of every step's batch that a rank reads.
 
     Args:
@@ -43,13 +44,20 @@ def rows_of(
         rank: of the mesh.
         batch: ``"global"``: all of them, ``"local"``: the rank's piece; None: what the plan says.
         per_step: how many rows the whole batch has; None: as many as were compiled.
+        last: what becomes of the rows that fill no step.
 
     Raises:
         UsageError: the rows cannot be divided among the ranks, or the inputs leave it open how
-            many there are.
+            many there are; a smaller last step cannot be divided into the plan's microbatches.
     """
     program.role_of(rank)  # refuses a rank that the mesh has not
     plan = Plan.parse(program.plan)
+    if plan.uneven is not None and last == "partial":
+        raise UsageError(
+            where='last="partial"', what="islands compute unequal numbers of microbatches",
+            why=f"a step has {plan.uneven.whole} microbatches of equally many rows",
+            do='Pass last="drop" or last="next".',
+        )  # fmt: skip
     batch = plan.batch if batch is None else batch
     per_step = rows_per_step(plan, program.inputs) if per_step is None else per_step
     return Division.of(plan, program.mesh).share(rank, per_step, batch)
@@ -126,7 +134,7 @@ def loader(
     check_alike(asked, self.device)
     options = {"pin_memory": self.device.type == "cuda", "collate_fn": collate_fn, **options}
     if _is_stream(dataset):
-        share = rows_of(self._program, dist.get_rank(), batch, rows_per_step)
+        share = rows_of(self._program, dist.get_rank(), batch, rows_per_step, last)
         if shuffle:
             raise UsageError(
                 where="loader(shuffle=True)", what=f"the dataset is {quoted(dataset)}",

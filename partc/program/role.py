@@ -215,10 +215,15 @@ class Role:
         if hasattr(step, "drain"):
             step.drain()
 
+    def take_one_microbatch(self, step: Any) -> None:
+        """Let an island's step take one microbatch, as INPUTS has it, and not several at once."""
+        if hasattr(step, "island_rank") and hasattr(step, "microbatches"):
+            step.microbatches = 1
+
     def alone(self, step: Any) -> Any:
         """The class of a Step without other islands, which draws and computes as any of them."""
         made = type(step)
-        return made.__mro__[1] if hasattr(step, "met") else made
+        return made.__mro__[1] if hasattr(step, "island_rank") else made
 
     def tensors(self, step: nn.Module) -> dict[str, Tensor]:
         """Every parameter and buffer of a Step by its name in the user's model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Sequence
 from importlib import resources
 
 import jinja2
@@ -22,11 +23,13 @@ def run_script(
     extras: bool,
     decided: tuple[str, ...],
     backend: str,
+    row_dims: Sequence[int | None] = (),
 ) -> str:
     """The text for one program.
 
     ``model``: its name as it may stand in a docstring; ``backend``: that of which the program has
-    the text, "" where it has none.
+    the text, "" where it has none. ``row_dims``: where islands compute unequal numbers of
+    microbatches, the dim of each input's rows.
     """
     template = resources.files("partc.program").joinpath("templates/run.py.j2").read_text()
     environment = jinja2.Environment(
@@ -34,7 +37,8 @@ def run_script(
     )  # the output is Python source, so there is nothing to escape for HTML
     return environment.from_string(template).render(
         model=model, mesh=mesh, num_ranks=mesh.num_ranks, compiles=compiles, extras=extras,
-        decided=list(decided), backend=backend, meeting=_meeting_text(), steps=STEPS, most=MOST_S,
+        decided=list(decided), backend=backend, row_dims=list(row_dims),
+        meeting=_meeting_text(), steps=STEPS, most=MOST_S,
         least=MOST_S if compiles else LEAST_S,  # torch.compile works in the first step
     )  # fmt: skip
 

@@ -11,10 +11,12 @@ import torch
 
 from partc.cost.bytes import Traffic, sent_share
 from partc.cost.collective_cost import collective_seconds
+from partc.cost.island_speeds import island_speeds
 from partc.cost.prediction import AxisTime, PhaseTime, Prediction
 from partc.plan.local_steps import ALL, RING, LocalSteps
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.stale import Stale
+from partc.plan.uneven import Uneven
 from partc.plan.wires import WIRES
 from partc.program.role import Role, Shard
 from partc.reports.cost import CostReport
@@ -28,7 +30,8 @@ class Meeting:
     """What one rank's part of the model costs from one meeting to the next, ``period`` steps later.
 
     ``sent_bytes``: by ``count`` transfers of a ``kind``, which take ``seconds``. ``kept_bytes``:
-    of what stays between meetings. ``steps``: how many steps compute meanwhile.
+    of what stays between meetings. ``steps``: how many steps compute meanwhile. ``turns``: by
+    island how many microbatches a step has; empty for one each.
     """
 
     period: int
@@ -38,11 +41,12 @@ class Meeting:
     kept_bytes: int
     steps: int = 0
     kind: str = "all_reduce"
+    turns: Sequence[int] = ()
 
     @classmethod
     def of(
         cls,
-        how: LocalSteps | Stale,
+        how: LocalSteps | Stale | Uneven,
         role: Role,
         mesh: Mesh,
         frozen: Container[str],
@@ -54,6 +58,11 @@ class Meeting:
         if isinstance(how, Stale):
             whole, count, seconds = _sum_of(params, mesh)
             return cls(1, count, whole, seconds, kept, steps=1)
+        if isinstance(how, Uneven):
+            whole, count, seconds = _sum_of(params, mesh)
+            of_one = sum(prod(shape) * dtype.itemsize for shape, dtype in role.inputs.values())
+            kept += (max(how.of_each) - 1) * of_one
+            return cls(1, count, whole, seconds, kept, turns=how.of_each)
         changed = [b for b in role.buffers if b.name in running]
         if how.partners != ALL:
             whole, count, seconds = _sent_to_partners([*params, *changed], mesh, how)
@@ -117,38 +126,59 @@ def _rounded_sum(params: Sequence[Shard], mesh: Mesh, how: LocalSteps) -> tuple[
     return sent, parts * len(transfers), seconds
 
 
-def with_meeting(report: CostReport, one: Meeting, islands: int) -> CostReport:
+def with_meeting(report: CostReport, one: Meeting, mesh: Mesh) -> CostReport:
     """The cost of a step of one stage, with that of meetings."""
     kind = one.kind if one.period == 1 else f"{one.kind}, in 1 of {one.period} steps"
     traffic = Traffic(ISLAND, kind, one.count, one.sent_bytes // one.period)
     state = replace(report.state, buffers=report.state.buffers + one.kept_bytes)
-    step = report.prediction and _slower(report.prediction, one, islands)
-    mesh = f"{ISLAND}={islands} {report.mesh}".strip()
+    step = report.prediction and _slower(report.prediction, one, mesh)
+    axes = f"{ISLAND}={mesh.islands} {report.mesh}".strip()
     return replace(
-        report, mesh=mesh, state=state, traffic=(*report.traffic, traffic), prediction=step
+        report, mesh=axes, state=state, traffic=(*report.traffic, traffic), prediction=step
     )
 
 
-def with_meetings(cost: PipelineCost, ranks: Sequence[Meeting], islands: int) -> PipelineCost:
+def with_meetings(cost: PipelineCost, ranks: Sequence[Meeting], mesh: Mesh) -> PipelineCost:
     """The cost of a pipeline's step, with that of its ranks' meetings; the slowest one counts."""
     more = tuple(
         replace(rank, buffers_and_inputs=rank.buffers_and_inputs + one.kept_bytes)
         for rank, one in zip(cost.ranks, ranks, strict=True)
     )
     slowest = max(ranks, key=lambda one: one.step_s)
-    return replace(cost, ranks=more, prediction=_slower(cost.prediction, slowest, islands))
+    return replace(cost, ranks=more, prediction=_slower(cost.prediction, slowest, mesh))
 
 
-def _slower(step: Prediction, one: Meeting, islands: int) -> Prediction:
+def _slower(step: Prediction, one: Meeting, mesh: Mesh) -> Prediction:
     """A step of all islands: their samples together, and the time that meetings take."""
+    num = sum(one.turns) or mesh.islands
     work = replace(
-        step.work, flops=step.work.flops * islands, samples=step.work.samples * islands,
-        tokens=step.work.tokens * islands,
+        step.work, flops=step.work.flops * num, samples=step.work.samples * num,
+        tokens=step.work.tokens * num,
     )  # fmt: skip
+    if one.turns:
+        speeds = island_speeds(mesh, step.work.dtype)  # the step is that of the slowest one
+        times = [turns * min(speeds) / own for turns, own in zip(one.turns, speeds, strict=True)]
+        step = _repeated(step, max(times))
     hidden = min(step.seconds * one.steps / one.period, one.step_s)
     waited = one.step_s - hidden
     phases = [PhaseTime("islands", waited, ISLAND, {ISLAND: waited})] if waited else []
     return replace(
         step, seconds=step.seconds + waited, phases=(*step.phases, *phases),
         axes=(*step.axes, AxisTime(ISLAND, hidden, waited)), work=work,
+    )  # fmt: skip
+
+
+def _repeated(step: Prediction, num: float) -> Prediction:
+    """A step that computes for so many microbatches, before one step of the optimizer."""
+
+    def times(phase: PhaseTime) -> PhaseTime:
+        parts = {bound: num * seconds for bound, seconds in phase.parts.items()}
+        return replace(phase, seconds=num * phase.seconds, parts=parts)
+
+    phases = [each if each.name == "optimizer" else times(each) for each in step.phases]
+    axes = [AxisTime(a.axis, num * a.hidden_s, num * a.exposed_s) for a in step.axes]
+    once = sum(each.seconds for each in step.phases if each.name == "optimizer")
+    return replace(
+        step, seconds=num * (step.seconds - once) + once, compute_s=num * step.compute_s,
+        phases=tuple(phases), axes=tuple(axes), device_flops=num * step.device_flops,
     )  # fmt: skip

@@ -52,7 +52,7 @@ class LateGradients:
             if not at_once:
                 sent.append((mean, where))
             for name in mean:
-                yield LATE, name, _error(found.get(name), late.get(name))
+                yield LATE, name, error_of(found.get(name), late.get(name))
         self.role.drain(step)
 
     def _due(self, sent: list[tuple[Gradients, Gradients]], now: Gradients) -> Gradients:
@@ -91,7 +91,7 @@ def gradients_of(role: Role, step: Any, run: Run, taken: int) -> Gradients:
     return {name: x.grad.clone() for name, x in held.items() if x.grad is not None}
 
 
-def _error(mine: Tensor | None, wanted: Tensor | None) -> float:
+def error_of(mine: Tensor | None, wanted: Tensor | None) -> float:
     """The largest difference over the largest value; infinite where only one of both is there."""
     if mine is None or wanted is None:
         return 0.0 if mine is wanted else inf

@@ -28,6 +28,7 @@ from partc.program.role import Role, Shard
 from partc.verification.defined_sums import Site
 from partc.verification.differences import difference, largest
 from partc.verification.late_gradients import LateGradients, gradients_of
+from partc.verification.uneven_gradients import UnevenGradients
 
 MET, SHARED = "meeting of islands", "gradient of islands"
 SEED = 5  # from which islands draw whom they meet
@@ -57,13 +58,17 @@ class Meetings:
     device: torch.device | str = "cpu"
 
     @classmethod
-    def of(cls, program: Program, role: Role, rank: int) -> Meetings | LateGradients | None:
+    def of(
+        cls, program: Program, role: Role, rank: int
+    ) -> Meetings | LateGradients | UnevenGradients | None:
         """None where the plan has no islands, or the program does not train."""
         plan = Plan.parse(program.plan)
         if role.is_inference:
             return None
         if plan.stale is not None:
             return LateGradients(role, plan.stale, rank)
+        if plan.uneven is not None:
+            return UnevenGradients(role, plan.uneven, rank)
         how = plan.local_steps
         if how is None:
             return None

@@ -9,7 +9,7 @@ exact arithmetic, such as the gradient of a key bias, and have only rounding noi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
@@ -35,7 +35,8 @@ from partc.verification.asked import (
     other_shapes,
 )
 from partc.verification.differences import difference, scales
-from partc.verification.meetings import Meetings
+from partc.verification.late_gradients import LateGradients
+from partc.verification.meetings import Compared, Meetings
 from partc.verification.narrow_sums import Narrow, sum_exactly
 from partc.verification.piece_norms import Pieces
 from partc.verification.pieces_of_ranks import whole_batch
@@ -53,6 +54,7 @@ from partc.verification.reference import (
 from partc.verification.report import Report, Row
 from partc.verification.same_draws import SEED, STEP, SameDraws
 from partc.verification.threads import ThreadMesh, run_ranks
+from partc.verification.uneven_gradients import UnevenGradients
 from partc.wrong_calls import known_arguments
 
 
@@ -208,7 +210,7 @@ def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int
         with _raised(job, raised):
             one = _Rank(job, role, _built(job, role, mesh), rank)
             one._fill()
-            met = meetings.rows(one.step, one._run_with_others, one._run)
+            met = one.met(meetings)
             found += [Row(error, kind, name, rank) for kind, name, error in met]
     if narrow is None or role.is_inference:
         return found
@@ -284,18 +286,29 @@ class _Rank:
         if hasattr(alone, "seed"):
             alone.seed(step, SEED, number - 1)
 
+    def met(self, meetings: Meetings | LateGradients | UnevenGradients) -> Iterable[Compared]:
+        """What islands make together, compared with its definition."""
+        if not isinstance(meetings, UnevenGradients):
+            return meetings.rows(self.step, self._run_with_others, self._run)
+
+        def alone(inputs: list[Tensor], number: int) -> Tensor | None:
+            self._seed(STEP + number)
+            return self.role.run(self.step, inputs)[0]
+
+        return meetings.rows(self.step, self._inputs(), self._run_with_others, alone)
+
     def _run(self, number: int = STEP) -> tuple[Tensor | None, Tensors]:
         with _raised(self.job, self.raised):
             self._seed(number)
             return self.role.run(self.step, self._inputs())
 
-    def _run_with_others(self) -> object:
+    def _run_with_others(self, inputs: list[Tensor] | None = None) -> Any:
         """A step of an island among others, which have nothing to do before it."""
         step: Any = self.step
         if hasattr(step, "meet"):
             step.met = step.taken
         self._seed()
-        return step.step(*self._inputs())
+        return step.step(*(self._inputs() if inputs is None else inputs))
 
     def _inputs(self) -> list[Tensor]:
         """What this rank is given of the batch."""

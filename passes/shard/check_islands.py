@@ -2,11 +2,12 @@
 
     mesh island=2,dp=2    [local_steps] period = 16
     mesh island=2,dp=2    [stale] steps = 1
+    mesh island=2,dp=2    [uneven] microbatches = [11, 5]
 
 Ranks along the mesh axis ``island`` compute nothing together. So no pass knows the axis: the graph
 is that of one island, of its batch, and the printed program has a last class whose ``step`` meets
 the other islands now and then (``codegen/files/island.py``), or shares gradients with them that are
-applied later (``codegen/files/late_island.py``).
+applied later (``codegen/files/late_island.py``), or at once (``codegen/files/uneven_island.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from partc.plan.field_kinds import plan_error
 from partc.plan.local_steps import LOCAL_STEPS
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.stale import STALE
+from partc.plan.uneven import UNEVEN
 
 
 def has_islands(plan: Plan, mesh: Mesh) -> bool:
@@ -26,7 +28,7 @@ def has_islands(plan: Plan, mesh: Mesh) -> bool:
 
 def _tables(plan: Plan) -> list[str]:
     """The tables of the plan that say what islands do."""
-    return [name for name in (LOCAL_STEPS, STALE) if getattr(plan, name) is not None]
+    return [name for name in (LOCAL_STEPS, STALE, UNEVEN) if getattr(plan, name) is not None]
 
 
 def check_islands(plan: Plan, mesh: Mesh) -> None:
@@ -37,15 +39,16 @@ def check_islands(plan: Plan, mesh: Mesh) -> None:
             LOCAL_STEPS, f"the mesh {mesh} has islands, and the plan does not say how often they "
             "meet", "islands train copies of the model apart",
             f'Write allow = ["{LOCAL_STEPS}"], and below [{LOCAL_STEPS}] period = 16; or let them '
-            f'share gradients: allow = ["{STALE}"], and below [{STALE}] steps = 1.',
+            f'share gradients: allow = ["{STALE}"], and below [{STALE}] steps = 1; or, exactly, '
+            f"[{UNEVEN}] microbatches = [1, 1].",
         )  # fmt: skip
     if len(tables) > 1:
         raise _refused(
-            STALE, f"the plan has [{LOCAL_STEPS}] too", "islands share gradients in every step, or "
-            "parameters now and then", "Leave one of both tables out.",
+            tables[1], f"the plan has [{tables[0]}] too", "islands share gradients in every step, "
+            "at once or later, or parameters now and then", "Leave one of both tables out.",
         )  # fmt: skip
     [table] = tables
-    if table not in plan.allow:
+    if table != UNEVEN and table not in plan.allow:
         raise _refused(
             table, f"the plan has [{table}], and nothing allows it", "islands take other steps "
             "than one device, so that they are never chosen silently",
@@ -62,6 +65,12 @@ def check_islands(plan: Plan, mesh: Mesh) -> None:
             table, f"{ISLAND} is not the first axis of the mesh {mesh}", "ranks of one island "
             "stand side by side, and slow links lie between islands",
             f"Write {ISLAND}={mesh.islands} before the other axes.",
+        )  # fmt: skip
+    if plan.uneven is not None and len(plan.uneven.of_each) != mesh.islands:
+        raise _refused(
+            UNEVEN, f"{len(plan.uneven.of_each)} islands are given microbatches, and the mesh "
+            f"{mesh} has {mesh.islands}", "microbatches has a number for each island",
+            f"Write {mesh.islands} numbers.",
         )  # fmt: skip
 
 

@@ -19,8 +19,9 @@ from partc.errors import PartcError
 from partc.idle_keys import ALWAYS, KEYS
 from partc.passes.shard.preset_words import said_by
 from partc.plan import Plan
-from partc.plan.allowed import ALLOWED_TABLES
+from partc.plan.allowed import OWN_TABLES
 from partc.plan.decided import KINDS, MEMORY
+from partc.plan.field_kinds import ALLOWED
 from partc.plan.mesh import Mesh
 from partc.traced import Traced
 
@@ -239,13 +240,14 @@ def test_gather_by_hand_is_read() -> None:
     ("mesh", "word", "entry"),
     [
         ("dp=2", "compress", 'wire = "int8"'), ("island=2", "local_steps", "period = 2"),
-        ("island=2", "stale", "steps = 1"),
+        ("island=2", "stale", "steps = 1"), ("island=2", "uneven", "microbatches = [2, 1]"),
     ],
 )  # fmt: skip
 def test_what_is_done_to_gradients_says_nothing_without_them(
     mesh: str, word: str, entry: str
 ) -> None:
-    plan = f'preset = "ddp"\nallow = ["{word}"]\n[{word}]\n{entry}\n'
+    allow = f'allow = ["{word}"]' if word in ALLOWED else ""
+    plan = f'preset = "ddp"\n{allow}\n[{word}]\n{entry}\n'
     with torch.no_grad(), pytest.warns(UserWarning, match=f"{word} says nothing here: the step co"):
         compile(Two(), mesh, (torch.ones(8, WIDTH),), plan=plan)
 
@@ -259,5 +261,5 @@ def test_a_search_is_silent() -> None:
 def test_every_field_of_a_plan_is_read_somewhere() -> None:
     of_rows = [row.split(".")[0] for row in KEYS]
     assert sorted([*of_rows, *ALWAYS]) == sorted(each.name for each in fields(Plan))
-    assert {*VALUES} == {*KEYS} - {*ALLOWED_TABLES}  # which need meshes and words of their own
+    assert {*VALUES} == {*KEYS} - {*OWN_TABLES}  # which need meshes and words of their own
     assert all(ALWAYS.values())

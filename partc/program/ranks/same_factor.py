@@ -1,4 +1,5 @@
-"""The factors by which ranks multiply a step's gradients: all ranks of an island have the same.
+"""The factors by which ranks multiply a step's gradients: all ranks that train one model have the
+same.
 
 The loss, and so its gradients, are those of the whole batch. A factor of one rank's own (a weight
 of its samples, a number of its tokens) would give each shard of a gradient another factor, and
@@ -22,8 +23,10 @@ FIRST, EVERY = 3, 100  # calls that compare
 class SameFactor:
     """Compares the factors of all ranks at the first calls, and at every hundredth."""
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, *, is_one_model: bool = False) -> None:
+        """``is_one_model``: islands share the gradients of every step."""
         self.mesh, self.device, self.num_calls = mesh, device, 0
+        self.is_one_model = is_one_model
 
     def check(self, factor: float | Tensor, where: str) -> None:
         """RunError on all ranks if some of them have another factor; all call this together."""
@@ -39,10 +42,11 @@ class SameFactor:
             raise _other_factor(where, found, odd)
 
     def _odd(self, factors: Sequence[float]) -> tuple[int, int] | None:
-        """Two ranks of an island with different factors."""
+        """Two ranks of a model with different factors."""
         first: dict[int, int] = {}
         for rank, coords in enumerate(self.mesh.all_coords()):
-            known = first.setdefault(coords.get(ISLAND, 0), rank)
+            island = 0 if self.is_one_model else coords.get(ISLAND, 0)
+            known = first.setdefault(island, rank)
             a, b = factors[known], factors[rank]
             if a != b and not (a != a and b != b):
                 return known, rank

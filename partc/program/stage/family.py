@@ -50,6 +50,7 @@ from partc.program.step.autocast import autocast_now, run_without, without
 from partc.program.step.batch_fit import Pieces, Rows, fill, longest, uneven_error
 from partc.program.step.given import plain_inputs
 from partc.program.step.loss_backward import check_scale
+from partc.program.step.microbatches_of_island import MicrobatchesOfIsland
 from partc.program.step.results import results_of
 from partc.program.step.step_failures import naming_calls
 from partc.program.step.step_loss import evaluated
@@ -91,12 +92,19 @@ class Family:
         self.calls_alike = SameCalls(choices.most_programs > 1 or len(self.programs) > 1)
         self._same = self.calls_alike.choice if varies else None
         self._reseeded = Reseeded()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._turns = MicrobatchesOfIsland.of(program, rank)
 
     # asked -----------------------------------------------------------------------------------
     @property
     def mode_now(self) -> Mode:
         """The mode that the user has asked for, or else the one that was compiled."""
         return self.state.mode or self.first.program.wanted.mode
+
+    @property
+    def is_one_model(self) -> bool:
+        """Whether islands, if there are any, share the gradients of every step."""
+        return self._plan.stale is not None or self._plan.uneven is not None
 
     @property
     def infers(self) -> bool:
@@ -164,10 +172,12 @@ class Family:
             inputs, form = self._calls.tensors(kind, args, named)
             tell_of_input_grads(self._plan, kind, [*self.first.program.inputs], inputs)
             inputs = plain_inputs(inputs, self.first.role, known=not form)
+            turn = self._turns.first(inputs) if self._turns and kind == "step" else None
         except PartcError:
             self._refuse()
             raise
-        asked = replace(Wanted.of(kind, mode, inputs, form), autocast=autocast)
+        seen = inputs if turn is None else turn  # what is computed at once
+        asked = replace(Wanted.of(kind, mode, seen, form), autocast=autocast)
         wanted = self._pieces.whole(asked)
         if self._same is not None:
             each = self._same.differing(wanted.as_text())
@@ -176,17 +186,18 @@ class Family:
                 return self._with_all_rows(whole, [Wanted.parse(text) for text in each], inputs)
             wanted = self._agreed(wanted, each)
             if kind != "forward" and not self._may_differ(wanted):
-                self.first.checks.checked(inputs, device)
+                self.first.checks.checked(seen, device)
             even = self._even(wanted)
             if even is None:
                 return None
             wanted = even
-            inputs = fill(inputs, self._pieces.mine(wanted), self._values(wanted))
+            if turn is None:
+                inputs = fill(inputs, self._pieces.mine(wanted), self._values(wanted))
         else:
             self.calls_alike.check(_CALLED[kind])
         member = self._member(wanted)
         with alone_by_choice(self.choices.most_programs):
-            taken = member.checks.taken(inputs, device)
+            taken = member.checks.taken(inputs, device, turn)
         return member, partial(self._counted, member, taken)
 
     def meet(self, call: str, most: int = 0) -> None:
@@ -226,7 +237,7 @@ class Family:
         """The whole batch where ranks have different numbers of its rows, and may gather it."""
         if not texts or REFUSED in texts or self.choices.partial != "replicate":
             return None
-        if any(text.startswith(CALL) for text in texts):
+        if self._turns is not None or any(text.startswith(CALL) for text in texts):
             return None
         each = [Wanted.parse(text) for text in texts]
         return self._uneven.whole(each) if self._uneven is not None else None
@@ -286,7 +297,8 @@ class Family:
         alone = replace(wanted, replicated=True)
         if all(rows == 1 for rows, _ in uneven) or alone in self.programs:
             return alone
-        if self.choices.partial is None:
+        turns = self._turns is not None and wanted.kind == "step"
+        if self.choices.partial is None or (turns and self.choices.partial != "drop"):
             raise uneven_error(wanted, uneven)
         if self.choices.partial == "replicate":
             return alone

@@ -142,9 +142,10 @@ class SeveralPrograms(nn.Module):
 
     def _begin(self, family: Family) -> None:
         """Run these programs, in the mode in which the first was compiled."""
+        mesh, device = self._tensors.mesh, self._tensors.device
         own = {
-            "_families": [family], "_turn": OneThread(self._tensors.mesh.num_ranks),
-            "_factors": SameFactor(self._tensors.mesh, self._tensors.device),
+            "_families": [family], "_turn": OneThread(mesh.num_ranks),
+            "_factors": SameFactor(mesh, device, is_one_model=family.is_one_model),
         }  # fmt: skip
         for name, part in own.items():  # a model may have tensors of these names
             object.__setattr__(self, name, part)

@@ -44,18 +44,23 @@ class StepChecks:
         self.role, self.numbers, self.guard, self.num_steps = role, numbers, guard, 0
         self.decided = decided
 
-    def taken(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
+    def taken(
+        self, inputs: Sequence[Tensor], device: str, turn: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
         """What the program takes: the inputs as plain tensors; all ranks call this together.
 
+        ``turn``: what it computes at once, where the inputs are several microbatches.
         RunError if inputs, dtypes or the model's numbers are not as they were compiled, or ranks do
         not hold alike what they must.
         """
         try:
-            plain = self.checked(inputs, device)
+            plain = self.checked(inputs if turn is None else turn, device)
             self.guard.begin()
         except RunError:
             self.refuse()
             raise
+        if turn is not None:
+            plain = tuple(x.contiguous() for x in inputs)
         self.guard.compare(self.role, plain)
         return plain
 
