@@ -50,10 +50,14 @@ def main_slot(side: Interface) -> Slot | None:
 
 
 def _is_total(side: Interface, slot: Slot) -> bool:
-    """Whether a block does nothing with a carried value but add to it."""
-    inside = {*side.group.nodes}
-    readers = [user for user in side.own(slot).users if user in inside]
-    return bool(readers) and all(is_call(user, torch.ops.aten.add.Tensor) for user in readers)
+    """Whether a block does nothing with a carried value but add to it, and hand on the sum."""
+    node, inside = side.own(slot), {*side.group.nodes}
+    while node is not side.group.nodes[slot.position]:
+        readers = [user for user in node.users if user in inside]
+        if len(readers) != 1 or not is_call(readers[0], torch.ops.aten.add.Tensor):
+            return False
+        (node,) = readers
+    return True
 
 
 def own_lines(*, draws: bool, named: bool) -> list[Line]:
