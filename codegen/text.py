@@ -16,10 +16,14 @@ Origin = tuple[str, str]  # a module's path in the user's model, and "net.py:14:
 
 @dataclass(frozen=True)
 class Text:
-    """An expression and the precedence of its outermost operator: ``a + b`` has the level SUM."""
+    """An expression and the precedence of its outermost operator: ``a + b`` has the level SUM.
+
+    ``among``: of how many entries of a list it is one, as ``x_all[2]`` is; 0 for others.
+    """
 
     code: str
     level: int = ATOM
+    among: int = 0
 
     def at(self, level: int) -> str:
         """The expression as an operand of an operator of ``level``, in parentheses where needed.
@@ -101,8 +105,9 @@ def _rows(line: Line, indent: int) -> list[str]:
 def wrap(code: str, indent: int, room: int = 0, both: bool = False) -> list[str]:
     """A statement as lines within the page, ``room`` columns left free after the last one.
 
-    With ``both`` a call may be broken among its targets and its arguments at once.
-    Of the ways to break it inside a bracket, the one with the fewest and shortest lines is taken.
+    With ``both``, or where no other way fits, a call may be broken among its targets and its
+    arguments at once. Of the ways to break a statement inside a bracket, the one with the fewest
+    and shortest lines is taken.
 
     >>> wrap("y = f(" + ", ".join(["argument"] * 12) + ")", 4)[1]
     '          argument, argument, argument)'
@@ -119,6 +124,8 @@ def wrap(code: str, indent: int, room: int = 0, both: bool = False) -> list[str]
         ways += _broken_targets(code, indent)
         ways += _broken_twice(code, indent) if both else []
         ways += [way for pair in pairs if pair not in big for way in _broken(code, pair, indent)]
+    if all(map(_too_long, ways)) and " = " in code and code.endswith(")"):
+        ways += _broken_twice(code, indent)
     fitting = [way for way in ways if _fits(way, room)]
     return min(fitting or ways or [plain], key=_size)
 
@@ -174,7 +181,9 @@ def _broken_targets(code: str, indent: int) -> Iterator[list[str]]:
 def _broken_twice(code: str, indent: int) -> Iterator[list[str]]:
     """``a, b = f(x, y)`` broken among its targets, in brackets then, and among its arguments."""
     targets, _, call = code.partition(" = ")
-    name, _, arguments = call.removesuffix(")").partition("(")
+    name, bracket, arguments = call.removesuffix(")").partition("(")
+    if not bracket or not all(part.isidentifier() for part in name.split(".")):
+        return
     items = [item.strip() for item in _split(arguments)]
     items = [*(f"{item}," for item in items[:-1]), items[-1]]
     for way in _broken(f"({targets}) = {name}(", (0, len(targets) + 1), indent):

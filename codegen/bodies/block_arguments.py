@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from partc.codegen.calls.names import is_weight
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line
-from partc.graph import Phase, fake_of, is_tensor
+from partc.graph import Phase, fake_of, is_call, is_tensor
 from partc.plan.mesh import MICROBATCH_AXIS
 
 TYPES = 4  # of more results than that, all tensors, not each is listed
@@ -37,10 +39,25 @@ def reads_microbatch(side: Interface) -> bool:
 
 
 def main_slot(side: Interface) -> Slot | None:
-    """The slot of the biggest value that each block hands to the next: the residual stream."""
+    """The slot of the biggest value that each block hands to the next: the residual stream.
+
+    A total to which each block only adds, as to the gradient of what all blocks read, is none.
+    """
     carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
     carried = [slot for slot in carried if not is_weight(slot.nodes[0])]
+    carried = [slot for slot in carried if not _is_total(side, slot)] or carried
     return max(carried, key=lambda slot: fake_of(slot.nodes[0]).numel(), default=None)
+
+
+def _is_total(side: Interface, slot: Slot) -> bool:
+    """Whether a block does nothing with a carried value but add to it, and hand on the sum."""
+    node, inside = side.own(slot), {*side.group.nodes}
+    while node is not side.group.nodes[slot.position]:
+        readers = [user for user in node.users if user in inside]
+        if len(readers) != 1 or not is_call(readers[0], torch.ops.aten.add.Tensor):
+            return False
+        (node,) = readers
+    return True
 
 
 def own_lines(*, draws: bool, named: bool) -> list[Line]:

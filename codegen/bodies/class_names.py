@@ -11,13 +11,16 @@ from partc.codegen.calls.scope import Scope
 from partc.codegen.repeats.runs import Run
 from partc.quoting import identifier
 
+SHORT = 3  # letters of a word; a list's name with fewer says nothing of its blocks
+
 
 def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[str, str]]:
     """Class name and attribute of each run: ``Layer`` and ``layers`` for ``model.layers.*``.
 
     Runs that would have the same name get the name of the module around them as well:
     ``EncoderLayer``, ``DecoderLayer``. A single block has its own class's name, which ``classes``
-    gives by path, and an attribute of its path: ``DownBlock`` and ``encoder_down1``.
+    gives by path, and an attribute of its path: ``DownBlock`` and ``encoder_down1``. So have the
+    blocks of a list whose own name says nothing, ``h``.
     """
     parents = [run.module.split(".")[: None if run.is_one_module else -1] for run in runs]
     found = []
@@ -28,13 +31,15 @@ def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[s
         wanted: Sequence[str] = _last_two(parts) if len(alike) > 1 else words[-1:] or ["blocks"]
         if run.kin:
             wanted = _shortest(parts, parents)
-        attribute = scope.fresh("_".join(wanted))
+        several = "s" if wanted == ["layer"] else ""  # a loop's variable has this name
+        attribute = scope.fresh("_".join(wanted) + several)
         singular = re.sub(r"(?<=[a-z]{2}[^isu\W\d])s$", "", "_".join(wanted))  # not of a cross
         name = "".join(
             word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word
         )
         known = classes.get(run.module, "")
-        if (run.kin or run.is_called) and known.isidentifier():
+        says_nothing = len(words[-1:]) == 1 and len(words[-1]) < SHORT  # ``h`` of a GPT
+        if (run.kin or run.is_called or says_nothing) and known.isidentifier():
             name = identifier(known)
         found.append((taken.fresh(name or "Block"), attribute))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,12 +35,16 @@ def given_names(
     same module, by module path and node: the backward uses them again.
     """
     names: dict[fx.Node, str] = {}
+    stored_in = f"{unit.home.path}."
+    inner = [value(n).name.removeprefix(stored_in) for n in map(_stored, unit.inputs) if n]
+    short = Counter(".".join(own.split(".")[-2:]) for own in inner)
     main = "d_y" if unit.is_backward else "x"
     for node in unit.inputs:
         stored = _stored(node)
         if stored is not None:
             own = value(stored).name.removeprefix(f"{unit.home.path}.")
-            names[node] = identifier(".".join(own.split(".")[-2:]))
+            last = ".".join(own.split(".")[-2:])
+            names[node] = identifier(last if short[last] == 1 else own)
         elif unit.is_backward and (unit.home.path, node) in known:
             names[node] = known[unit.home.path, node]
         elif main not in names.values() and (is_backward(node)) == unit.is_backward:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+import torch
 from torch import fx
 
 from partc.codegen.bodies.block_arguments import (
@@ -26,7 +27,7 @@ from partc.codegen.calls.statements import Statement
 from partc.codegen.repeats.runs import LATER, Item, Loop, Run, sections
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line, Range, Text
-from partc.graph import Phase, collectives
+from partc.graph import Phase, collectives, is_call
 from partc.graph.moves import carried, gathers_param
 from partc.quoting import comment
 
@@ -383,12 +384,13 @@ class StepBody(Body):
         """Note how calls behind a loop read the blocks' results: ``x``, or ``x_all[3]``."""
         for position, name in kept.items():
             for i, group in enumerate(loop.groups):
-                self.seen[group.nodes[position]] = Text(f"{name}[{i}]")
+                self.seen[group.nodes[position]] = Text(f"{name}[{i}]", among=len(loop.groups))
         for position in side.carried:
             last, name = loop.groups[-1].nodes[position], variables[position]
             self.seen[last] = Text(name)
             before = self.wishes.get(last, "")
-            for user in last.users:  # a cast is called after what it casts
+            casts = [user for user in last.users if is_call(user, torch.ops.aten._to_copy.default)]
+            for user in casts:  # which is called after what it casts
                 if self.wishes.get(user, "").startswith(f"{before}_"):
                     behind = self.wishes.get(user).removeprefix(before)
                     self.wishes.names[user] = unmarked(name) + behind

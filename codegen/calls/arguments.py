@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import math
 import re
@@ -73,7 +74,7 @@ class Call:
         if isinstance(value, fx.Node):
             return self.operand(value)
         if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
-            return Text(f"[{', '.join(_as_entries([str(self.spell(v)) for v in value]))}]")
+            return Text(_as_list([self.spell(each) for each in value]))
         if isinstance(value, list | tuple):
             return Text(literal(tuple(value)))
         if isinstance(value, float) and (spelled := number(value)) is not None:
@@ -86,7 +87,7 @@ class Call:
         """The given arguments, but for the first ``skip``, as text.
 
         A boolean is written by name, and so is every argument behind it or behind one that is left
-        out. With ``named`` the numbers behind the last tensor are, too. With ``place`` the device
+        out. With ``named`` the first number and all behind it are, too. With ``place`` the device
         is added.
         """
         arguments = list(self.node.target._schema.arguments)  # type: ignore[union-attr]
@@ -109,51 +110,55 @@ class Call:
         return ", ".join(texts)
 
     def _numbers(self) -> set[str]:
-        """The given arguments behind the last one that holds a tensor or cannot be named."""
-        found: set[str] = set()
-        for name, value in reversed(self.given.items()):
-            parts = value if isinstance(value, list | tuple) else [value]
-            if any(isinstance(part, fx.Node) for part in parts) or keyword.iskeyword(name):
-                break
-            found.add(name)
-        return found
+        """The given arguments from the first one on that holds no tensor, if all can be named."""
+        behind = [*itertools.dropwhile(lambda given: _has_tensor(given[1]), self.given.items())]
+        while any(keyword.iskeyword(name) for name, _ in behind):
+            behind = behind[1:]
+        return {name for name, _ in behind}
 
 
-def _as_entries(texts: Sequence[str]) -> list[str]:
-    """The items of a list; neighbouring entries of another list as a slice of that one.
+def _has_tensor(given: Any) -> bool:
+    parts = given if isinstance(given, list | tuple) else [given]
+    return any(isinstance(part, fx.Node) for part in parts)
 
-    >>> _as_entries(["x", "h_all[0]", "h_all[1]", "h_all[2]", "y"])
-    ['x', '*h_all[:3]', 'y']
-    >>> _as_entries(["x", "d_all[2]", "d_all[1]", "d_all[0]"])
-    ['x', '*reversed(d_all[:3])']
+
+def _as_list(texts: Sequence[Text]) -> str:
+    """A list; neighbouring entries of another list as a slice of that one, or as that one.
+
+    >>> h = [Text(f"h_all[{i}]", among=4) for i in range(4)]
+    >>> _as_list([Text("x"), *h[:3], Text("y")]), _as_list([Text("x"), *h[::-1]]), _as_list(h)
+    ('[x, *h_all[:3], y]', '[x, *reversed(h_all)]', 'h_all')
     """
     found: list[str] = []
     while len(texts) > 0:
         run = max((_run(texts, step) for step in (1, -1)), key=len)
         if len(run) < MANY:
             run = run[:1]
-            found.append(texts[0])
+            found.append(str(texts[0]))
         else:
-            found.append(_slice(*run))
+            found.append(_slice(run, texts[0].among))
         texts = texts[max(1, len(run)) :]
-    return found
+    alone = found[0].removeprefix("*") if len(found) == 1 else ""
+    return alone if alone.isidentifier() and found[0] != alone else f"[{', '.join(found)}]"
 
 
-def _run(texts: Sequence[str], step: int) -> list[tuple[str, int]]:
+def _run(texts: Sequence[Text], step: int) -> list[tuple[str, int]]:
     """The entries of one list with which texts begin, each ``step`` behind the one before it."""
     run: list[tuple[str, int]] = []
     for text in texts:
-        entry = ENTRY.fullmatch(text)
+        entry = ENTRY.fullmatch(str(text))
         if entry is None or (run and (entry[1], int(entry[2])) != (run[-1][0], run[-1][1] + step)):
             break
         run.append((entry[1], int(entry[2])))
     return run
 
 
-def _slice(*run: tuple[str, int]) -> str:
-    """Entries of a list, in order or in reverse, as a slice of it."""
+def _slice(run: Sequence[tuple[str, int]], num: int) -> str:
+    """Entries of a list of ``num`` entries, in order or in reverse, as a slice of it."""
     places = [place for _, place in run]
-    text = f"{run[0][0]}[{min(places) or ''}:{max(places) + 1}]"
+    first, last = min(places), max(places) + 1
+    whole = (first, last) == (0, num)
+    text = run[0][0] if whole else f"{run[0][0]}[{first or ''}:{'' if last == num else last}]"
     return f"*{text}" if places[0] < places[-1] else f"*reversed({text})"
 
 

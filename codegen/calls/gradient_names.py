@@ -44,7 +44,7 @@ def name_gradients(graph: Graph, wishes: Wishes, compiled: Mapping[fx.Node, str]
             again = before
             if before is None and not value(node).forward:  # else it is a factor of a gradient
                 again = known.get(value(node).name) or known.get(_origin(node))
-            unknown = constant_name(node) or result_name(node) or op_name(node)
+            unknown = constant_name(node) or result_name(node) or told(node) or op_name(node)
             named[node] = unknown if again is None else named.get(again, unknown)
             follow_operands([node], named)
             if again is not None and before is None:
@@ -90,8 +90,8 @@ class _Gradient:
         forward = self.by_name.get(value(node).forward)
         if forward is not None and forward.target is operator.getitem:
             forward = forward.all_input_nodes[0]
-        if summed := self._summed(node):
-            return summed
+        if own := self._summed(node) or told(node):
+            return own
         if forward is not None and is_tensor(node):
             results = [u for u in forward.users if u.target is operator.getitem and u.args[1] == 0]
             self.wishes.through[node] = named.get(results[0] if results else forward, "")
@@ -116,6 +116,12 @@ class _Gradient:
             return ""
         param = self.final.get(readers[0])
         return "" if param is None else f"d_{self.wishes.names[param]}_rows"
+
+
+def told(node: fx.Node) -> str:
+    """The name that the decomposition of an op has for a call of its own; "" for others."""
+    name, equals, rest = value(node).torch_line.partition(" = ")
+    return name if equals and not rest and value(node).decomposed_from else ""
 
 
 def _operand(node: fx.Node, forward: fx.Node) -> fx.Node | None:

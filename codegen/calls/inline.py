@@ -15,6 +15,7 @@ from torch import fx
 from partc.codegen.calls.storage import VIEWS, num_bytes, owner
 from partc.codegen.helpers.needed import Outlined
 from partc.graph import collectives, is_tensor, tensor_args, value
+from partc.passes.shard.zeros import is_zero
 
 DEPTH = 3  # how many views, or pointwise ops, may stand inside each other in one expression
 # Views of one result; those with several have a line that names all results.
@@ -165,6 +166,8 @@ def is_free(node: fx.Node) -> bool:
     """Whether a call is a view, so that it costs nothing wherever it is written."""
     if node.target is operator.getitem:
         return False
+    if node.target is collectives.keep_first and is_zero(node.all_input_nodes[0]):
+        return True  # zeros are the same on every rank
     return node.target is collectives.keep_piece or _name(node) in _FREE
 
 

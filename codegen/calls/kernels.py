@@ -24,6 +24,16 @@ from partc.quoting import literal
 aten = torch.ops.aten
 Spelled = tuple[str, list[str]] | None  # a helper and its arguments; None for another spelling
 SUM = 2  # of ``Reduction``: neither nothing nor the mean
+LOSSES = (
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+    aten.soft_margin_loss.default,
+)  # fmt: skip
+LOSSES_BACKWARD = (
+    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default, aten.binary_cross_entropy_backward.default,
+    aten.soft_margin_loss_backward.default,
+)  # fmt: skip
 IGNORE = -100  # the targets that ``F.nll_loss`` leaves out where a user says nothing
 
 
@@ -40,10 +50,10 @@ def as_helper(
 
 
 def _layer_norm_backward(call: Call) -> Spelled:
-    weight = call.get("weight")
-    fits = weight is not None and list(call.get("normalized_shape")) == _shape(weight)
+    if not read_sizes(call.node):
+        return None
     operands = ("grad_out", "input", "mean", "rstd", "weight")
-    return ("layer_norm_backward", [*_texts(call, *operands), *_mask(call)]) if fits else None
+    return "layer_norm_backward", [*_texts(call, *operands), *_mask(call)]
 
 
 def _batch_norm_backward(call: Call) -> Spelled:
@@ -66,15 +76,34 @@ def _group_norm_backward(call: Call) -> Spelled:
     return "group_norm_backward", [*_texts(call, *operands), *_mask(call)]
 
 
+def _conv_transpose(call: Call) -> Spelled:
+    """``F.conv_transpose2d(x, weight, bias, stride=2)``; other convolutions: ``spell.py``."""
+    if not call.get("transposed"):
+        return None
+    operands = [n for n in ("input", "weight", "bias") if call.get(n) is not None]
+    dims = fake_of(call.get("input")).dim() - 2
+    return f"F.conv_transpose{dims}d", [*_texts(call, *operands), *_of_conv(call)]
+
+
 def _conv_backward(call: Call) -> Spelled:
     if not read_sizes(call.node):
         return None
-    usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    given = {name: call.get(name) for name in usual}
-    given = {name: n[0] if isinstance(n, list | tuple) else n for name, n in given.items()}
-    options = [f"{name}={literal(n)}" for name, n in given.items() if n != usual[name]]
     operands = _texts(call, "grad_output", "input", "weight")
-    return "conv_backward", [*operands, *options, *_mask(call)]
+    transposed = ["transposed=True"] if call.get("transposed") else []
+    return "conv_backward", [*operands, *_of_conv(call), *transposed, *_mask(call)]
+
+
+def _of_conv(call: Call) -> list[str]:
+    """A convolution's numbers that are not the usual ones: ``stride=2``."""
+    usual = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+    given = {name: call.get(name) for name in usual}
+    alike = {name: {*map(literal, n)} if isinstance(n, list | tuple) else {literal(n)}
+             for name, n in given.items()}  # fmt: skip
+    shown = {
+        name: literal(n[0] if isinstance(n, list | tuple) and len(alike[name]) == 1 else n)
+        for name, n in given.items()
+    }
+    return [f"{name}={text}" for name, text in shown.items() if text != literal(usual[name])]
 
 
 def _embedding_grad(call: Call) -> Spelled:
@@ -86,22 +115,44 @@ def _embedding_grad(call: Call) -> Spelled:
 
 
 def _nll_loss(call: Call) -> Spelled:
-    """``F.nll_loss``, unless the number of targets is read."""
-    if call.get("reduction") != SUM or call.get("weight") is not None:
+    """``F.nll_loss``, or, where the number of targets is read, a helper that gives it too."""
+    if call.get("reduction") != SUM:
         return None
-    ignore = [f"ignore_index={n}" for n in [call.get("ignore_index")] if n != IGNORE]
-    texts = _texts(call, "self", "target")
+    texts = [*_texts(call, "self", "target"), *_of_targets(call)]
     if first_alone(call.node):
-        return "F.nll_loss", [*texts, *ignore, 'reduction="sum"']
-    return ("nll_loss_and_count", [*texts, *ignore]) if call.name == "nll_loss_forward" else None
+        return "F.nll_loss", [*texts, 'reduction="sum"']
+    return f"{call.name.removesuffix('_forward')}_and_count", texts
 
 
 def _nll_loss_backward(call: Call) -> Spelled:
-    if call.get("reduction") != SUM or call.get("weight") is not None:
+    if call.get("reduction") != SUM:
         return None
-    ignore = [f"ignore_index={n}" for n in [call.get("ignore_index")] if n != IGNORE]
     texts = _texts(call, "grad_output", "self", "target", "total_weight")
-    return "nll_loss_backward", [*texts, *ignore]
+    return call.name, [*texts, *_of_targets(call)]
+
+
+def _loss(call: Call) -> Spelled:
+    """``F.mse_loss(x, y, reduction="sum")`` and losses like it."""
+    if call.get("reduction") != SUM:
+        return None
+    given = [name for name in call.given if name != "reduction"]
+    texts = [*_texts(call, *given[:2]), *[f"{name}={call.text(name)}" for name in given[2:]]]
+    return f"F.{call.name}", [*texts, 'reduction="sum"']
+
+
+def _loss_backward(call: Call) -> Spelled:
+    """The gradient of such a loss, by a helper of the kernel's own name."""
+    if call.get("reduction") != SUM:
+        return None
+    given = [name for name in call.given if name != "reduction"]
+    texts = [*_texts(call, *given[:3]), *[f"{name}={call.text(name)}" for name in given[3:]]]
+    return call.name, texts
+
+
+def _of_targets(call: Call) -> list[str]:
+    """Which targets count for how much, where that is not what ``F.nll_loss`` does untold."""
+    weight = [f"weight={call.text('weight')}"] if call.get("weight") is not None else []
+    return [*weight, *[f"ignore_index={n}" for n in [call.get("ignore_index")] if n != IGNORE]]
 
 
 def first_alone(node: fx.Node) -> bool:
@@ -120,18 +171,18 @@ def _mask(call: Call) -> list[str]:
     return [f"{name}=False" for name, needed in masked if not needed]
 
 
-def _shape(node: fx.Node) -> list[int]:
-    return list(fake_of(node).shape)
-
-
 SPELLERS: dict[Any, Callable[[Call], Spelled]] = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.convolution.default: _conv_transpose,
     aten.convolution_backward.default: _conv_backward,
     aten.embedding_dense_backward.default: _embedding_grad,
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss2d_forward.default: _nll_loss,
     aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.nll_loss2d_backward.default: _nll_loss_backward,
+    **dict.fromkeys(LOSSES, _loss),
+    **dict.fromkeys(LOSSES_BACKWARD, _loss_backward),
 }

@@ -34,7 +34,9 @@ COMMON = {
     "outputs",
     "result",
 }  # say nothing about the value
+COMMON_IN_TORCH = {"input", "ret", "tensor", "target", "_"}
 PRODUCTS = {"linear", "addmm", "mm", "matmul", "convolution", "conv2d", "conv1d"}
+_WEIGHT = re.compile(r"[._]weight$")  # `in_proj_weight` of torch's own attention, too
 # The targets of an assignment in a source line: ``a, b`` of ``model.py:14: a, b = x.chunk(2)``.
 _TARGETS = re.compile(
     r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)"
@@ -53,6 +55,7 @@ def wishes(
     forward = [n for n in graph.calls() if has_value(n) and is_forward(n)]
     said = {*named}
     named |= {n: constant_name(n) or op_name(n) for n in forward}
+    named |= dict(_names_in_torch(forward))
     named |= dict(_function_names(forward))
     named |= dict(_result_names(forward))
     named |= dict(_variable_names(forward, _apart))
@@ -113,8 +116,8 @@ def _weight_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
         schema = getattr(node.target, "_schema", None)
         if schema is None or schema.name.split("::")[1] not in PRODUCTS:
             continue
-        weights = [w for w in map(_weight_of, node.all_input_nodes) if w.endswith(".weight")]
-        path = weights[0].removesuffix(".weight") if len(weights) == 1 else ""
+        weights = [w for w in map(_weight_of, node.all_input_nodes) if _WEIGHT.search(w)]
+        path = _WEIGHT.sub("", weights[0]) if len(weights) == 1 else ""
         if path and is_within(path, prefix) and is_within(path, value(node).module):
             yield node, module_name(inside(path, prefix))
 
@@ -170,9 +173,21 @@ def _compiled_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
             yield node, call.target.results[index]
 
 
+def _names_in_torch(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
+    """Names that torch's own code has: ``q, k, v`` of attention, ``denom`` of ``F.normalize``."""
+    for runs_of in (_apart, _at_once):
+        found = _variable_names(nodes, runs_of, lambda node: value(node).torch_line)
+        yield from ((node, name) for node, name in found if name not in COMMON_IN_TORCH)
+
+
+def _at_once(members: list[fx.Node]) -> list[list[fx.Node]]:
+    return [members]
+
+
 def _variable_names(
     nodes: list[fx.Node],
-    runs_of: Callable[[list[fx.Node]], list[list[fx.Node]]] = lambda one: [one],
+    runs_of: Callable[[list[fx.Node]], list[list[fx.Node]]] = _at_once,
+    line_of: Callable[[fx.Node], str] = lambda node: value(node).source,
 ) -> Iterator[tuple[fx.Node, str]]:
     """Names of the user's variables: ``a, b = x.chunk(2)`` names the last values of its line.
 
@@ -183,7 +198,7 @@ def _variable_names(
     for node in nodes:
         if before_move(node) is None:  # a moved value is called as it was
             at = value(node)
-            lines.setdefault((at.module, at.source, at.turn), []).append(node)
+            lines.setdefault((at.module, line_of(node), at.turn), []).append(node)
     for (_, source, _), members in lines.items():
         match = _TARGETS.match(source)
         targets = [t.strip() for t in match[1].split(",")] if match else []
@@ -240,5 +255,6 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
             path = path.rpartition(".")[0]
     # The innermost module wins: its name comes last and replaces an outer module's.
     for path, turn in sorted(results, key=lambda at: at[0].count(".")):
-        if len(results[path, turn]) == 1 and path != prefix:
-            yield results[path, turn][0], module_name(inside(path, prefix))
+        found = [*dict.fromkeys(map(_unmoved, results[path, turn]))]  # a sum is called as its parts
+        if len(found) == 1 and path != prefix and is_within(value(found[0]).module, path):
+            yield found[0], module_name(inside(path, prefix))

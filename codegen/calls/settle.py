@@ -65,9 +65,11 @@ class Claim:
 
     @property
     def rank(self) -> int:
-        known = OP - 1 if self.of else OP  # the gradient of a value with a line is first of all
         node = self.main.node
         first = self.main.first or node is None
+        known = OP - 1 if self.of else OP  # the gradient of a value with a line is first of all
+        if not first and self.main.wishes.is_part(node):  # type: ignore[arg-type]
+            known = OP
         return GIVEN if first else min(known, self.main.wishes.rank(node))  # type: ignore[arg-type]
 
     @property
@@ -88,6 +90,12 @@ class Claim:
             longer = (name for name in longer if not name.startswith("d_"))
             names = chain(told_names(node, wish, wishes), [wish], longer)
         return list(dict.fromkeys(map(_no_handle, map(identifier, names))))
+
+    @property
+    def is_of_path(self) -> bool:
+        """Whether the name now claimed is the path of the value's module."""
+        path = self.main.wishes.module(self.main.node).replace(".", "_")  # type: ignore[arg-type]
+        return bool(path) and self.name.removeprefix("d_") == path
 
     @property
     def name(self) -> str:
@@ -203,8 +211,10 @@ def _losers(name: str, claims: list[Claim], taken: Collection[str]) -> Iterator[
 def _winner(claims: list[Claim]) -> Claim | None:
     """The claim to a name that is better than the others, if there is one.
 
-    It is the one for which the name is the shortest, then the one that the user's code names so.
-    Of a variable that is assigned several times the last value has the name.
+    It is the one for which the name is the shortest, then the one that the user's code names so,
+    then the one for which it is the whole path of its module: ``output.dense`` has ``output_dense``
+    before ``attention.output.dense``. Of a variable that is assigned several times the last value
+    has the name.
     """
     index = min(claim.index for claim in claims)
     best = [claim for claim in claims if claim.index == index]
@@ -212,5 +222,8 @@ def _winner(claims: list[Claim]) -> Claim | None:
     best = [claim for claim in best if claim.rank == rank]
     if len(best) == 1 or rank == GIVEN or index >= len(best[0].names):
         return best[0]
+    of_path = [claim for claim in best if claim.is_of_path]
+    if len(of_path) == 1:
+        return of_path[0]
     modules = {claim.main.wishes.module(claim.main.node) for claim in best}  # type: ignore[arg-type]
     return best[-1] if rank < OP and len(modules) == 1 else None

@@ -375,6 +375,11 @@ def _softmax(call: Call) -> Text:
     return Text(f"torch.{call.name[1:]}({call.text('self')}, {call.text('dim')}{single})")
 
 
+@spells("linalg_vector_norm")
+def _vector_norm(call: Call) -> Text:
+    return Text(f"torch.linalg.vector_norm({call.arguments()})")
+
+
 @spells("max", "min")
 def _extreme(call: Call) -> Text:
     return Text(f"torch.{call.name}({call.arguments()})")

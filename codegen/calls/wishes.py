@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from partc.codegen.calls.path_names import inside
-from partc.graph import has_value, value
+from partc.graph import has_value, is_call, value
 
 # Whose name a value has: one that it was given (an argument), the user's (a module's, a
 # variable's), the op's. Of several values with one wish the first kind keeps it.
@@ -53,6 +54,15 @@ class Wishes:
         if node in self.given:
             return GIVEN
         return MOVED if node in self.moved else SAID if node in self.said else OP
+
+    def is_part(self, node: fx.Node) -> bool:
+        """Whether a gradient is one of several that are added up to the gradient of a value."""
+        node = self.here(node)
+        of = self.of.get(node)
+        return of is not None and all(
+            is_call(user, torch.ops.aten.add.Tensor) and self.of.get(user) is of
+            for user in node.users
+        )
 
     def is_gradient(self, node: fx.Node) -> bool:
         return self.here(node) in self.gradients

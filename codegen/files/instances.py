@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.calls.arguments import number
 from partc.codegen.files.spelling import numbered, with_numbers
 from partc.codegen.repeats.layers import FIRST
 from partc.codegen.repeats.runs import Run
@@ -40,7 +41,7 @@ def instances(text: RoleText, cls: BlockClass) -> Line:
     given += ["self.rng"] if cls.draws else []
     given += [name] if name else []
     given += [
-        f"{row.name}={row.name if row in differing else literal(row.values[0])}"
+        f"{row.name}={row.name if row in differing else spelled(row.values[0])}"
         if run.kin else row.name
         for row in ([] if run.is_called else run.numbers)
     ]  # fmt: skip
@@ -52,6 +53,12 @@ def instances(text: RoleText, cls: BlockClass) -> Line:
     if differing:
         over = with_numbers(differing, numbers if name else "")
     return Line(f"self.{cls.attribute} = nn.ModuleList([{made} for {over}])", remark)
+
+
+def spelled(given: object) -> str:
+    """A number as text: ``512 / 511`` for its digits."""
+    known = number(given) if isinstance(given, float) else None
+    return literal(given) if known is None else str(known)
 
 
 def _numbered(text: RoleText, run: Run) -> tuple[str, str]:

@@ -236,7 +236,8 @@ class RankStep:
 def _set_aside(paths: Sequence[str], number: int) -> Iterator[Line]:
     """Set aside tied parameters' ``.grad`` from before the step: it is summed already."""
     if len(paths) == 1:
-        yield Line(f"before_{number}, {paths[0]}.grad = {paths[0]}.grad, None")
+        yield Line(f"before_{number} = {paths[0]}.grad")
+        yield Line(f"{paths[0]}.grad = None")
         return
     yield Line(f"tied_{number} = [{', '.join(paths)}]")
     yield Line(f"before_{number} = [param.grad for param in tied_{number}]")

@@ -26,10 +26,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, **how: float) -> tuple[Tens
 
 
 def flash_attention_backward(
-    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, *y: Tensor, is_causal: bool, **how: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``q``, ``k`` and ``v``; ``y`` is what the forward gave."""
-    given, aten = (d_y, q, k, v, *y), torch.ops.aten
+    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, *,
+    is_causal: bool, **how: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of ``q``, ``k`` and ``v``."""
+    given, aten = (d_y, q, k, v, y, logsumexp.contiguous()), torch.ops.aten
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, 0, is_causal, **how)  # fmt: skip
@@ -59,16 +60,16 @@ def efficient_attention(
 
 
 def efficient_attention_backward(
-    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, *y: Tensor, is_causal: bool,
-    mask: Tensor | None = None, **how: float,
+    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, *,
+    is_causal: bool, mask: Tensor | None = None, **how: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``q``, ``k`` and ``v``; ``y`` is what the forward gave."""
-    aten = torch.ops.aten
+    """Gradients of ``q``, ``k`` and ``v``."""
+    aten, logsumexp = torch.ops.aten, logsumexp.contiguous()
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_y, q, k, v, *y, 0, is_causal, attn_mask=mask, **how)  # fmt: skip
+            d_y, q, k, v, y, logsumexp, 0, is_causal, attn_mask=mask, **how)  # fmt: skip
     seed = q.new_empty((), dtype=torch.int64)  # unused, as nothing is dropped
-    given = (d_y, q, k, v, mask, *y, seed, seed, 0, [True, True, True, False], is_causal)
+    given = (d_y, q, k, v, mask, y, logsumexp, seed, seed, 0, [True, True, True, False], is_causal)
     return aten._scaled_dot_product_efficient_attention_backward(*given, **how)[:3]
 
 
@@ -91,8 +92,9 @@ def plain_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``q``, ``k`` and ``v``."""
     if not q.is_cuda:
+        given = (d_y, q, k, v, y, logsumexp.contiguous(), 0.0, is_causal)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_y, q, k, v, y, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale)  # fmt: skip
+            *given, attn_mask=mask, scale=scale)  # fmt: skip
     scores = attention_scores(q, k, is_causal, scale, mask)
     weights = (scores - logsumexp.unsqueeze(-1)).exp()
     d_scores = weights * (d_y @ v.mT - (d_y * y).sum(-1, keepdim=True))

@@ -49,13 +49,13 @@ def group_norm_backward(
 
 def conv_backward(
     d_y: Tensor, x: Tensor, weight: Tensor, *, stride: int = 1, padding: int = 0,
-    dilation: int = 1, groups: int = 1, d_x: bool = True, d_weight: bool = True,
-    d_bias: bool = True,
+    output_padding: int = 0, dilation: int = 1, groups: int = 1, transposed: bool = False,
+    d_x: bool = True, d_weight: bool = True, d_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``x``, weight and bias in ``F.conv2d(x, weight, bias, ...)`` and its like."""
-    how = ((stride,), (padding,), (dilation,), False, (0,), groups)  # not transposed
+    how = ((stride,), (padding,), (dilation,), transposed, (output_padding,), groups)
     mask = (d_x, d_weight, d_bias)
-    return torch.ops.aten.convolution_backward(d_y, x, weight, weight.shape[:1], *how, mask)
+    return torch.ops.aten.convolution_backward(d_y, x, weight, d_y.shape[1:2], *how, mask)
 
 
 def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
@@ -64,15 +64,59 @@ def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -
 
 
 def nll_loss_and_count(
-    log_p: Tensor, target: Tensor, ignore_index: int = -100
+    log_p: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """``F.nll_loss``, a sum, and the number of targets in it."""
-    return torch.ops.aten.nll_loss_forward(log_p, target, None, 2, ignore_index)
+    """``F.nll_loss``, a sum, and the number of targets in it, each times its class's weight."""
+    return torch.ops.aten.nll_loss_forward(log_p, target, weight, 2, ignore_index)
 
 
 def nll_loss_backward(
-    d_loss: Tensor, log_p: Tensor, target: Tensor, count: Tensor, ignore_index: int = -100
-) -> Tensor:
+    d_loss: Tensor, log_p: Tensor, target: Tensor, count: Tensor, weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
     """Gradient of ``log_p`` in a sum of ``F.nll_loss``."""
-    given = (d_loss, log_p, target, None, 2, ignore_index, count)
+    given = (d_loss, log_p, target, weight, 2, ignore_index, count)
     return torch.ops.aten.nll_loss_backward(*given)
+
+
+def nll_loss2d_and_count(
+    log_p: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """``F.nll_loss`` of a class for each place of an image, and the number of targets in it."""
+    return torch.ops.aten.nll_loss2d_forward(log_p, target, weight, 2, ignore_index)
+
+
+def nll_loss2d_backward(
+    d_loss: Tensor, log_p: Tensor, target: Tensor, count: Tensor, weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """Gradient of ``log_p`` in a sum of ``F.nll_loss`` over the places of images."""
+    given = (d_loss, log_p, target, weight, 2, ignore_index, count)
+    return torch.ops.aten.nll_loss2d_backward(*given)
+
+
+def mse_loss_backward(d_loss: Tensor, x: Tensor, target: Tensor) -> Tensor:
+    """Gradient of ``x`` in a sum of ``F.mse_loss``."""
+    return torch.ops.aten.mse_loss_backward(d_loss, x, target, 2)
+
+
+def smooth_l1_loss_backward(d_loss: Tensor, x: Tensor, target: Tensor, beta: float = 1.0) -> Tensor:
+    """Gradient of ``x`` in a sum of ``F.smooth_l1_loss``."""
+    return torch.ops.aten.smooth_l1_loss_backward(d_loss, x, target, 2, beta)
+
+
+def huber_loss_backward(d_loss: Tensor, x: Tensor, target: Tensor, delta: float = 1.0) -> Tensor:
+    """Gradient of ``x`` in a sum of ``F.huber_loss``."""
+    return torch.ops.aten.huber_loss_backward(d_loss, x, target, 2, delta)
+
+
+def binary_cross_entropy_backward(
+    d_loss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None = None
+) -> Tensor:
+    """Gradient of ``x`` in a sum of ``F.binary_cross_entropy``."""
+    return torch.ops.aten.binary_cross_entropy_backward(d_loss, x, target, weight, 2)
+
+
+def soft_margin_loss_backward(d_loss: Tensor, x: Tensor, target: Tensor) -> Tensor:
+    """Gradient of ``x`` in a sum of ``F.soft_margin_loss``."""
+    return torch.ops.aten.soft_margin_loss_backward(d_loss, x, target, 2)

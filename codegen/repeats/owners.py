@@ -16,7 +16,7 @@ from partc.graph import Graph, collectives, is_backward, is_call, is_forward, va
 from partc.graph.folds import layer_path
 from partc.graph.moves import gathers_param
 from partc.graph.places import is_one_call, takes_piece
-from partc.passes.shard.propagate import is_zero
+from partc.passes.shard.zeros import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
 
 ADD = torch.ops.aten.add.Tensor

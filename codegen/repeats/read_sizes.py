@@ -24,6 +24,10 @@ def read_sizes(node: fx.Node) -> set[str]:
     given = dict(names_of_arguments(node))
     if node.target in GROUP_NORMS and _has_own_sizes(given):
         return {"N", "C", "HxW"}
+    is_norm = node.target is aten.native_layer_norm_backward.default
+    if is_norm and given.get("weight") is not None:
+        alike = tuple(given["normalized_shape"]) == tuple(fake_of(given["weight"]).shape)
+        return {"normalized_shape"} if alike else set()
     is_conv = node.target is aten.convolution_backward.default
     return {"bias_sizes"} if is_conv and _is_plain(given) else set()
 
@@ -38,7 +42,7 @@ def _has_own_sizes(given: dict[str, Any]) -> bool:
 
 
 def _is_plain(given: dict[str, Any]) -> bool:
-    """Whether a convolution is not transposed, and has one stride, padding and dilation."""
-    texts = ({*map(literal, given[name])} for name in ("stride", "padding", "dilation"))
-    alike = all(len(each) == 1 for each in texts)  # a number of the block's own equals no other
-    return alike and not given["transposed"] and not any(given["output_padding"])
+    """Whether a convolution has one stride, padding and dilation for all dims."""
+    names = ("stride", "padding", "dilation", "output_padding")
+    texts = ({*map(literal, given[name])} for name in names)
+    return all(len(each) == 1 for each in texts)  # a number of the block's own equals no other

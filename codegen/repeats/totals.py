@@ -17,7 +17,7 @@ from torch import fx
 from partc.codegen.repeats.runs import LATER, Loop
 from partc.graph import Graph, collectives, fake_of, is_call, is_tensor
 from partc.graph.moves import moves
-from partc.passes.shard.propagate import is_zero
+from partc.passes.shard.zeros import is_zero
 
 ADD = torch.ops.aten.add.Tensor
 

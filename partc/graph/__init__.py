@@ -68,6 +68,7 @@ class Value:
     at: str = ""  # in a module that is called several times, the place with its calls' numbers
     source: str = ""  # "model.py:14" and the source line's text after ": "
     calls: tuple[tuple[str, int], ...] = ()  # the user's functions in that module, and their lines
+    torch_line: str = ""  # torch's own line that made it, or ours: "q = q.view(...)", "mean = "
     phase: Phase = "F"
     stage: int = 0  # the pipeline stage that computes it, or ANYWHERE: every stage that reads it
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute

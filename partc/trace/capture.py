@@ -54,7 +54,7 @@ from partc.trace.portable_kernels import noting_padding, padding_notes, portable
 from partc.trace.quiet_run import converted_to_themselves, quiet_generator
 from partc.trace.ran import not_noting_code, noting_code
 from partc.trace.second_run import History, Outcome
-from partc.trace.source_lines import calls_here, source_here
+from partc.trace.source_lines import calls_here, source_here, torch_line_here
 from partc.trace.step_objects import StepObjects
 from partc.trace.swallowed import called, none_swallowed
 from partc.trace.unknown_masks import masks_read
@@ -383,6 +383,7 @@ class Origins(TorchDispatchMode):
                 self.contents.note_outside([*args, *kwargs.values()], source_here())
                 return found
         origin = self.origin = {"source": source_here(), "calls": calls_here()}
+        origin["torch_line"] = torch_line_here()
         if takes_numbers(func, args, kwargs):
             origin["site"] = self.sites.of(func, kwargs)
         call = self.contents.before(func, args, kwargs, origin["source"])

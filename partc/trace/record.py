@@ -313,6 +313,7 @@ def _describe(graph: Graph) -> None:
             at=_place(noted, times),
             source=noted.get("source", ""),
             calls=noted.get("calls", ()),
+            torch_line=noted.get("torch_line", ""),
         )
         set_value(node, known)
         set_fake(node, fake)

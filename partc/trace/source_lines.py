@@ -17,6 +17,7 @@ from torch import nn
 # Frames of torch and of partc are skipped: parents[1] is partc/, whatever room this module is in.
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH_NN = str(Path(nn.__file__).parent) + os.sep
 _MODULE = nn.Module._call_impl.__code__.co_filename
 _ENTRY = "step"  # the function in capture.py below which the user's code runs
 
@@ -29,6 +30,23 @@ def source_here() -> str:
         if is_users(code.co_filename):
             return statement_text(code.co_filename, frame.f_lineno, _column(frame))
         if code.co_name == _ENTRY and code.co_filename.startswith(_OURS):
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+def torch_line_here() -> str:
+    """The innermost running line of ``torch.nn``: ``q = q.view(...)`` of an attention.
+
+    "" where the user's own code is running, or a module's ``__call__``.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_TORCH_NN):
+            called = code.co_filename == _MODULE
+            return "" if called else linecache.getline(code.co_filename, frame.f_lineno).strip()
+        if is_users(code.co_filename):
             return ""
         frame = frame.f_back
     return ""

@@ -251,7 +251,9 @@ class _Rank:
         """The errors of a forward program's results, or of a step's loss, gradients and tensors."""
         reference, role = self.job.reference, self.role
         self._fill()
+        before = {s.name: self._held()[s.name].detach().clone() for s in role.params}
         loss, results = self._run()
+        yield from self._changed(before)
         kind, wanted = "result" if loss is None else "extra", self._rows(reference.results)
         yield from self._whole(kind, results, wanted)
         if loss is None:
@@ -330,6 +332,13 @@ class _Rank:
             take_step(stepped, optimizer, self.job.lr, self.job.reference.eps)
         shards = [s for s in self.role.params if s.name in every]
         yield from self._pieces(f"after {optimizer}", every, after, shards)
+
+    def _changed(self, before: Tensors) -> Iterator[Row]:
+        """A parameter that a step has written is wrong; where islands meet, they write all."""
+        held = {} if hasattr(self.step, "meet") else self._held()
+        for name in (name for name in before if name in held):
+            if not torch.equal(held[name], before[name]):
+                yield Row(float("inf"), "changed parameter", name, self.rank)
 
     def _buffers(self) -> Iterator[Row]:
         expected = self.job.reference.buffers

@@ -18,6 +18,7 @@ from partc.passes.canonical.merge_draws import merge_draws
 from partc.passes.canonical.merge_given import merge_given
 from partc.passes.canonical.merge_reshapes import merge_reshapes
 from partc.passes.canonical.narrow_expands import narrow_expands
+from partc.passes.canonical.open_bags import open_bags
 from partc.passes.canonical.open_dropout import open_dropout
 from partc.passes.canonical.open_masks import open_masks
 from partc.passes.canonical.open_means import open_means
@@ -58,6 +59,7 @@ CANONICAL = (
         JOINT,
         "x[mask] = 1.5 as a choice between two values may be cut; places in order may not",
     ),
+    Pass(open_bags, JOINT, "a bag's places count the whole batch; rows and a sum may be cut"),
     Pass(
         open_means,
         JOINT,

@@ -105,7 +105,8 @@ def recomputable(graph: Graph, gathered: Collection[fx.Node] = ()) -> set[fx.Nod
     parameters, and from the weights that the backward gathers again (``gathered``).
     """
     serves = Copies(graph, (), innermost_turn).serves
-    saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}
+    saved = {n for n in graph.calls() if value(n).phase == "F" and any(_readers(n))}
+    own = {n for n in saved if any(serves(n, reader) for reader in _readers(n))}
     again: set[fx.Node] = set()
 
     def at_hand(operand: fx.Node, node: fx.Node) -> bool:
@@ -114,23 +115,26 @@ def recomputable(graph: Graph, gathered: Collection[fx.Node] = ()) -> set[fx.Nod
         return kept or (operand in again and serves(operand, node))
 
     for node in graph.calls():
-        cheap = value(node).phase == "F" and _is_cheap(node, saved)
+        cheap = value(node).phase == "F" and _is_cheap(node, own)
         if cheap and node in saved and _widens(node):
-            saved.add(first_operand(node))  # saving bf16 and casting again costs half the bytes
+            # saving bf16 and casting again costs half the bytes
+            saved.add(first_operand(node))
+            own.add(first_operand(node))
         if cheap and all(at_hand(operand, node) for operand in tensor_args(node)):
             again.add(node)
     return {n for n in again if n not in saved or _pays(n)}
 
 
-def _is_cheap(node: fx.Node, saved: set[fx.Node]) -> bool:
-    """Whether a call takes little time; a layer norm only if the backward reads its output.
+def _is_cheap(node: fx.Node, own: set[fx.Node]) -> bool:
+    """Whether a call takes little time; a layer norm only if its block's backward reads its output.
 
-    If the backward reads only a layer norm's mean and rstd, then these small results are saved.
+    ``own`` has the values that backwards of their own blocks read. If such a backward reads only a
+    layer norm's mean and rstd, then these small results are saved.
     """
     if node.target is operator.getitem:
-        return _is_cheap(picked(node)[0], saved)
+        return _is_cheap(picked(node)[0], own)
     if node.target is aten.native_layer_norm.default:
-        return any(picked(n)[1] == 0 and n in saved for n in node.users)
+        return any(picked(n)[1] == 0 and n in own for n in node.users)
     return node.target in _CHEAP and is_tensor(node)
 
 
@@ -148,5 +152,6 @@ def _widens(node: fx.Node) -> bool:
     return bool(fake_of(node).element_size() > fake_of(first_operand(node)).element_size())
 
 
-def _read_backward(node: fx.Node) -> bool:
-    return any(u.op == "call_function" and value(u).phase == "B" for u in node.users)
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """The calls of the backward that read a value of the forward."""
+    return [u for u in node.users if u.op == "call_function" and value(u).phase == "B"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, fake_of, op_word, picked, value
+from partc.graph import Graph, fake_of, op_word, picked, update, value
 from partc.graph.graph_edits import Writer
 
 aten = torch.ops.aten
@@ -100,9 +100,18 @@ def _others(x: fx.Node) -> list[int]:
     return [d for d in range(fake_of(x).dim()) if d != 1]
 
 
+def _called(name: str, node: fx.Node) -> fx.Node:
+    """A value with the name that programs give it."""
+    update(node, torch_line=f"{name} = ")
+    return node
+
+
 def _per_channel(write: Writer, stat: fx.Node, like: fx.Node) -> fx.Node:
     """View ``stat`` (one number per channel) so that it broadcasts over ``like``: [1, C, 1, 1]."""
-    return write(aten.view.default, stat, [1, -1, *[1] * (fake_of(like).dim() - 2)])
+    view = write(aten.view.default, stat, [1, -1, *[1] * (fake_of(like).dim() - 2)])
+    if value(view).phase == "B":  # where it may be summed over ranks, and so have a line
+        update(view, torch_line=value(stat).torch_line)
+    return view
 
 
 def _batch_stats(write: Writer, x: fx.Node, eps: float) -> tuple[fx.Node, fx.Node, fx.Node, int]:
@@ -110,11 +119,12 @@ def _batch_stats(write: Writer, x: fx.Node, eps: float) -> tuple[fx.Node, fx.Nod
     values per channel. ``x`` is no narrower than float32.
     """
     count = prod(s for d, s in enumerate(fake_of(x).shape) if d != 1)
-    mean = write(aten.div.Tensor, write(aten.sum.dim_IntList, x, _others(x)), count)
-    centred = write(aten.sub.Tensor, x, _per_channel(write, mean, x))
+    total = write(aten.sum.dim_IntList, x, _others(x))
+    mean = _called("mean", write(aten.div.Tensor, total, count))
+    centred = _called("centred", write(aten.sub.Tensor, x, _per_channel(write, mean, x)))
     squares = write(aten.sum.dim_IntList, write(aten.mul.Tensor, centred, centred), _others(x))
-    var = write(aten.div.Tensor, squares, count)
-    rstd = write(aten.rsqrt.default, write(aten.add.Tensor, var, eps))
+    var = _called("var", write(aten.div.Tensor, squares, count))
+    rstd = _called("rstd", write(aten.rsqrt.default, write(aten.add.Tensor, var, eps)))
     return mean, var, rstd, count
 
 
@@ -137,7 +147,7 @@ def _batch_norm(
     """Output, mean, rstd, new running mean and variance, with statistics of the whole batch."""
     x = _widened(write, x)
     mean, var, rstd, count = _batch_stats(write, x, eps)
-    y = _normalised(write, x, mean, rstd)
+    y = _called("normed", _normalised(write, x, mean, rstd))
     if weight is not None:
         y = write(aten.mul.Tensor, y, _per_channel(write, weight, x))
     if bias is not None:
@@ -145,8 +155,8 @@ def _batch_norm(
     new_mean = new_var = None
     if running_mean is not None:
         unbiased = write(aten.mul.Tensor, var, count / max(count - 1, 1))
-        new_mean = _moved(write, running_mean, mean, momentum)
-        new_var = _moved(write, running_var, unbiased, momentum)
+        new_mean = _called("running_mean", _moved(write, running_mean, mean, momentum))
+        new_var = _called("running_var", _moved(write, running_var, unbiased, momentum))
     return y, mean, rstd, new_mean, new_var
 
 
@@ -164,16 +174,18 @@ def _batch_norm_backward(
         mean, var = _widened(write, running_mean), _widened(write, running_var)
         rstd = write(aten.rsqrt.default, write(aten.add.Tensor, var, eps))
     count = prod(s for d, s in enumerate(fake_of(x).shape) if d != 1)
-    x_hat = _normalised(write, x, mean, rstd)
+    x_hat = _called("x_hat", _normalised(write, x, mean, rstd))
     d_bias = write(aten.sum.dim_IntList, d_y, _others(x))
     d_weight = write(aten.sum.dim_IntList, write(aten.mul.Tensor, d_y, x_hat), _others(x))
     d_x = d_y
     if train:
-        by_mean = _per_channel(write, write(aten.div.Tensor, d_bias, count), x)
-        of_var = _per_channel(write, write(aten.div.Tensor, d_weight, count), x)
-        d_x = write(aten.sub.Tensor, d_y, by_mean)
-        d_x = write(aten.sub.Tensor, d_x, write(aten.mul.Tensor, x_hat, of_var))
+        by_mean = _called("d_y_mean", write(aten.div.Tensor, d_bias, count))
+        of_var = _called("d_y_x_hat_mean", write(aten.div.Tensor, d_weight, count))
+        d_x = write(aten.sub.Tensor, d_y, _per_channel(write, by_mean, x))
+        by_var = write(aten.mul.Tensor, x_hat, _per_channel(write, of_var, x))
+        d_x = write(aten.sub.Tensor, d_x, by_var)
     scale = rstd if weight is None else write(aten.mul.Tensor, rstd, weight)
+    scale = scale if weight is None else _called("scale", scale)
     return write(aten.mul.Tensor, d_x, _per_channel(write, scale, x)), d_weight, d_bias
 
 

@@ -44,6 +44,7 @@ from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
 from partc.passes.shard.reshard import Step, reaches, reshard_steps, transition_cost
 from partc.passes.shard.results import sharding_of_result
+from partc.passes.shard.zeros import is_zero, zeros_in
 from partc.plan import Plan
 from partc.plan.batch import given
 from partc.plan.mesh import MICROBATCH_AXIS
@@ -199,7 +200,10 @@ class _Partition:
         if want not in copies and node in self.input_only:
             return self._get_given(node, want, reader)
         near = {have: copy for have, copy in copies.items() if reaches(value(copy), reader)}
-        if want not in near:
+        if want not in near and is_zero(node) and all(self._cost(have, want) for have in near):
+            copies[want] = zeros_in(self.out, node, want, reader, self.graph.mesh)
+            self.names[copies[want]] = self.names.get(node, node.name)
+        elif want not in near:
             source = min(near, key=lambda have: self._cost(have, want))
             once = node in self.moved or value(node).kind == "input"
             at = value(node) if once else reader

@@ -7,12 +7,13 @@ price. No machine is needed: prices are in bytes, not seconds.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from math import prod
 
 from torch import fx
 
-from partc.graph import Graph, first_operand, is_weight, results_of, value
+from partc.graph import Graph, first_operand, is_weight, picked, results_of, value
 from partc.graph.casts import is_cast, widens
 from partc.passes.shard.reshard import transition_cost
 from partc.passes.shard.results import own_rows
@@ -199,12 +200,13 @@ class Prices:
         """The number of shards into which earlier axes divide a value; ``mb`` does not count, as
         each rank computes all microbatches.
         """
+        call, index = picked(node) if node.target is operator.getitem else (node, 0)
         return prod(
             self.graph.mesh.size(axis)
-            for axis, strategy in self.choices.get(node, {}).items()
+            for axis, strategy in self.choices.get(call, {}).items()
             if axis not in (self.axis, MICROBATCH_AXIS)
             and strategy.outs
-            and strategy.outs[0].kind == "cut"
+            and strategy.outs[index].kind == "cut"
         )
 
     def fits(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:

@@ -20,7 +20,6 @@ from torch import fx
 from partc.errors import PlanError
 from partc.graph import (
     Graph,
-    collectives,
     is_weight,
     literals,
     op_word,
@@ -35,8 +34,10 @@ from partc.graph.input_only import input_only
 from partc.passes.shard.cut_given import cut_given
 from partc.passes.shard.decompose_ops import decompose_op, decomposes
 from partc.passes.shard.local_batch_norm import of_each_microbatch
+from partc.passes.shard.pieces_first import PiecesFirst
 from partc.passes.shard.price import Choices, Prices
 from partc.passes.shard.value_names import value_names
+from partc.passes.shard.zeros import is_zero
 from partc.plan import Plan
 from partc.plan.batch import DATA_AXES
 from partc.plan.mesh import MICROBATCH_AXIS
@@ -136,6 +137,11 @@ class AxisWalk:
         except OwnOrderFailsError:
             self._forget()
             return self.run()
+        if not self.decomposed:
+            PiecesFirst(
+                self.graph, self.axis, self.choices, self.made, self.prices,
+                {*self.pins, *self.input_only}, self._take,
+            ).run()  # fmt: skip
         return self.decomposed
 
     def _forget(self) -> None:
@@ -225,6 +231,8 @@ class AxisWalk:
         options = [whole, *known]
         if not self.own_orders:
             options = [s for s in options if not any(out.permuted for out in s.outs)]
+        if is_zero(node) and not any(layout.kind == "cut" for _, layout in seen):
+            options = [s for s in options if s.outs == (R,)]  # any piece of zeros is at hand then
         if node in self.input_only:  # a mask or position is at hand whole: no need of a partial sum
             options = [s for s in options if not any(out.kind in "UM" for out in s.outs)]
         priced = [
@@ -294,16 +302,6 @@ def _impossible(
         f"such pieces; its result can lie as {', '.join(each)}",
         do="Correct the entry in [values], or drop it.",
     )
-
-
-def is_zero(node: fx.Node) -> bool:
-    """Whether a call makes zeros, or keeps a shard of zeros."""
-    while node.target in collectives.LOCAL:
-        node = node.all_input_nodes[0]
-    fills = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
-    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
-        return True
-    return node.target in fills and bool(node.args[fills[node.target]] == 0)
 
 
 def placed(node: fx.Node, plan: Plan) -> Sharding:

@@ -30,7 +30,7 @@ from partc.graph import (
 from partc.graph.ancestors import ancestors
 from partc.graph.graph_edits import Writer
 from partc.graph.input_only import input_only
-from partc.passes.shard.propagate import is_zero
+from partc.passes.shard.zeros import is_zero
 
 aten = torch.ops.aten
 COPY = "#"  # between a tied parameter's name and the stage of a copy

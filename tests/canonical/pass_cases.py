@@ -16,6 +16,7 @@ from partc.passes.canonical.join_scatters import join_scatters
 from partc.passes.canonical.merge_given import merge_given
 from partc.passes.canonical.merge_reshapes import merge_reshapes
 from partc.passes.canonical.narrow_expands import narrow_expands
+from partc.passes.canonical.open_bags import open_bags
 from partc.passes.canonical.open_masks import open_masks
 from partc.passes.canonical.open_means import open_means
 from partc.passes.canonical.open_strides import open_strides
@@ -252,6 +253,32 @@ outputs
   result f = f
 """,
     ),
+    "index_rows of all elements": (
+        index_rows,
+        """\
+graph M
+input x : f64[4,5,3]
+input y : f64[4,5]
+forward (loss)
+  n = arange(4) : i64[4]
+  m = arange.start(0, 5) : i64[5]
+  c = unsqueeze(n, 1) : i64[4,1]
+  a = index.Tensor(x, [c, m]) : f64[4,5,3]
+  r = reshape(n, [4,1,1,1]) : i64[4,1,1,1]
+  s = reshape(m, [1,1,1,5]) : i64[1,1,1,5]
+  b = index.Tensor(y, [r, s]) : f64[4,1,1,5]
+  u = unsqueeze(m, 1) : i64[5,1]
+  d = index.Tensor(x, [n, u]) : f64[5,4,3]
+  t = arange(3) : i64[3]
+  v = unsqueeze(t, 1) : i64[3,1]
+  e = index.Tensor(y, [v, m]) : f64[3,5]
+outputs
+  result a = a
+  result b = b
+  result d = d
+  result e = e
+""",
+    ),
     "join_scatters": (
         join_scatters,
         """\
@@ -357,6 +384,36 @@ forward (loss)
 outputs
   result b = b
   result d = d
+""",
+    ),
+    "open_bags": (
+        open_bags,
+        """\
+graph M
+param w : f64[2,3]
+input i : i64[8]
+input d : f64[4,3]
+input k : i64[3]
+forward (loss)
+  p = arange.start_step(0, 8, 2) : i64[4]
+  a = _embedding_bag(w, i, p, False, 1) : (f64[4,3], i64[8], i64[4], i64[4])
+  b = a[0] : f64[4,3]
+  e = a[1] : i64[8]
+  f = a[2] : i64[4]
+  g = a[3] : i64[4]
+  q = arange(3) : i64[3]
+  m = _embedding_bag(w, k, q, False, 0) : (f64[3,3], i64[3], i64[3], i64[3])
+  n = m[0] : f64[3,3]
+  r = arange.start_step(0, 8, 4) : i64[2]
+  s = _embedding_bag(w, i, r, False, 2) : (f64[2,3], i64[8], i64[2], i64[2])
+  t = s[0] : f64[2,3]
+backward (loss)
+  h = _embedding_bag_dense_backward(d, i, e, f, g, 2, False, 1, None) : f64[2,3]
+outputs
+  result b = b
+  result n = n
+  result t = t
+  result h = h
 """,
     ),
     "open_masks": (

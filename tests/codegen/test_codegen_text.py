@@ -50,6 +50,7 @@ def test_remarks_are_aligned() -> None:
 
 X = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4) / 7 - 1
 ONE = X[1, 2, 3]  # no dims: its sizes are an empty list
+INDICES = torch.tensor([2, 0])
 CASES = [
     (aten.add.Tensor, (X, X), {"alpha": 2}),
     (aten.sub.Tensor, (X, 2.0), {}),
@@ -74,7 +75,7 @@ CASES = [
     (aten.arange.start_step, (1, 9, 3), {}),
     (aten.copy.default, (X.float(), X[0, 0]), {}),
     (aten.convolution.default, (X, X.new_ones(6, 3, 2), None, [2], [1], [1], False, [0], 1), {}),
-    (aten.index.Tensor, (X, [None, torch.tensor([2, 0])]), {}),
+    (aten.index.Tensor, (X, [None, INDICES]), {}),
     (aten.native_layer_norm.default, (X, [4], None, None, 1e-5), {}),
     (aten.cumsum.default, (X, 1), {}),
     (aten.repeat_interleave.self_int, (X, 2, 1), {}),
@@ -84,6 +85,9 @@ CASES = [
     (aten.elu.default, (X, 1.6732632423543772, 1.0507009873554805), {}),  # a SELU
     (aten._fft_r2c.default, (X, [1], 0, True), {}),
     (aten.split_with_sizes.default, (X, [1, 2], 1), {}),
+    (aten.linalg_vector_norm.default, (X, 2, [-1], True), {}),
+    (aten.linalg_vector_norm.default, (X, float("inf"), [0, 2]), {}),
+    (aten.nll_loss_backward.default, (ONE, X[0], INDICES[[0, 0, 1]], None, 1, -100, ONE), {}),
 ]
 EMPTY = [
     (aten.reshape.default, (X[:1, 0, 0], []), {}),

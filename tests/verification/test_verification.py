@@ -59,6 +59,11 @@ MISTAKES = {  # edit -> what the worst rows must name
         "shift",
     ),
     "a gradient is lost": ("add_grad(self.down_bias, d_down_bias)", "pass", "down.bias"),
+    "a parameter is written": (
+        "        return loss\n",
+        "        self.down_bias.mul_(0.99)\n        return loss\n",
+        "changed parameter down.bias",
+    ),
     "a wait comes too late": (WAIT, LATE, "loss"),
 }
 

@@ -13,7 +13,7 @@ from partc.codegen.helpers.needed import Helpers
 from partc.codegen.text import ATOM, COMPARE, NONE, Text
 from partc.graph import collectives
 from partc.graph.moves import Move, gathers_param, kind_of, wire_of
-from partc.passes.shard.propagate import is_zero
+from partc.passes.shard.zeros import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.wires import WIRES
 from partc.quoting import literal

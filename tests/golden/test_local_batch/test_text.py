@@ -95,40 +95,40 @@ class Stage0(nn.Module):
     def backward(self, i: int) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
         ids_local, embed, up, add, targets_reshape, log_softmax, loss = self.saved.pop(i)
-        d_div = torch.ones_like(loss) / self.total                       # f32[]
+        d_div = torch.ones_like(loss) / self.total                  # f32[]
         d_head_reshape = cross_entropy_grad(
             d_div, log_softmax.exp(), targets_reshape, targets_reshape, 3)  # f32[48@mb+dp,32]
-        d_head = d_head_reshape.unflatten(0, (2, 6))                     # f32[8@mb+dp,6,32]
+        d_head = d_head_reshape.unflatten(0, (2, 6))                # f32[8@mb+dp,6,32]
         del d_head_reshape
         # head
-        self.partials.add_product(self.head_weight, d_head, add)         # f32[32,16]{U:dp}{U:mb}
-        d_norm_embed = d_head @ self.head_weight                         # f32[8@mb+dp,6,16]
-        self.partials.add(self.head_bias, d_head.sum((0, 1)))            # f32[32]{U:dp}{U:mb}
+        self.partials.add_product(self.head_weight, d_head, add)    # f32[32,16]{U:dp}{U:mb}
+        d_embed = d_head @ self.head_weight                         # f32[8@mb+dp,6,16]
+        self.partials.add(self.head_bias, d_head.sum((0, 1)))       # f32[32]{U:dp}{U:mb}
         del d_head
         # down
-        gelu = F.gelu(up)                                                # f32[8@mb+dp,6,32]
-        self.partials.add_product(self.down_weight, d_norm_embed, gelu)  # f32[16,32]{U:dp}{U:mb}
+        gelu = F.gelu(up)                                           # f32[8@mb+dp,6,32]
+        self.partials.add_product(self.down_weight, d_embed, gelu)  # f32[16,32]{U:dp}{U:mb}
         del gelu
-        d_up = d_norm_embed @ self.down_weight                           # f32[8@mb+dp,6,32]
-        self.partials.add(self.down_bias, d_norm_embed.sum((0, 1)))      # f32[16]{U:dp}{U:mb}
+        d_up = d_embed @ self.down_weight                           # f32[8@mb+dp,6,32]
+        self.partials.add(self.down_bias, d_embed.sum((0, 1)))      # f32[16]{U:dp}{U:mb}
         torch.ops.aten.gelu_backward.grad_input(d_up, up, grad_input=d_up)  # f32[8@mb+dp,6,32]
         # up
         norm, mean, rstd = torch.native_layer_norm(
-            embed, (16,), self.norm_weight, self.norm_bias, 1e-05)       # f32[8@mb+dp,6,16]
-        self.partials.add_product(self.up_weight, d_up, norm)            # f32[32,16]{U:dp}{U:mb}
+            embed, (16,), self.norm_weight, self.norm_bias, 1e-05)  # f32[8@mb+dp,6,16]
+        self.partials.add_product(self.up_weight, d_up, norm)       # f32[32,16]{U:dp}{U:mb}
         del norm
-        d_norm = d_up @ self.up_weight                                   # f32[8@mb+dp,6,16]
-        self.partials.add(self.up_bias, d_up.sum((0, 1)))                # f32[32]{U:dp}{U:mb}
+        d_norm = d_up @ self.up_weight                              # f32[8@mb+dp,6,16]
+        self.partials.add(self.up_bias, d_up.sum((0, 1)))           # f32[32]{U:dp}{U:mb}
         del d_up
         # norm
-        d_embed, d_norm_weight, d_norm_bias = layer_norm_backward(
-            d_norm, embed, mean, rstd, self.norm_weight)                 # f32[8@mb+dp,6,16], 2x f32[16]{U:dp}{U:mb}
+        d_embed_via_norm, d_norm_weight, d_norm_bias = layer_norm_backward(
+            d_norm, embed, mean, rstd, self.norm_weight)            # f32[8@mb+dp,6,16], 2x f32[16]{U:dp}{U:mb}
         self.partials.add(self.norm_weight, d_norm_weight)
         self.partials.add(self.norm_bias, d_norm_bias)
         del d_norm, d_norm_bias, d_norm_weight, mean, rstd
-        d_norm_embed += d_embed                                          # f32[8@mb+dp,6,16]
-        del d_embed
-        self.partials.add(self.embed_weight, embedding_grad(d_norm_embed, ids_local, 32))  # f32[32,16]{U:dp}{U:mb}
+        d_embed += d_embed_via_norm                                 # f32[8@mb+dp,6,16]
+        del d_embed_via_norm
+        self.partials.add(self.embed_weight, embedding_grad(d_embed, ids_local, 32))  # f32[32,16]{U:dp}{U:mb}
         return ()
 
     def finish(self) -> Tensor:

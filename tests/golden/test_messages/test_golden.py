@@ -163,7 +163,7 @@ def embedding_grad(d_y: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -
     return torch.ops.aten.embedding_dense_backward(d_y, ids, rows, padding_idx, False)
 
 
-def nll_loss_and_count(log_p: Tensor, target: Tensor,
+def nll_loss_and_count(log_p: Tensor, target: Tensor, weight: Tensor | None = None,
                        ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """`F.nll_loss`, a sum, and the number of targets in it."""
-    return torch.ops.aten.nll_loss_forward(log_p, target, None, 2, ignore_index)
+    """`F.nll_loss`, a sum, and the number of targets in it, each times its class's weight."""
+    return torch.ops.aten.nll_loss_forward(log_p, target, weight, 2, ignore_index)
