@@ -227,7 +227,8 @@ class Parallel(AsModel):
     def _leave_model(self, stage: Stage) -> None:
         """Let the model go, which the script has no more use for."""
         kept = Kept(self.model)
-        kept.follow({**stage.stand_ins(), **dict(stage.named_parameters())})
+        shown = {**stage.stand_ins(), **dict(stage.named_parameters())}
+        kept.follow(shown, stage.like_model)
         object.__setattr__(self, "model", stage.like_model)
         kept.leave()
 
