@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import partc
-from partc.errors import PlanError
+from partc.errors import PlanError, RunError
 from partc.verification.processes import Processes
 
 X = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -205,6 +205,32 @@ def assigned(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_averages_that_are_assigned_to_data(plan: str, world: Processes) -> None:
     world.run(assigned, plan, num=2)
+
+
+def by_position() -> None:
+    """A pipeline rank has the parameters of its stage alone: a whole average has more before."""
+    model = plain()
+    mean = copy.deepcopy(model)
+    stage: Any = partc.parallelize(
+        model, "pp=2", loss=mean_square, plan="ddp", batch="global", stages=["2"]
+    )
+    del model
+    stage.step(X)
+    own = dict(stage.named_parameters())
+    with torch.no_grad():
+        for name, each in mean.named_parameters():
+            if name in own:
+                each.mul_(0.9).add_(own[name], alpha=0.1)
+        if dist.get_rank() == 0:
+            return
+        param, first = next(stage.parameters()), next(mean.parameters())
+        with pytest.raises(RunError, match=r"2.weight: .*stand beside .*other stages.*by name"):
+            first.data = first.data * 0.9 + 0.1 * param.data
+
+
+@pytest.mark.gloo
+def test_averages_by_position_in_a_pipeline_are_refused(world: Processes) -> None:
+    world.run(by_position, num=2)
 
 
 def started(plan: str) -> tuple[Any, torch.optim.Optimizer]:
