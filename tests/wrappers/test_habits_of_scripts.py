@@ -170,6 +170,66 @@ def test_a_penalty_on_weights_added_to_the_loss(plan: str, world: Processes) -> 
     world.run(penalty, plan, num=2)
 
 
+# modes --------------------------------------------------------------------------------------------
+class FrozenNorms(nn.Module):
+    """Its own ``train`` keeps the batch norms in eval mode, as detectors and fine-tuning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.body = nn.Sequential(first, nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.0))
+        self.head = second
+
+    def train(self, mode: bool = True) -> FrozenNorms:
+        super().train(mode)
+        for part in self.modules():
+            if isinstance(part, nn.BatchNorm1d):
+                part.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(x))
+        return result
+
+
+def frozen_norms() -> nn.Module:
+    torch.manual_seed(0)
+    return FrozenNorms().double().train()
+
+
+def in_both_modes(model: Any, step: Callable[[], Any]) -> Losses:
+    found = []
+    for _ in range(2):
+        model.train()
+        found += trained(model, step)
+        model.eval()
+        with torch.no_grad():
+            found.append(float(model(X).square().mean()))
+    return found
+
+
+def own_modes(plan: str) -> None:
+    model = frozen_norms()
+
+    def step() -> Tensor:
+        loss = mean_square(model, X)
+        loss.backward()
+        return loss
+
+    wanted = in_both_modes(model, step)
+    stage = parallel(frozen_norms(), plan, loss=mean_square)
+    check(in_both_modes(stage, lambda: stage.step(X)), wanted)
+    program = partc.compile(frozen_norms(), "dp=2", (X,), loss=mean_square, plan=plan)
+    own = program.module()
+    check(in_both_modes(own, lambda: own.step(X)), wanted)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_model_with_a_train_of_its_own(plan: str, world: Processes) -> None:
+    world.run(own_modes, plan, num=2)
+
+
 # copies and states --------------------------------------------------------------------------------
 def averaged(model: Any, mean: nn.Module, target: nn.Module, steps: Callable[[], Any]) -> Tensor:
     """What averages give that are assigned, not written."""
