@@ -5,11 +5,11 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import CodeType, FrameType
 from typing import Any
 
-_READ_ALL = frozenset({"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"})
+_READ_ALL = frozenset({"locals", "vars", "dir", "eval", "exec", "breakpoint"})
 _ENDS = ("RETURN_", "RAISE_", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
 
 
@@ -25,39 +25,23 @@ def unread_values(kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _unread_of(frame: FrameType, kinds: tuple[type, ...]) -> list[Any]:
-    code, variables = frame.f_code, frame.f_locals
-    of_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+    """Variables of a module are none of these: its functions, or a notebook's next cell, may read
+    them. A function that asks for ``locals()`` holds the dict that is cleared here.
+    """
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or _reads_all(frame.f_code):
+        return []
+    variables = frame.f_locals
     names = [name for name, value in variables.items() if isinstance(value, kinds)]
-    unread = _unread_in_function if of_function else _unread_in_script
-    found = [variables[name] for name in names if unread(name, frame)]
-    if of_function and isinstance(variables, dict):
+    found = [variables[name] for name in names if _unread(name, frame)]
+    if isinstance(variables, dict):
         variables.clear()  # before Python 3.13 a copy that the frame keeps, and all values with it
     return found
 
 
-def _unread_in_function(name: str, frame: FrameType) -> bool:
+def _unread(name: str, frame: FrameType) -> bool:
     code = frame.f_code
     shared = name in code.co_cellvars or name in code.co_freevars
     return not shared and not _read_later(code, frame.f_lasti, name)
-
-
-def _unread_in_script(name: str, frame: FrameType) -> bool:
-    """Of variables of a module those of the script: another module may be asked for its own."""
-    inner = (each for each in _codes(frame.f_code) if each is not frame.f_code)
-    return (
-        frame.f_globals.get("__name__") == "__main__"
-        and frame.f_locals is frame.f_globals
-        and not any(name in each.co_names or _reads_all(each) for each in inner)
-        and not _read_later(frame.f_code, frame.f_lasti, name)
-    )
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a module with that of the functions and classes in it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
 
 
 def _reads_all(code: CodeType) -> bool:
@@ -74,8 +58,6 @@ def _read_later(code: CodeType, at: int, name: str) -> bool:
     """Whether some way through the code, from behind the call at ``at``, reads the variable before
     it is set anew. An exception may leave any line.
     """
-    if _reads_all(code):
-        return True
     calls = {each.offset: each for each in dis.get_instructions(code)}
     behind = dict(zip(calls, [*calls][1:], strict=False))
     handlers = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
