@@ -42,6 +42,7 @@ from partc.program.stage.check_complete import check_complete, running, trained
 from partc.recipe import made_by
 from partc.rules.table import warn_of_lost_rules
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.synced_norm import check_synced
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
 from partc.ways import compile_pipeline, compile_stage, printed_peaks
@@ -178,6 +179,7 @@ def compile(
     given = {name: each for name, each in given.items() if each is not None}
     check_fields(given, "compile")
     wanted = wanted.replanned(**given).with_order()
+    check_synced(model, wanted.batch_norm)
     aim = objective_of(objective)
     if aim != "time" and wanted.preset != AUTO_PLAN:
         raise _nothing_to_choose(aim, wanted)

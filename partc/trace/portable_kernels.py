@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.backends import mha, mkldnn
 
+from partc.trace.synced_norm import synced_norm_of_one_device
+
 _PADDING = "src_key_padding_mask"
 
 
@@ -23,12 +25,13 @@ _PADDING = "src_key_padding_mask"
 def portable_kernels() -> Iterator[None]:
     """Switch mkldnn off: an LSTM is then recorded as matrix products, not as a CPU-only kernel.
 
-    Attention is as under ``attention_in_python``; ``is_fx_tracing`` says the same in every run.
+    Attention and batch norm are as under ``modules_of_one_device``; ``is_fx_tracing`` says the same
+    in every run.
     """
     enabled: Any = mkldnn.enabled
     mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        with attention_in_python(), _told_as_traced():
+        with modules_of_one_device(), _told_as_traced():
             yield
     finally:
         mkldnn.enabled = enabled
@@ -41,6 +44,13 @@ def _told_as_traced() -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = tracer._is_fx_tracing_context(True)
         return context
     return patch.object(tracer, "_is_fx_tracing_flag", True)
+
+
+@contextmanager
+def modules_of_one_device() -> Iterator[None]:
+    """torch's modules compute what they say, on any device and whatever process group there is."""
+    with attention_in_python(), synced_norm_of_one_device():
+        yield
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from partc.trace.capture import named_results
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
-from partc.trace.portable_kernels import attention_in_python
+from partc.trace.portable_kernels import modules_of_one_device
 from partc.trace.returns import Returns
 from partc.trace.returns import described as described_results
 from partc.trace.source_lines import module_of, source_of
@@ -121,7 +121,7 @@ def eager(
     batch = tuple(x if dtype is None else converted(x, dtype) for x in given.tensors)
     objective = returns.objective(given.function)
     raised = raised_model(model) if dtype == torch.float64 else nullcontext()
-    with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised, attention_in_python():
+    with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised, modules_of_one_device():
         weights = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
         with _naming_model(model, given.arguments.names, batch):
             if train:

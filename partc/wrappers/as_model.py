@@ -24,7 +24,7 @@ from partc.wrappers.prepared import Prepared
 from partc.wrong_calls import check_whole_number, known_arguments
 
 _OWN = ("module", "model", "how", "device_type", "stage", "evaluated", "moved", "draws",
-        "training", "program", "losses", "_seen", "_device", "_called")  # fmt: skip
+        "training", "program", "losses", "batch_dims", "_seen", "_device", "_called")  # fmt: skip
 
 
 class AsModel(Prepared):

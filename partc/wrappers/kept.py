@@ -6,7 +6,7 @@ import gc
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import ref
 
@@ -14,12 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from partc.errors import RunError
+from partc.wrappers.unread import unread_values
 
 _OWN_REFERENCES = 2  # of a parameter while it is counted: the loop's name and the argument
 
 
 class Kept:
-    """A model's parameters, from before its first step until it has left them.
+    """A model's parameters and modules, from before its first step until it has left them.
 
     ``leave`` is called when nothing of partc holds the model any more.
     """
@@ -27,58 +28,75 @@ class Kept:
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
         self._params = {name: ref(param) for name, param in model.named_parameters()}
+        self._modules = {name: ref(part) for name, part in model.named_modules() if name}
         self._own = {id(each) for each in _own_containers(model)}
         self._name = type(model).__name__
 
-    def follow(self, shown: Mapping[str, nn.Parameter]) -> None:
-        """Put the stage's parameters into the lists and dicts in which the script has the model's.
+    def follow(self, shown: Mapping[str, nn.Parameter], like: nn.Module | None) -> None:
+        """Put the stage's parameters and modules into the lists and dicts in which the script has
+        the model's: also into the variables of a script, which are those of a module.
 
-        ``shown``: by name, those of this rank.
+        ``shown``: by name, the parameters of this rank. ``like``: the stage's modules.
         """
-        alive = {id(p): name for name, each in self._params.items() if (p := each()) is not None}
-        new = {number: shown[name] for number, name in alive.items() if name in shown}
-        every = tuple(each() for each in self._params.values())
+        new: dict[int, Any] = {}
+        for name, each in self._params.items():
+            if (param := each()) is not None and name in shown:
+                new[id(param)] = shown[name]
+        for name, part in self._modules.items():
+            if like is not None and (module := part()) is not None:
+                new[id(module)] = like.get_submodule(name)
+        every = [each() for each in (*self._params.values(), *self._modules.values())]
+        own = {*self._own, id(every)}
         for holder in gc.get_referrers(*every):
-            if type(holder) is list and id(holder) not in self._own:
+            if type(holder) is list and id(holder) not in own:
                 holder[:] = [new.get(id(x), x) for x in holder]
-            elif type(holder) is dict and id(holder) not in self._own:
+            elif type(holder) is dict and id(holder) not in own:
                 holder.update({key: new[id(x)] for key, x in holder.items() if id(x) in new})
 
     def leave(self) -> None:
         """RunError where the script keeps a parameter elsewhere, or a module of the model; a
-        warning where it keeps the model.
+        warning where it keeps the model. What no later line reads is not kept: scripts have the
+        last parameter in the variable of a loop.
         """
         if any(param() is not None for param in self._params.values()):
             gc.collect()  # modules that refer to each other
         alive = [name for name, param in self._params.items() if param() is not None]
         if not alive:
             return
-        model = self._model()
-        if model is None:
-            raise _kept(alive[0])
-        inside = _references_in(model)
+        inside = self._references()
         for name in alive:
             param = self._params[name]()
             if sys.getrefcount(param) > _OWN_REFERENCES + inside[id(param)]:
                 raise _kept(name)
-        warnings.warn(
-            f"partc: the script keeps the {self._name} that it gave to parallelize, whose weights "
-            "are trained no more from the first step on. Keep what parallelize gave in its place: "
-            "model = partc.parallelize(model, ...); another loss of it is model.also(loss)",
-            stacklevel=2,
-        )
+        if self._model() is not None:
+            warnings.warn(
+                f"partc: the script keeps the {self._name} that it gave to parallelize, whose "
+                "weights are trained no more from the first step on. Keep what parallelize gave in "
+                "its place: model = partc.parallelize(model, ...); another loss of it is "
+                "model.also(loss)",
+                stacklevel=2,
+            )
+
+    def _references(self) -> Counter[int]:
+        """How often the model and what no line reads again have each parameter, by its id."""
+        unread = unread_values((nn.Module, nn.Parameter))
+        held = [self._model(), *(each for each in unread if isinstance(each, nn.Module))]
+        found = _references_in([each for each in held if each is not None])
+        found.update(id(each) for each in unread if isinstance(each, nn.Parameter))
+        return found
 
 
-def _own_containers(model: nn.Module) -> Iterator[Any]:
-    """The tables of a model's modules, and what else they have of lists (as LSTMs) and dicts."""
-    for module in model.modules():
+def _own_containers(*models: nn.Module) -> Iterator[Any]:
+    """The tables of models' modules, and what else they have of lists (as LSTMs) and dicts."""
+    modules = {id(module): module for model in models for module in model.modules()}
+    for module in modules.values():
         yield from (each for each in vars(module).values() if type(each) in (list, dict, tuple))
 
 
-def _references_in(model: nn.Module) -> Counter[int]:
-    """How often a model's own containers have each object, by its id."""
+def _references_in(models: Iterable[nn.Module]) -> Counter[int]:
+    """How often the models' own containers have each object, by its id."""
     found: Counter[int] = Counter()
-    for each in _own_containers(model):
+    for each in _own_containers(*models):
         found.update(map(id, each.values() if isinstance(each, dict) else each))
     return found
 
@@ -104,6 +122,6 @@ def _kept(name: str) -> RunError:
         why="the model has other parameters from now on. They are put into optimizers, lists and "
         "dicts; what else has the old ones would read and write what is not trained",
         do="Take parameters and modules of the model behind its first step; or compile before they "
-        "are taken: model.compile_for(*batch), with any batch of the same shapes. Variables keep "
-        "them too, that of a loop the last one: del them (del net) before that.",
+        "are taken: model.compile_for(*batch), with any batch of the same shapes. A variable that "
+        "a later line reads keeps them, too.",
     )

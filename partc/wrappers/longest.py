@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ _BY_NAME = (
 
 def filled(
     model: nn.Module, call: Callable[..., Any] | None, args: Any, named: Mapping[str, Any],
-    pad: Mapping[str, float], device_type: str,
+    pad: Mapping[str, float], device_type: str, batch_dims: Mapping[str, int],
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     """The arguments of a call behind the model, by place, by name or in a dict; those that ``pad``
-    names, as a program names its inputs, are filled up. All ranks call this together.
+    names, as a program names its inputs, are filled up, in all dims but that of the batch
+    (``batch_dims``; else dim 0). All ranks call this together.
     """
     if not pad:
         return args, dict(named)
@@ -40,12 +41,18 @@ def filled(
     if given is not None:
         _check_values(pad, given)
     tensors = {} if given is None else dict(zip(given.names, given.tensors, strict=True))
-    mine = {name: [*x.shape[1:]] for name, x in tensors.items() if name in pad}
+    lengths = {
+        name: [dim for dim in range(x.dim()) if dim != batch_dims.get(name, 0)]
+        for name, x in tensors.items()
+        if name in pad
+    }
+    mine = {name: [tensors[name].shape[dim] for dim in dims] for name, dims in lengths.items()}
     wanted = dict(zip(mine, largest([*mine.values()], device_type), strict=True))
     if given is None or wanted == mine:
         return args, dict(named)
     for name, sizes in wanted.items():
-        tensors[name] = _longer(tensors[name], sizes, pad[name])
+        more = dict(zip(lengths[name], sizes, strict=True))
+        tensors[name] = _longer(tensors[name], more, pad[name])
     bound = given.filled([*tensors.values()])
     return bound.args, bound.kwargs
 
@@ -79,9 +86,9 @@ def called_as(model: nn.Module) -> Callable[..., Any] | None:
     return call
 
 
-def _longer(x: Tensor, sizes: Sequence[int], value: float) -> Tensor:
-    """A tensor whose dims behind the rows are filled up to ``sizes``."""
-    missing = [want - has for want, has in zip(sizes, x.shape[1:], strict=True)]
+def _longer(x: Tensor, sizes: Mapping[int, int], value: float) -> Tensor:
+    """A tensor whose dims are filled up to ``sizes``, by dim."""
+    missing = [sizes.get(dim, has) - has for dim, has in enumerate(x.shape)]
     sides = [side for more in reversed(missing) for side in (0, more)]
     return F.pad(x, sides, value=value) if any(missing) else x
 

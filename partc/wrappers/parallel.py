@@ -123,8 +123,9 @@ class Parallel(AsModel):
 
     def eval_step(self, *inputs: Any, **named: Any) -> Any:
         """The loss in eval mode, as ``Stage.eval_step``."""
+        stage = self._of_loss(self.how.loss, inputs, named)
         args, known = self._filled(inputs, named, self.how.loss)
-        return self._alone(self._of_loss(self.how.loss, args, known).eval_step(*args, **known))
+        return self._alone(stage.eval_step(*args, **known))
 
     @_disable_dynamo
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -148,8 +149,7 @@ class Parallel(AsModel):
 
         For what needs the stage before a step: ``partc.load_checkpoint``, ``model.loader``.
         """
-        args, known = self._filled(inputs, named, self.how.loss)
-        self._trained(args, known)
+        self._trained(inputs, named)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As of DistributedDataParallel: gradients of several steps are summed in any case."""
@@ -161,8 +161,9 @@ class Parallel(AsModel):
         mine = _takes_scale(loss or self.model.forward)
         scale = {n: x for n, x in named.items() if n == "scale" and not mine}
         given = {n: x for n, x in named.items() if n not in scale}
+        stage = self._of_loss(loss, inputs, given)
         args, known = self._filled(inputs, given, loss)
-        return self._alone(self._of_loss(loss, args, known).step(*args, **known, **scale))
+        return self._alone(stage.step(*args, **known, **scale))
 
     def _of_loss(self, loss: Any, args: Any, named: Any) -> Any:
         """What steps by a loss: the stage itself, or a loss that shares its tensors."""
@@ -172,7 +173,9 @@ class Parallel(AsModel):
                 self.losses[loss] = self._begun(args, named, compiled)
             else:
                 given = self._given(args, named, compiled)
-                self.losses[loss] = self.stage.share(self._as_now().also(given, loss=compiled))
+                program = self._as_now().also(given, loss=compiled)
+                self._know_batch(program)
+                self.losses[loss] = self.stage.share(program)
         return self.losses[loss]
 
     def _as_now(self) -> Program:
@@ -227,7 +230,8 @@ class Parallel(AsModel):
     def _leave_model(self, stage: Stage) -> None:
         """Let the model go, which the script has no more use for."""
         kept = Kept(self.model)
-        kept.follow({**stage.stand_ins(), **dict(stage.named_parameters())})
+        shown = {**stage.stand_ins(), **dict(stage.named_parameters())}
+        kept.follow(shown, stage.like_model)
         object.__setattr__(self, "model", stage.like_model)
         kept.leave()
 
@@ -249,14 +253,16 @@ class AlsoLoss:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """In train mode the loss, ready for ``backward``; in eval mode what the model returns."""
+        stage = self._model._of_loss(self._loss, inputs, named)
         taken = self._loss if self._model.training else None
         args, known = self._model._filled(inputs, named, taken)
-        return self._model._of_loss(self._loss, args, known)(*args, **known)
+        return stage(*args, **known)
 
     def eval_step(self, *inputs: Any, **named: Any) -> Any:
         """This loss in eval mode, without gradients."""
+        stage = self._model._of_loss(self._loss, inputs, named)
         args, known = self._model._filled(inputs, named, self._loss)
-        return self._model._of_loss(self._loss, args, known).eval_step(*args, **known)
+        return stage.eval_step(*args, **known)
 
 
 def _follow(stage: Stage, names: Mapping[int, str]) -> None:

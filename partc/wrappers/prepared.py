@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import RunError
+from partc.plan import Plan
 from partc.plan.mesh import MeshLike
 from partc.program import Program
 from partc.program.model.raw_model import empty_model
 from partc.program.stage.exported import check_not_exported, no_export
 from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
+from partc.program.step.batch_fit import Rows
 from partc.trace.arguments import Given
 from partc.wrappers.longest import (
     called_as,
@@ -106,6 +108,7 @@ class Prepared(nn.Module):
         self.evaluated: Stage | None = None  # forwards of a model that has not been trained yet
         self._seen: list[int] = []  # versions of the model's tensors that it has
         self.moved: list[Callable[[Stage, Mapping[int, str]], None]] = []
+        self.batch_dims: dict[str, int] = {}  # the dims of inputs that data ranks cut
         self.draws: tuple[int, int] | None = None  # the stage's seed and number of steps
         self.training = model.training
 
@@ -114,10 +117,13 @@ class Prepared(nn.Module):
         returns, without gradients, for this rank's rows.
         """
         check_not_exported()
-        args, named = self._filled(args, named, self.how.loss if self.training else None)
         if not self.training:
-            return self._evaluating(args, named)(*args, **named)
-        found = self._trained(args, named)(*args, **named)
+            stage = self._evaluating(args, named)
+            args, named = self._filled(args, named)
+            return stage(*args, **named)
+        stage = self._trained(args, named)
+        args, named = self._filled(args, named, self.how.loss)
+        found = stage(*args, **named)
         if self.how.loss is not None or isinstance(found, Tensor):
             return found
         extras = {name: _without_gradient(x, name) for name, x in found[1].items()}
@@ -128,8 +134,9 @@ class Prepared(nn.Module):
 
     def eval_loss(self, *args: Any, **named: Any) -> Any:
         """The loss in eval mode of all ranks' rows, without gradients."""
+        stage = self._trained(args, named)
         args, named = self._filled(args, named, self.how.loss)
-        found = self._trained(args, named).eval_step(*args, **named)
+        found = stage.eval_step(*args, **named)
         return found[0] if self.how.loss is None and isinstance(found, tuple) else found
 
     # compiled --------------------------------------------------------------------------------
@@ -176,13 +183,20 @@ class Prepared(nn.Module):
         options = {"backend": group_backend(self.device_type), "batch": "local", **how.options}
         program = partc.compile(self.model, how.mesh, like, loss=loss, plan=how.plan, **options)
         self._keep(program, loss)
+        self._know_batch(program)
         return program.module(self.device_type, partial="replicate")
+
+    def _know_batch(self, program: Program) -> None:
+        """Take which dims of its inputs are the batch, as nothing else is filled up there."""
+        rows = Rows.of(Plan.parse(program.plan), program.mesh, program.inputs)
+        self.batch_dims.update(rows.batch_dims())
 
     def _keep(self, program: Program, loss: Callable[..., Any] | None) -> None:
         """What is to be done with a program before it runs."""
 
     def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:
         """The arguments of a call as an example to compile for, the largest of all ranks'."""
+        check_names_of_pad(self.how.pad, {*self.how.inputs, *named})
         given = Given.of_call(self.model, args, named, loss)
         shapes = largest([[*x.shape] for x in given.tensors], self.device_type)
         pairs = zip(shapes, given.tensors, strict=True)
@@ -191,10 +205,14 @@ class Prepared(nn.Module):
     def _filled(
         self, args: Any, named: Mapping[str, Any], loss: Callable[..., Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a loss, or of the model, those that ``pad`` names filled up."""
+        """The arguments of a loss, or of the model, those that ``pad`` names filled up. A program
+        tells which dim is the batch, so this comes behind the compile.
+        """
         check_names_of_pad(self.how.pad, {*self.how.inputs, *named})
         called = self._called if loss is None else loss
-        return filled(self.model, called, args, named, self.how.pad, self.device_type)
+        return filled(
+            self.model, called, args, named, self.how.pad, self.device_type, self.batch_dims
+        )
 
     # as of the model -------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Prepared:

@@ -7,6 +7,7 @@ Each run is a process group, a model and lengths of its own. The suite makes 15 
 
 from __future__ import annotations
 
+import copy
 import os
 from random import Random
 from typing import Any
@@ -156,3 +157,50 @@ def test_what_pad_names_is_filled_up_wherever_it_is_given(world: Processes) -> N
     told = world.run(in_dicts, num=2)
     assert "rank 1 refused to begin" in told[0]
     assert "labels" in told[1]
+
+
+# sequence first ------------------------------------------------------------------------------
+class SequenceFirst(nn.Module):
+    """An encoder of ``i64[T,B]``, which does not look at padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = (ids == PAD).transpose(0, 1)
+        result: Tensor = self.head(self.layer(self.embed(ids), src_key_padding_mask=mask))
+        return result
+
+
+def of_next_words(model: nn.Module, ids: Tensor) -> Tensor:
+    logits, labels = model(ids[:-1]), ids[1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD)
+
+
+def of_columns(plan: str) -> None:
+    """Batches of other lengths on each rank, also in the first step; dim 1 is the batch."""
+    torch.manual_seed(0)
+    reference = SequenceFirst().double()
+    model: Any = partc.parallelize(
+        copy.deepcopy(reference), "dp=2", loss=of_next_words, plan=plan, pad={"ids": PAD}
+    )
+    draw = torch.Generator().manual_seed(1)
+    for lengths in ((5, 7), (6, 6), (8, 4)):
+        each = [torch.randint(1, 9, (length, 3), generator=draw) for length in lengths]
+        ids = torch.cat([F.pad(x, (0, 0, 0, max(lengths) - len(x)), value=PAD) for x in each], 1)
+        mine = each[dist.get_rank()]
+        close(model.step(mine), of_next_words(reference, ids), "loss")
+        close(model.eval_step(mine), of_next_words(reference, ids), "evaluated")
+    uneven = torch.cat([ids[:, :2], ids[:, 3:]], 1)  # 2 and 3 columns, of which all ranks get all
+    loss = model.step(mine[:, : 2 + dist.get_rank()])
+    close(loss, of_next_words(reference, uneven), "loss of uneven columns")
+    model.how.pad = {}
+    with pytest.raises(partc.errors.RunError, match="Where only lengths differ, pad="):
+        model.step(mine)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_sequence_first_batches_of_other_lengths_on_each_rank(plan: str, world: Processes) -> None:
+    world.run(of_columns, plan, num=2)

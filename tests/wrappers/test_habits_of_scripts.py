@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import partc
-from partc.errors import PlanError
+from partc.errors import PlanError, RunError
 from partc.verification.processes import Processes
 
 X = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -170,6 +170,66 @@ def test_a_penalty_on_weights_added_to_the_loss(plan: str, world: Processes) -> 
     world.run(penalty, plan, num=2)
 
 
+# modes --------------------------------------------------------------------------------------------
+class FrozenNorms(nn.Module):
+    """Its own ``train`` keeps the batch norms in eval mode, as detectors and fine-tuning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.body = nn.Sequential(first, nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.0))
+        self.head = second
+
+    def train(self, mode: bool = True) -> FrozenNorms:
+        super().train(mode)
+        for part in self.modules():
+            if isinstance(part, nn.BatchNorm1d):
+                part.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(x))
+        return result
+
+
+def frozen_norms() -> nn.Module:
+    torch.manual_seed(0)
+    return FrozenNorms().double().train()
+
+
+def in_both_modes(model: Any, step: Callable[[], Any]) -> Losses:
+    found = []
+    for _ in range(2):
+        model.train()
+        found += trained(model, step)
+        model.eval()
+        with torch.no_grad():
+            found.append(float(model(X).square().mean()))
+    return found
+
+
+def own_modes(plan: str) -> None:
+    model = frozen_norms()
+
+    def step() -> Tensor:
+        loss = mean_square(model, X)
+        loss.backward()
+        return loss
+
+    wanted = in_both_modes(model, step)
+    stage = parallel(frozen_norms(), plan, loss=mean_square)
+    check(in_both_modes(stage, lambda: stage.step(X)), wanted)
+    program = partc.compile(frozen_norms(), "dp=2", (X,), loss=mean_square, plan=plan)
+    own = program.module()
+    check(in_both_modes(own, lambda: own.step(X)), wanted)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_model_with_a_train_of_its_own(plan: str, world: Processes) -> None:
+    world.run(own_modes, plan, num=2)
+
+
 # copies and states --------------------------------------------------------------------------------
 def averaged(model: Any, mean: nn.Module, target: nn.Module, steps: Callable[[], Any]) -> Tensor:
     """What averages give that are assigned, not written."""
@@ -205,6 +265,32 @@ def assigned(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_averages_that_are_assigned_to_data(plan: str, world: Processes) -> None:
     world.run(assigned, plan, num=2)
+
+
+def by_position() -> None:
+    """A pipeline rank has the parameters of its stage alone: a whole average has more before."""
+    model = plain()
+    mean = copy.deepcopy(model)
+    stage: Any = partc.parallelize(
+        model, "pp=2", loss=mean_square, plan="ddp", batch="global", stages=["2"]
+    )
+    del model
+    stage.step(X)
+    own = dict(stage.named_parameters())
+    with torch.no_grad():
+        for name, each in mean.named_parameters():
+            if name in own:
+                each.mul_(0.9).add_(own[name], alpha=0.1)
+        if dist.get_rank() == 0:
+            return
+        param, first = next(stage.parameters()), next(mean.parameters())
+        with pytest.raises(RunError, match=r"2.weight: .*stand beside .*other stages.*by name"):
+            first.data = first.data * 0.9 + 0.1 * param.data
+
+
+@pytest.mark.gloo
+def test_averages_by_position_in_a_pipeline_are_refused(world: Processes) -> None:
+    world.run(by_position, num=2)
 
 
 def started(plan: str) -> tuple[Any, torch.optim.Optimizer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,8 @@ def kept(what: str) -> None:
         of_script = [*model.parameters()]
     elif what == "a dict":
         of_script = dict(model.named_parameters())
+    elif what == "modules in a dict":
+        of_script = dict(model.named_children())
     elif what == "a tuple":
         of_script = (*model.parameters(),)
     elif what == "a module":
@@ -262,8 +265,11 @@ def kept(what: str) -> None:
         of_script = model.head.weight
     elif what == "an optimizer":
         of_script = torch.optim.AdamW(model.parameters())
-    if what in ("nothing", "an optimizer", "a list", "a dict"):
+    if what in ("nothing", "an optimizer", "a list", "a dict", "modules in a dict"):
         model.step(*batch)
+        if what == "modules in a dict":
+            assert all(part is getattr(model, name) for name, part in of_script.items())
+            return
         values = of_script.values() if what == "a dict" else of_script
         if what in ("a list", "a dict"):
             assert all(x is y for x, y in zip(values, model.parameters(), strict=True))
@@ -276,9 +282,29 @@ def kept(what: str) -> None:
 @pytest.mark.gloo
 def test_what_would_be_used_in_vain_behind_the_first_step_is_named(world: Processes) -> None:
     for what in (
-        "nothing", "an optimizer", "a list", "a dict", "a tuple", "a module", "a parameter"
+        "nothing", "an optimizer", "a list", "a dict", "modules in a dict", "a tuple", "a module",
+        "a parameter",
     ):  # fmt: skip
         world.run(kept, what, num=2)
+
+
+def looped(what: str) -> None:
+    """The variable of a loop has the last parameter or module, which no later line reads."""
+    model: Any = partc.parallelize(Tagger(), "dp=2", loss=loss_of, plan="fsdp", batch="global")
+    for param in model.parameters():
+        param.requires_grad_()
+    if what == "a module":
+        for module in model.modules():
+            module.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.step(*data()[:BATCH])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("what", ["a parameter", "a module"])
+def test_variables_that_no_later_line_reads_are_not_kept(what: str, world: Processes) -> None:
+    world.run(looped, what, num=2)
 
 
 def closure_and_model() -> None:

@@ -108,9 +108,11 @@ class UserModules(nn.Module):
             likeness.whole = mode
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module; parts that are in another mode than the program are refused later."""
+        """As of the model; parts that are in another mode than the program are refused later."""
         super().train(mode)
         if likeness := self.__dict__["_likeness"]:
+            if type(likeness.root).train is not nn.Module.train:
+                likeness.root.train(mode)  # the model's own, such as keeps batch norms frozen
             likeness.follow(mode)
         return self
 

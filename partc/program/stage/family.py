@@ -230,7 +230,8 @@ class Family:
         found = longest(each, self._rows)
         if found is None or not self._may_fill(each, found):
             mine = [self._pieces.mine(one) for one in each]
-            raise ranks_differ(mine, own_rows=bool(self._pieces.of_each))
+            rows = {tuple(self._rows.sizes(one)) for one in each}
+            raise ranks_differ(mine, rows_differ=bool(self._pieces.of_each) and len(rows) > 1)
         return found
 
     def _together(self, texts: Sequence[str]) -> Wanted | None:

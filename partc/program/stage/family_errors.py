@@ -33,15 +33,15 @@ def step_in_eval() -> RunError:
     )
 
 
-def ranks_differ(each: Sequence[Wanted], *, own_rows: bool) -> RunError:
-    """The error of all ranks; ``each``: what a rank was given, by rank. ``own_rows``: ranks are
-    given samples of their own.
+def ranks_differ(each: Sequence[Wanted], *, rows_differ: bool) -> RunError:
+    """The error of all ranks; ``each``: what a rank was given, by rank. ``rows_differ``: ranks are
+    given samples of their own, and not as many.
     """
     return RunError(
         where="the step of all ranks",
         what=f"ranks differ in what they run: {_by_rank(map(str, each))}",
         why="one program computes a step on all ranks together",
-        do=f"Call the same on every rank.{_what_helps(each, own_rows)}",
+        do=f"Call the same on every rank.{_what_helps(each, rows_differ)}",
     )
 
 
@@ -72,9 +72,8 @@ def _shown(text: str) -> str:
     return "a batch that it refuses" if text == REFUSED else str(Wanted.parse(text))
 
 
-def _what_helps(each: Sequence[Wanted], own_rows: bool) -> str:
-    rows = {tuple(shape[:1] for shape, _ in one.inputs) for one in each}
-    if len(rows) > 1 and own_rows:
+def _what_helps(each: Sequence[Wanted], rows_differ: bool) -> str:
+    if rows_differ:
         return (
             " Where numbers of rows differ, as in a last batch, give every rank as many "
             "(DataLoader(..., drop_last=True), stage.loader(dataset)), or say "

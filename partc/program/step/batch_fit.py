@@ -76,6 +76,13 @@ class Rows:
                 continue  # a mask for all rows
             yield from ((i, dim, shape[dim], num) for dim, num in dims.items() if dim < len(shape))
 
+    def batch_dims(self) -> dict[str, int]:
+        """The dim that data ranks cut, of each input that they cut."""
+        dims = {
+            name: [dim for dim, num in cut.items() if num > 1] for name, cut in self.cuts.items()
+        }
+        return {name: each[0] for name, each in dims.items() if each}
+
     def uneven(self, wanted: Wanted) -> list[tuple[int, int]]:
         """Rows and pieces of the dims that cannot be cut."""
         return [(rows, num) for _, _, rows, num in self.sizes(wanted) if rows % num]
