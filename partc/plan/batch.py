@@ -7,7 +7,7 @@ parallelism, pipeline stages) are given the same piece, and cut it further thems
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from partc.plan import Cuts, Plan, fits
 from partc.plan.mesh import ISLAND, MICROBATCH_AXIS, PP, TP, Mesh, layout_mesh
@@ -68,6 +68,20 @@ def given(name: str, plan: Plan, mesh: Mesh) -> Sharding:
         return Sharding()
     inside = [axis for axis in mesh.names if axis not in data_axes(mesh)]
     return Sharding.of(plan.stored(name, plan.inputs), mesh).without(inside, mesh)
+
+
+def sequence_dim(said: int, taken: Collection[int]) -> int:
+    """The dim of an activation that sequence parallelism scatters, where the plan says ``said``.
+
+    ``taken`` are the dims that other axes cut. Sequence first, as inside of
+    ``nn.MultiheadAttention``, the dim that the plan says has the samples, which data axes cut: the
+    sequence is then the first of the other dims. To cut the samples once more would move those of
+    every rank, since the later axis has the outer pieces.
+
+    >>> sequence_dim(1, {0}), sequence_dim(1, {1}), sequence_dim(0, {0})
+    (1, 0, 1)
+    """
+    return int(said == 0) if said in taken else said
 
 
 def dealt(plan: Plan, names: Iterable[str]) -> dict[str, Dealt]:

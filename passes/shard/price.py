@@ -18,6 +18,7 @@ from partc.graph.casts import is_cast, widens
 from partc.passes.shard.reshard import transition_cost
 from partc.passes.shard.results import own_rows
 from partc.plan import Plan
+from partc.plan.batch import sequence_dim
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.rules import Strategy
@@ -146,9 +147,13 @@ class Prices:
 
         Only tensors of more than 2 dims are activations with a sequence.
         """
-        return (
-            self.scatter is not None and layout == cut(self.scatter) and len(value(node).shape) > 2
-        )
+        if self.scatter is None or len(value(node).shape) <= 2:
+            return False
+        call, index = picked(node) if node.target is operator.getitem else (node, 0)
+        before = self.choices.get(call, {}).items()
+        outs = [s.outs[index] for axis, s in before if axis != self.axis and s.outs]
+        taken = {out.dim for out in outs if out.kind == "cut"}
+        return layout == cut(sequence_dim(self.scatter, taken))
 
     def _finishing(self, node: fx.Node, strategy: Strategy) -> float:
         """The price of finishing the results: partial sums, and gradients not yet in the layout in

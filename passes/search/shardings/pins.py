@@ -13,6 +13,7 @@ from partc.passes.search.shardings.call_choices import CallChoices
 from partc.passes.search.shardings.step_values import StepValues
 from partc.passes.search.shardings.transfers import Bar, Transfers
 from partc.plan import Cuts, Plan, fits
+from partc.plan.batch import sequence_dim
 from partc.plan.plan_values import PlannedLayout, planned_on, write_value
 from partc.plan.sharding import Layout, Sharding, cut
 from partc.rules import Strategy
@@ -75,17 +76,15 @@ class Pins:
         that the axis divides.
         """
         mesh = self.unbarred.mesh
-        wanted = {
-            axis: cut(dim)
-            for axis, dim in self.plan.scatter.items()
-            if dim < len(shape) and shape[dim] % mesh.size(axis) == 0
-        }
+
+        def bars(have: Sharding, want: Sharding, axis: str, said: int) -> bool:
+            dim = sequence_dim(said, {layout.dim for a, layout in have.cuts() if a != axis})
+            if have.on(axis).kind != "U" or dim >= len(shape) or shape[dim] % mesh.size(axis):
+                return False
+            return want.on(axis) not in (have.on(axis), cut(dim))
 
         def bar(have: Sharding, want: Sharding) -> bool:
-            return any(
-                have.on(axis).kind == "U" and want.on(axis) not in (have.on(axis), layout)
-                for axis, layout in wanted.items()
-            )
+            return any(bars(have, want, axis, dim) for axis, dim in self.plan.scatter.items())
 
         return bar
 
