@@ -92,8 +92,7 @@ class Family:
         self.calls_alike = SameCalls(choices.most_programs > 1 or len(self.programs) > 1)
         self._same = self.calls_alike.choice if varies else None
         self._reseeded = Reseeded()
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._turns = MicrobatchesOfIsland.of(program, rank)
+        self._turns = MicrobatchesOfIsland.here(program)
 
     # asked -----------------------------------------------------------------------------------
     @property

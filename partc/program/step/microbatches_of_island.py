@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import RunError
@@ -24,6 +25,11 @@ class MicrobatchesOfIsland:
     num: int
     names: Sequence[str]
     dims: Sequence[int | None]
+
+    @classmethod
+    def here(cls, program: Program) -> MicrobatchesOfIsland | None:
+        """Those of this process's island."""
+        return cls.of(program, dist.get_rank() if dist.is_initialized() else 0)
 
     @classmethod
     def of(cls, program: Program, rank: int) -> MicrobatchesOfIsland | None:
