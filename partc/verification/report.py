@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -110,3 +111,20 @@ class Report:
             "worst": self.worst.as_json(),
             "rows": [row.as_json() for row in self.rows],
         }
+
+
+def held_nowhere(trained: Iterable[str], rows: Sequence[Row]) -> Iterator[Row]:
+    """Rows with infinite error for trained parameters that no rank has, as of a lost stage."""
+    compared = {row.name for row in rows if row.kind == "gradient"}
+    for name in trained:
+        if name not in compared:
+            yield Row(float("inf"), "gradient", name, 0)
+
+
+def merged(found: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
+    """The worst row of each tensor over all ranks, in the order of comparison."""
+    worst: dict[tuple[str, str], Row] = {}
+    for row in (row for rows in found for row in rows):
+        key = row.kind, row.name
+        worst[key] = max(worst.get(key, row), row, key=lambda r: r.error)
+    return tuple(worst.values())

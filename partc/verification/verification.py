@@ -51,7 +51,7 @@ from partc.verification.reference import (
     eager,
     take_step,
 )
-from partc.verification.report import Report, Row
+from partc.verification.report import Report, Row, held_nowhere, merged
 from partc.verification.same_draws import SEED, STEP, SameDraws
 from partc.verification.threads import ThreadMesh, run_ranks
 from partc.verification.uneven_gradients import UnevenGradients
@@ -134,10 +134,10 @@ def verify(
     how = "processes" if processes else "threads"
     how += "" if place.type == "cpu" else f" on {place}"
     title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
-    rows = _merge(found)
+    rows = merged(found)
     theirs = suspects(Plan.parse(program.plan).other_passes)
     mode = program.wanted.mode if model.training != (program.wanted.mode == "train") else ""
-    return Report(title, (*rows, *_held_nowhere(reference, rows)), theirs, mode)
+    return Report(title, (*rows, *held_nowhere(reference.grads, rows)), theirs, mode)
 
 
 def _pieces(program: Program) -> Pieces:
@@ -387,20 +387,3 @@ class _Rank:
     def _take(self, shard: Shard, whole: Tensor) -> Tensor:
         mesh = self.job.program.mesh
         return shard.take(whole, mesh, mesh.coords(self.rank))
-
-
-def _held_nowhere(reference: Reference, rows: Sequence[Row]) -> Iterator[Row]:
-    """Rows with infinite error for trained parameters that no rank has, as of a lost stage."""
-    compared = {row.name for row in rows if row.kind == "gradient"}
-    for name in reference.grads:
-        if name not in compared:
-            yield Row(float("inf"), "gradient", name, 0)
-
-
-def _merge(found: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
-    """The worst row of each tensor over all ranks, in the order of comparison."""
-    worst: dict[tuple[str, str], Row] = {}
-    for row in (row for rows in found for row in rows):
-        key = row.kind, row.name
-        worst[key] = max(worst.get(key, row), row, key=lambda r: r.error)
-    return tuple(worst.values())
