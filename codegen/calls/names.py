@@ -44,14 +44,18 @@ _TARGETS = re.compile(
 
 
 def wishes(
-    graph: Graph, prefix: str = "", given: Mapping[fx.Node, str] = MappingProxyType({})
-) -> Wishes:
+    graph: Graph, prefix: str = "", given: Mapping[fx.Node, str] = MappingProxyType({}), *,
+    stored: Mapping[fx.Node, str] = MappingProxyType({}),
+) -> Wishes:  # fmt: skip
     """The wanted name of every value; ``settle`` gives longer ones where several values want one.
 
     Module paths are shortened by ``prefix``, the path of the module whose method is printed. Names
-    in ``given`` are used as they are, and for the names of gradients.
+    in ``given`` are used as they are, and for the names of gradients. ``stored``: the attributes of
+    parameters and buffers; where that is shorter, a value is called as the attribute is.
     """
     named = dict(_placeholder_names(graph, prefix))
+    alone = {n: path for n, path in stored.items() if not re.search(r"\.\d", path)}
+    named |= {n: identifier(path) for n, path in alone.items() if len(named[n]) > len(path)}
     forward = [n for n in graph.calls() if has_value(n) and is_forward(n)]
     said = {*named}
     named |= {n: constant_name(n) or op_name(n) for n in forward}

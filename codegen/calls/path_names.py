@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from itertools import pairwise, takewhile
+
+LONG, WORDS = 40, 3  # of longer names an attribute has the end alone, of so many words at least
 
 
 def inside(path: str, prefix: str) -> str:
@@ -43,6 +46,8 @@ def qualifiers(path: str) -> Iterator[str]:
     ['layer_0_1', 'encoder_0_1', 'encoder_0_1_wi', 'encoder_0_1_mlp_wi']
     >>> list(qualifiers("mlp.up"))
     ['up', 'mlp_up']
+    >>> list(qualifiers("encoder.block.layer.attention"))[:2]
+    ['attention', 'encoder_attention']
     """
     parts = path.split(".") if path else []
     numbers = "_".join(part for part in parts if part.isdigit())
@@ -57,6 +62,8 @@ def qualifiers(path: str) -> Iterator[str]:
     within = [f"{outer[-1]}_{numbers}"] if numbers and outer else []
     for num in range(1, len(words) + 1):
         yield "_".join([*within, *words[-num:]])
+        if num == 1 and not numbers and len(words) > 2:
+            yield f"{words[0]}_{words[-1]}"
     for num in range(2, len(outer) + 1) if numbers else ():
         yield "_".join([*outer[-num:], numbers, *words])
 
@@ -72,3 +79,30 @@ def last_words(name: str) -> str:
     parts = name.split(".")
     first = max((i for i, part in enumerate(parts[:-1]) if not part.isdigit()), default=0)
     return ".".join(parts[first:])
+
+
+def short_names(names: Collection[str]) -> dict[str, str]:
+    """For each name of a parameter the part of it that an attribute is called after.
+
+    That is the whole name where it is not long, else the shortest end that no other of the names
+    has. It begins with a word, and has three words at least: the parameter's own and two modules'.
+
+    >>> long = "model.encoder.stages.1.layers.0.shortcut.conv.weight"
+    >>> short_names({long, long.replace("conv", "norm"), "model.head.weight"})[long]
+    'shortcut.conv.weight'
+    """
+    ends = {name: [*_ends(name)] for name in names}
+    shared = Counter(end for name in names for end in ends[name])
+    return {
+        name: name if len(name) <= LONG else next((e for e in ends[name] if shared[e] == 1), name)
+        for name in names
+    }
+
+
+def _ends(name: str) -> Iterator[str]:
+    """The ends of a name that begin with a word, from the last three words on."""
+    parts = name.split(".")
+    for first in range(len(parts) - 1, -1, -1):
+        words = [part for part in parts[first:] if not part.isdigit()]
+        if not parts[first].isdigit() and len(words) >= min(WORDS, len(parts)):
+            yield ".".join(parts[first:])

@@ -30,6 +30,7 @@ from partc.codegen.bodies.tables import (
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.names import wishes
+from partc.codegen.calls.path_names import short_names
 from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
@@ -208,10 +209,10 @@ class RoleText:
     def name_attributes(self) -> None:
         """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""
         in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
-        lists = [c.attribute for c in self.classes.values()]
-        scope = attributes(self.graph.mesh, *lists)
+        scope = attributes(self.graph.mesh, *(c.attribute for c in self.classes.values()))
+        short = short_names([name for name in self._stored() if name not in in_blocks])
         for name, node in self._stored().items():
-            self.attributes[node] = in_blocks.get(name) or scope.fresh(name)
+            self.attributes[node] = in_blocks.get(name) or scope.fresh(short[name])
 
     def _stored(self) -> dict[str, fx.Node]:
         return {**self.graph.params, **self.graph.buffers}
@@ -338,9 +339,9 @@ class RoleText:
         scope = Scope([*arguments.values(), *self.helpers.names])
         device = f"{next(iter(arguments.values()), 'next(self.parameters())')}.device"
         body = StepBody(
-            graph, order, wishes(graph), scope, self.helpers, seen, kept, self.final_grads(),
-            device, name_of=self.site_literal,
-            items=self.items, classes=self.classes, prefetch=self.prefetch,
+            graph, order, wishes(graph, stored=self.attributes), scope, self.helpers, seen, kept,
+            self.final_grads(), device, name_of=self.site_literal, items=self.items,
+            classes=self.classes, prefetch=self.prefetch,
         )  # fmt: skip
         made = {*order, *results, *self._by_calls()}
         lasting = {n for n in kept if is_tensor(n) and n in made}

@@ -15,7 +15,7 @@ from partc.codegen.repeats.trim import Block
 from partc.graph import Graph, collectives, is_backward, is_call, is_forward, value
 from partc.graph.folds import layer_path
 from partc.graph.moves import gathers_param
-from partc.graph.places import is_one_call, takes_piece
+from partc.graph.places import is_one_call, module_of, takes_piece
 from partc.passes.shard.zeros import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
 
@@ -50,6 +50,9 @@ def owners_of(
             pathless.append(node)
     (_adopt if looped else _adopt_sums)(graph, pathless, owners)
     _hoist(graph, owners)
+    if not looped:
+        _leave_buckets(graph, owners)
+        _leave_recomputed(graph, owners)
     _join_waits(graph, owners)
     for node in graph.calls():
         if node.target is operator.getitem:
@@ -134,6 +137,39 @@ def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
             start = node.all_input_nodes[0]
             owners.pop(node, None)
             owners |= {node: owners[start]} if start in owners else {}
+
+
+def _leave_buckets(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
+    """Take out of its block each transfer that also moves what other blocks make.
+
+    A bucket of weights or of gradients stands under the path of one module, though it moves those
+    of the modules around too: modules of one kind are alike without it.
+    """
+    for node in graph.calls():
+        owner = owners.get(node)
+        joins = owner is not None and node.target in collectives.JOINED
+        if joins and not all(_is_of(n, owner, owners) for n in node.all_input_nodes):
+            del owners[node]
+
+
+def _is_of(node: fx.Node, owner: Owner | None, owners: Mapping[fx.Node, Owner]) -> bool:
+    """Whether a value is made by a block in this phase, or is a parameter of the block."""
+    if node.op != "placeholder" or owner is None:
+        return owners.get(node) == owner
+    return value(node).name.startswith(f"{module_of(owner[0])}.")
+
+
+def _leave_recomputed(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
+    """Take out of its block what the backward computes again for other blocks alone.
+
+    Such as the result of a norm for the gradient of the activation behind it, which comes before
+    the gradient of the norm.
+    """
+    for node in reversed([*graph.calls()]):
+        owner = owners.get(node)
+        again = owner is not None and value(node).from_forward
+        if again and all(owners.get(user) != owner for user in node.users):
+            del owners[node]
 
 
 def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:
