@@ -99,6 +99,9 @@ class _Gradient:
             if operand is not None:
                 of[node] = operand
                 return f"d_{named[operand]}"
+        if (operand := _own_operand(node)) is not None and operand in named:
+            of[node] = operand
+            return f"d_{named[operand]}"
         parts = {n: self.found[n] for n in node.all_input_nodes if n in self.found and is_tensor(n)}
         if op_name(node) == "add" and parts:  # a sum of contributions
             of_values = [n for n, name in parts.items() if name != f"d_{op_name(n)}"]
@@ -135,6 +138,19 @@ def _operand(node: fx.Node, forward: fx.Node) -> fx.Node | None:
     if isinstance(index, int) and index < len(operands) and operands[index] in like:
         return operands[index]
     return next(iter(like), None)
+
+
+def _own_operand(node: fx.Node) -> fx.Node | None:
+    """What a backward is the gradient of whose forward was rewritten: ``self`` of its kernel."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.name.endswith("_backward"):
+        return None
+    given = zip((argument.name for argument in schema.arguments), node.args, strict=False)
+    operand = dict(given).get("self")
+    if not isinstance(operand, fx.Node) or not (is_tensor(operand) and is_tensor(node)):
+        return None
+    alike = fake_of(operand).shape == fake_of(node).shape
+    return operand if alike and is_forward(operand) else None
 
 
 def _part_of_cat(node: fx.Node, forward: fx.Node) -> fx.Node | None:
