@@ -26,11 +26,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, **how: float) -> tuple[Tens
 
 
 def flash_attention_backward(
-    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, *,
-    is_causal: bool, **how: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``q``, ``k`` and ``v``."""
-    given, aten = (d_y, q, k, v, y, logsumexp.contiguous()), torch.ops.aten
+    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, *y: Tensor, is_causal: bool, **how: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``q``, ``k`` and ``v``; ``y`` is what the forward gave."""
+    given, aten = (d_y, q, k, v, *y), torch.ops.aten
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, 0, is_causal, **how)  # fmt: skip
