@@ -24,7 +24,7 @@ from partc.trace.no_model import check_model
 from partc.whole_batch import axes_open
 from partc.wrappers.as_model import AsModel
 from partc.wrappers.kept import Kept, check_not_stepping
-from partc.wrappers.longest import warn_of_pad
+from partc.wrappers.longest import check_names_of_pad, warn_of_pad
 from partc.wrappers.moved import move, optimizers_over
 from partc.wrappers.prepared import How
 from partc.wrappers.said import check_loss, check_outputs, check_said
@@ -197,7 +197,9 @@ class Parallel(AsModel):
 
     def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
         if self.stage is None:
-            warn_of_pad(self.how.pad, {*self.how.inputs, *named})
+            known = {*self.how.inputs, *named}
+            check_names_of_pad(self.how.pad, known)
+            warn_of_pad(self.how.pad, known)
         return super()._begun(args, named, loss)
 
     def _trained(self, args: Any, named: Any) -> Any:
