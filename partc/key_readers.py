@@ -32,6 +32,7 @@ from partc.passes.runner import State, run
 from partc.passes.shard.local_batch_norm import has_batch_norm
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.plan import Plan
+from partc.plan.batch import sequence_dim
 
 TELLS = "tells"  # of what passes made: whether somebody will ask what reads a key
 LOCAL = "local"  # and the state of the graph of one rank, nothing joined in it
@@ -108,13 +109,15 @@ class Compiled:
 
     def scattered(self, axis: str, dim: int) -> bool:
         """Whether an activation, of three dims or more, is reduce-scattered over an axis along a
-        dim, or summed and then cut so: where other axes cut the dim, too.
+        dim, or along the one that stands for it where other axes cut the dim; or summed and then
+        cut so.
         """
         graph = self.local.graph
         gradients = ways_out(graph)
         return any(
             (node.target is collectives.reduce_scatter or _keeps_a_piece_of_a_sum(node))
-            and (node.kwargs["axis"], node.kwargs["dim"]) == (axis, dim)
+            and node.kwargs["axis"] == axis
+            and node.kwargs["dim"] in (dim, sequence_dim(dim, _cut_by_others(node, axis)))
             and node not in gradients
             and len(value(node).shape) > 2
             for node in graph.calls()
@@ -202,6 +205,11 @@ class Compiled:
     def gathers_ahead(self) -> bool:
         """Whether a loop over blocks gathers their weights."""
         return any(run.gathers for tape in self._tapes for run in tape.runs)
+
+
+def _cut_by_others(node: fx.Node, axis: str) -> set[int]:
+    """The dims of a value that other axes cut."""
+    return {layout.dim for other, layout in value(node).sharding.cuts() if other != axis}
 
 
 def _keeps_a_piece_of_a_sum(node: fx.Node) -> bool:
