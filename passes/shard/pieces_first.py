@@ -74,10 +74,16 @@ class PiecesFirst:
     def _is_free(self, operands: list[fx.Node], strategy: Strategy) -> bool:
         """Whether each operand is at hand, or is whole and cut without a transfer.
 
-        A weight is not cut so: where that pays, the plan has it in shards.
+        A weight is not cut so: where that pays, the plan has it in shards. Pieces in an order of
+        their own are not cut from a whole.
         """
         return all(
             want in self.made[operand]
-            or (want.kind == "cut" and R in self.made[operand] and not is_weight(operand))
+            or (
+                want.kind == "cut"
+                and not want.permuted
+                and R in self.made[operand]
+                and not is_weight(operand)
+            )
             for operand, want in zip(operands, strategy.ins, strict=True)
         )
