@@ -200,7 +200,8 @@ class _Partition:
         if want not in copies and node in self.input_only:
             return self._get_given(node, want, reader)
         near = {have: copy for have, copy in copies.items() if reaches(value(copy), reader)}
-        if want not in near and is_zero(node) and all(self._cost(have, want) for have in near):
+        made = is_zero(node) and all(layout.kind not in "UM" for _, layout in want.layouts)
+        if want not in near and made and all(self._cost(have, want) for have in near):
             copies[want] = zeros_in(self.out, node, want, reader, self.graph.mesh)
             self.names[copies[want]] = self.names.get(node, node.name)
         elif want not in near:

@@ -176,6 +176,7 @@ def other_values(folder: Path) -> None:
         (lambda g: g.update(lr="fast"), "lr of group 0 is 'fast', here it is 0.001"),
         (lambda g: g.update(betas=[0.9]), r"betas of group 0 is \[0.9\]"),
         (lambda g: g.update(amsgrad=1), "amsgrad of group 0 is 1"),
+        (lambda g: g.update(betas=[1, 0.999]), "refuses: Invalid beta parameter at index 0"),
         (lambda g: g["params"].remove("up.bias"), "up.bias is in group 0 here"),
     )
     for change, why in cases:

@@ -27,6 +27,8 @@ RIGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("equal blocks and a head", "pp=4"): {"plan": "ddp", "microbatches": 4},
     # of the candidates some need what the model does not allow
     ("mixture by sort", "pp=2"): {"plan": "auto"},
+    ("graph attention", "dp=2"): {"plan": "ddp"},
+    ("mixture with capacity", "dp=2"): {"plan": "ddp"},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ def check_same_optimizer(
             if not _fits(values[name], group[name]):
                 said = f"{name} of group {number} is {values[name]!r}, here it is {group[name]!r}"
                 raise _other(path, said)
+        if why := impossible_values(optimizer, values):
+            raise _other(path, f"group {number} has what {mine} refuses: {why}")
 
 
 def check_same_groups(
@@ -82,6 +85,25 @@ def take_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             group[name].fill_(value)
         else:
             group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def impossible_values(optimizer: Optimizer, values: Mapping[str, Any]) -> str:
+    """Why an optimizer's class would not be made with these hyperparameters; "" if it would, or if
+    it takes more than them.
+    """
+    known = inspect.signature(type(optimizer).__init__).parameters
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name in known and name not in {*HOW, "params"}
+    }
+    try:
+        type(optimizer)([torch.zeros(1, requires_grad=True)], **given)
+    except ValueError as error:  # as torch says of a beta of 1, by which a step would divide
+        return str(error)
+    except Exception:  # an optimizer of the user's own may take anything
+        return ""
+    return ""
 
 
 def _fits(value: Any, here: Any) -> bool:

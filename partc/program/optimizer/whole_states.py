@@ -18,7 +18,7 @@ from partc.errors import LoadError, RunError
 from partc.plan.sharding import dtype_name
 from partc.program.optimizer.optimizer_states import OptimizerStates
 from partc.program.optimizer.optimizers import check_is_optimizer, check_of_stage
-from partc.program.optimizer.same_optimizer import SCHEDULED
+from partc.program.optimizer.same_optimizer import SCHEDULED, impossible_values
 from partc.program.role import Shard, dtype_of
 from partc.program.tensors.holders import exchange_texts, from_first
 from partc.wrong_calls import known_arguments, quoted
@@ -129,6 +129,12 @@ def _check_hyperparameters(optimizer: Optimizer, saved: Sequence[Mapping[str, An
             why=f"it knows no {', '.join(left[:3])}, and they have no {', '.join(missing[:3])}",
             do="Build the optimizer whose states were saved.",
         )  # fmt: skip
+    for group in saved:
+        if why := impossible_values(optimizer, group):
+            raise LoadError(
+                where="load_full_optim_state_dict", what=f"{mine} refuses what the states have",
+                why=why, do="Correct the hyperparameters of param_groups, or leave them out.",
+            )  # fmt: skip
 
 
 def _own(states: OptimizerStates, field: str, name: str, value: Any) -> Any:
