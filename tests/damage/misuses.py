@@ -123,6 +123,7 @@ def load(rng: random.Random, built: Built, place: Path) -> Made:
         model = (given.get("model") or model_of()).train()  # another mode was warned of
         if isinstance(model, torch.jit.ScriptModule):  # which stays in the mode of its trace
             model = model_of()
+        model.requires_grad_(True)  # a stage freezes what it finds frozen, and tells it
         return is_right(program, {"inputs": batch_of(), "loss": loss_of, "model": model})
 
     what, read = mistaken(rng, partc.load, right, judge)
