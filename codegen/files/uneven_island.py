@@ -30,8 +30,6 @@ class UnevenIslands(Islands):
 
     how: Uneven
 
-    apart = "step"
-
     @property
     def calls(self) -> tuple[str, ...]:
         return ("average_over",)

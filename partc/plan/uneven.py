@@ -61,9 +61,10 @@ class Uneven:
 def shares(speeds: Sequence[float], microbatches: int) -> list[int]:
     """How many of a step's microbatches each island takes, so that the step ends soonest.
 
-    A step lasts as long as the island that needs longest, microbatches over speed. Each microbatch
-    goes to the island that would be through with it first: list scheduling (Graham 1969), which is
-    optimal where all microbatches take equally long.
+    A step lasts as long as the island that needs longest, microbatches over speed. Each island gets
+    its share by speed, rounded down, and at least one. Each that is left goes to the island that
+    would be through with it first: list scheduling (Graham 1969), which is optimal where all
+    microbatches take equally long.
 
     Args:
         speeds: of the islands, in any unit, such as microbatches per second.
@@ -80,10 +81,13 @@ def shares(speeds: Sequence[float], microbatches: int) -> list[int]:
     """
     _check_speeds(speeds, microbatches)
     exact = [Fraction(speed) for speed in speeds]
-    found = [1] * len(exact)
-    for _ in range(microbatches - len(exact)):
+    found = [max(1, int(microbatches * speed / sum(exact))) for speed in exact]
+    while sum(found) < microbatches:
         ends = [(num + 1) / speed for num, speed in zip(found, exact, strict=True)]
         found[ends.index(min(ends))] += 1
+    while sum(found) > microbatches:  # slow islands have more than their share: one
+        ends = [(num > 1) * num / speed for num, speed in zip(found, exact, strict=True)]
+        found[ends.index(max(ends))] -= 1
     return found
 
 
