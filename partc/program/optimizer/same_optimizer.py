@@ -92,7 +92,7 @@ def impossible_values(optimizer: Optimizer, values: Mapping[str, Any]) -> str:
     it takes more than them.
     """
     known = inspect.signature(type(optimizer).__init__).parameters
-    given = {
+    given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in values.items()
         if name in known and name not in {*HOW, "params"}
