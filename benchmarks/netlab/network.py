@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -89,11 +89,25 @@ class Network:
         self._switch.kill()
         self._switch.wait()
 
-    def run(self, command: Sequence[str], timeout_s: float) -> None:
+    def change(self, link: Link) -> None:
+        """Give all hosts another link, for the packets that follow."""
+        _check(self.num_hosts, link)
+        assert self._switch.stdin is not None
+        self._switch.stdin.write(f"{link.mbit_per_s} {link.latency_ms * 1e3}\n")
+        self._switch.stdin.flush()
+        self.link = link
+
+    def run(
+        self,
+        command: Sequence[str],
+        timeout_s: float,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
         """Run a command once on every host, as torchrun would have on machines of one rank each.
 
         It finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
-        RunError if one fails, or if not all end in time; then all are ended.
+        ``meanwhile`` is called again and again until they end. RunError if one fails, or if not all
+        end in time; then all are ended.
         """
         started: list[subprocess.Popen[bytes]] = []
         try:
@@ -105,7 +119,7 @@ class Network:
                         start_new_session=True,
                     )
                 )
-            _wait_for(started, timeout_s)
+            _wait_for(started, timeout_s, meanwhile)
         finally:
             for process in started:
                 _end(process)
@@ -147,7 +161,9 @@ def _built(folder: Path) -> str:
     return switch
 
 
-def _wait_for(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+def _wait_for(
+    processes: list[subprocess.Popen[bytes]], timeout_s: float, meanwhile: Callable[[], object]
+) -> None:
     """Return when all have ended well; RunError at the first that has not."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -159,6 +175,7 @@ def _wait_for(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> Non
             return
         if time.monotonic() > deadline:
             raise _rank_failed(codes.index(None), f"still running after {timeout_s:g} s")
+        meanwhile()
         time.sleep(POLL_S)
 
 

@@ -5,7 +5,9 @@
    Each host is a network namespace of its own, made here, with one TUN device: lab0, 10.77.0.1 and
    up. Prints "ready" and a file descriptor per host, through which /proc shows its namespace;
    forwards until its input is closed; then prints its processor seconds, how many packets were
-   lost, and the bytes sent by each host. Nothing outlives it: a namespace is gone with the last process that holds it.
+   lost, and the bytes sent by each host. A line "MBIT_PER_S LATENCY_US" of its input changes all
+   links for the packets that follow. Nothing outlives it: a namespace is gone with the last process
+   that holds it.
 
    A packet leaves when its sender's link is free, arrives a latency later, and occupies the
    receiver's link as long as the sender's. Devices hand over up to 64 KB at once (TSO), so that a
@@ -185,12 +187,30 @@ static struct timespec *pause_ns(struct timespec *pause)
     return pause;
 }
 
+static void set_link(const char *mbit_per_s, const char *latency_us)
+{
+    bytes_per_ns = atof(mbit_per_s) * 1e6 / 8 / 1e9;
+    latency_ns = atof(latency_us) * 1e3;
+}
+
+/* Change the links as a line of the input says; 0 if the input is closed. */
+static int told(void)
+{
+    char line[64], mbit_per_s[32], latency_us[32];
+    int size = read(STDIN_FILENO, line, sizeof line - 1);
+    if (size <= 0)
+        return 0;
+    line[size] = 0;
+    if (sscanf(line, "%31s %31s", mbit_per_s, latency_us) == 2 && atof(mbit_per_s) > 0)
+        set_link(mbit_per_s, latency_us);
+    return 1;
+}
+
 /* Returns when the input is closed. */
 static void forward(void)
 {
     struct pollfd polls[MAX_HOSTS + 1];
     struct timespec pause;
-    char ignored[64];
     for (int i = 0; i < num_hosts; i++)
         polls[i] = (struct pollfd){.fd = hosts[i].tun, .events = POLLIN};
     polls[num_hosts] = (struct pollfd){.fd = STDIN_FILENO, .events = POLLIN};
@@ -199,7 +219,7 @@ static void forward(void)
             deliver(&hosts[i]);
         if (ppoll(polls, num_hosts + 1, pause_ns(&pause), NULL) < 0)
             continue;
-        if (polls[num_hosts].revents && read(STDIN_FILENO, ignored, sizeof ignored) <= 0)
+        if (polls[num_hosts].revents && !told())
             return;
         for (int i = 0; i < num_hosts; i++)
             if (polls[i].revents)
@@ -213,8 +233,7 @@ int main(int count, char **words)
         fprintf(stderr, "usage: tunswitch HOSTS MBIT_PER_S LATENCY_US\n");
         return 2;
     }
-    bytes_per_ns = atof(words[2]) * 1e6 / 8 / 1e9;
-    latency_ns = atof(words[3]) * 1e3;
+    set_link(words[2], words[3]);
     for (int i = 0; i < num_hosts; i++)
         open_host(i);
     /* late packets would be counted as a slow network */

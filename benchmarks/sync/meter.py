@@ -101,6 +101,7 @@ def _send_on(x: Tensor) -> None:
     here, num = dist.get_rank(), dist.get_world_size()
     works = [dist.irecv(torch.empty_like(x), (here - 1) % num), dist.isend(x, (here + 1) % num)]
     for work in works:
+        assert work is not None  # this rank is in the group
         work.wait()
 
 
