@@ -18,21 +18,20 @@ from torch import Tensor, nn
 from partc.collecting import no_collecting
 from partc.compile_cache import CompileCache, Request, cache_of
 from partc.errors import RunError, TraceError, UsageError
+from partc.further_plans import kept, plan_of, varied
+from partc.given_plan import read_plan
 from partc.graph import Graph
 from partc.lowering import table
 from partc.other_inputs import plan_for
 from partc.passes.shard.find_batch import batch_of_forward
-from partc.plan import Cuts, Plan
-from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R
 from partc.program import Program, check_model
 from partc.program.model.parametrized import give_own_classes
 from partc.program.step.autocast import within
-from partc.program.step.batch_fit import Rows
 from partc.program.step.forward_batch import example_of, guessed
-from partc.program.tensors.holders import Holders
 from partc.program.wanted import Mode, Wanted, warn_of_mode
-from partc.schedules.csv_form import CSV, read_csv, write_csv
 from partc.trace.arguments import Arguments, Given, check_loss
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.no_model import check_model as check_given
@@ -108,7 +107,7 @@ class Recipe:
 
         RunError if the model is not what it was.
         """
-        plan = _plan_of(first, wanted)
+        plan = plan_of(first, wanted)
         with self.as_wanted(wanted.mode, first):
             given = self._given(wanted, first)
             cuts = first.forward_batch.entries(given.names, wanted)
@@ -122,6 +121,14 @@ class Recipe:
             made = self.compile(step, first.mesh, plan)
         return replace(made, made_for=wanted, recipe=self, hooks=first.hooks)
 
+    def variant(self, wanted: Wanted, plan: Any, first: Program) -> Program:
+        """The step of ``first`` by another plan, which says how and what ranks send."""
+        plan = varied(read_plan(plan), first)
+        with self.as_wanted(wanted.mode, first):
+            step = Traced(self.model, self._given(wanted, first), self.loss, wanted.kind)
+            made = self.compile(step, first.mesh, plan)
+        return replace(made, made_for=wanted, recipe=self, hooks=first.hooks)
+
     def also(
         self, given: tuple[Any, ...], loss: Callable[..., Any] | None, first: Program
     ) -> Program:
@@ -131,7 +138,7 @@ class Recipe:
         """
         mode = first.wanted.mode
         with self.as_wanted(mode, first):
-            plan = _kept(first).changed(inputs={})
+            plan = kept(first).changed(inputs={})
             inputs = _batch(self.model, given, loss)
             step, plan = step_of(self.model, inputs, loss, first.mesh, plan, table())
             made = self.compile(step, first.mesh, plan)
@@ -347,53 +354,3 @@ def _batch(model: nn.Module, given: tuple[Any, ...], loss: Callable[..., Any] | 
 
 def _meta(wanted: Wanted) -> tuple[Tensor, ...]:
     return tuple(torch.empty(s, dtype=d, device="meta") for s, d in wanted.inputs)
-
-
-def _plan_of(first: Program, wanted: Wanted) -> Plan:
-    """The first program's plan for another batch or kind: parameters stay where they are."""
-    plan = _kept(first)
-    rows = Rows.of(plan, first.mesh, first.inputs)
-    before = plan.microbatches
-    num = rows.microbatches(wanted, before) if wanted.kind == "step" else 1
-    inputs: Mapping[str, Cuts] = {"*": {}} if wanted.replicated else plan.inputs
-    if num == 1:
-        inputs = {name: _without_microbatches(cuts) for name, cuts in inputs.items()}
-    plan = plan.changed(microbatches=num, inputs=inputs)
-    if wanted.kind == "step" and num == before:
-        return plan
-    plan = plan.changed(sends=None, early_sums=None)  # of another order
-    plan = plan.changed(recompute="cheap") if wanted.kind != "step" else plan
-    if not plan.stages:
-        return plan.changed(schedule="", order="", virtual_stages=0)
-    kinds = "FBIW" if wanted.kind == "step" else "F"
-    return plan.changed(schedule=f"part{CSV}", order=_part(first.schedule, kinds, num))
-
-
-def _kept(first: Program) -> Plan:
-    """The first program's plan for another graph; what it does not read is whole on every rank."""
-    plan, holders = Plan.parse(first.plan), Holders.of(first)
-    params = {**plan.params, **{name: {} for name in holders.aside}}
-    # With several stages on a rank the rank does not say which of them has a parameter.
-    one_each = len(plan.stages) + 1 == first.mesh.pipeline_ranks
-    homes = {n: at[0] for n, at in holders.places.items() if one_each and len(at) == 1}
-    return plan.changed(params=params, notes=(), overlap_pieces=1, of_another=True, homes=homes)
-
-
-def _part(order: str, kinds: str, num: int) -> str:
-    """The actions of some kinds and of the first microbatches of a schedule, in its own order.
-
-    Stages stay on their ranks, and what ran to its end with more actions does so with fewer.
-
-    >>> _part("0F0,0F1,0B0,0B1\\n", "F", 1)
-    '0F0\\n'
-    """
-    whole = read_csv(order)
-    rows = (
-        tuple(each for each in row if each.kind in kinds and each.microbatch < num)
-        for row in whole.orders
-    )
-    return write_csv(replace(whole, orders=tuple(rows), microbatches=num))
-
-
-def _without_microbatches(cuts: Cuts) -> Cuts:
-    return {axis: layout for axis, layout in cuts.items() if axis != MICROBATCH_AXIS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Wanted:
 
     ``replicated``: every rank computes the whole batch, as data ranks cannot share its rows.
     ``form``: of a forward beside a training step, what it is called with, as JSON of ``Arguments``.
-    ``autocast``: the autocast around the call, as ``cpu bfloat16``.
+    ``autocast``: the autocast around the call, as ``cpu bfloat16``. ``variant``: the name of
+    another plan for the same step, which a controller chooses.
     """
 
     kind: Kind
@@ -39,6 +41,7 @@ class Wanted:
     replicated: bool = False
     form: str = ""
     autocast: str = ""
+    variant: str = ""
 
     @classmethod
     def of(cls, kind: Kind, mode: Mode, inputs: Sequence[Tensor], form: str = "") -> Wanted:
@@ -47,27 +50,35 @@ class Wanted:
     def as_text(self) -> str:
         """Plain text for other ranks, and for ``program.json``; ``parse`` reads it."""
         inputs = [[list(shape), dtype_name(dtype)] for shape, dtype in self.inputs]
-        last = [self.autocast] if self.autocast else []
+        last = [self.autocast, *([self.variant] if self.variant else [])]
+        last = last if any(last) else []
         return json.dumps([self.kind, self.mode, inputs, self.replicated, self.form, *last])
 
     @classmethod
     def parse(cls, text: str) -> Wanted:
         """The same from its text; ValueError or TypeError where that is malformed."""
         kind, mode, inputs, replicated, form, *last = json.loads(text)
-        autocast = "".join(last)
+        autocast, variant, *more = (*last, "", "")[: max(2, len(last))]
         check_autocast(autocast)
-        of_types = type(replicated) is bool and type(form) is str
+        of_types = type(replicated) is bool and type(form) is str and not more
+        of_types = of_types and (not variant or is_name(variant))
         if kind not in WORDS or mode not in get_args(Mode) or not of_types:
             raise ValueError(f"{text!r} is no step of a stage")
         typed = tuple((tuple(int(size) for size in shape), _dtype(name)) for shape, name in inputs)
-        return cls(kind, mode, typed, replicated, form, autocast)
+        return cls(kind, mode, typed, replicated, form, autocast, variant)
 
     def __str__(self) -> str:
         """``step in train mode of (int64[8, 16], int64[8, 16])``."""
         inputs = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in self.inputs)
         alike = ", the same on every rank" if self.replicated else ""
         under = f" under autocast ({self.autocast})" if self.autocast else ""
-        return f"{WORDS[self.kind]} in {self.mode} mode of ({inputs}){alike}{under}"
+        by = f" by the variant {self.variant}" if self.variant else ""
+        return f"{WORDS[self.kind]} in {self.mode} mode of ({inputs}){alike}{under}{by}"
+
+
+def is_name(variant: object) -> bool:
+    """Whether a variant may be called so: a word of letters, figures, ``_`` and ``-``."""
+    return isinstance(variant, str) and re.fullmatch(r"[A-Za-z][\w-]{0,63}", variant) is not None
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -82,6 +93,10 @@ class Recipe(Protocol):
 
     def program(self, wanted: Wanted, first: Program) -> Program:
         """A program whose parameters are stored as those of ``first``."""
+        ...
+
+    def variant(self, wanted: Wanted, plan: Any, first: Program) -> Program:
+        """The step of ``first`` by another plan, with parameters stored as ``first`` does."""
         ...
 
     def keep_twin(self) -> None:

@@ -1,8 +1,9 @@
-"""Agreement between ranks on which program of a stage comes next."""
+"""Agreement between ranks on what comes next: the program of a stage, by which numbers."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +38,13 @@ class SameChoice:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         high, low = most.tolist()
         return [] if high == -low == number else self.texts(text)
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Of each of these numbers the largest of all ranks, which call this together."""
+        most = torch.tensor(numbers, dtype=torch.float64)
+        if not self.alone:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        return most.tolist()
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order."""

@@ -138,10 +138,7 @@ class Family:
     def forward(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
         """What the model returns."""
         found = self._ready("forward", self.mode_now, args, named, device)
-        if found is None:
-            return None
-        member, run = found
-        return results_of(evaluated(run()), member.program.returns)
+        return found and results_of(evaluated(found[1]()), found[0].program.returns)
 
     # chosen ----------------------------------------------------------------------------------
     @of_other_ranks("step")
@@ -177,7 +174,7 @@ class Family:
             raise
         seen = inputs if turn is None else turn  # what is computed at once
         asked = replace(Wanted.of(kind, mode, seen, form), autocast=autocast)
-        wanted = self._pieces.whole(asked)
+        wanted = self.state.varied(self._pieces.whole(asked), self.programs)
         if self._same is not None:
             each = self._same.differing(wanted.as_text())
             whole = self._together(each)
@@ -333,6 +330,8 @@ class Family:
         told = (wanted.kind, wanted.mode, wanted.autocast)
         if self._same is None and told == (first.kind, first.mode, first.autocast):
             return self.first  # whose checks refuse another batch
+        if wanted not in self.programs:  # variants are of the first shape alone
+            wanted = replace(wanted, variant="")
         if wanted not in self.members:
             program = self.programs.get(wanted) or self._compiled(wanted)
             check_agreement(program, self._tensors.device)
@@ -374,6 +373,7 @@ class Family:
                 torch.no_grad(),
                 of_other_ranks("step"),
                 naming_calls(member.role, member.run, inputs),
+                self.state.watch(member.role, member.program.wanted),
             ):
                 result = (member.run.step if trains else member.run)(*inputs)
         finally:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,18 @@ from partc.program.role import Role
 from partc.program.step.step_checks import check_casts, check_world_stands
 from partc.program.tensors.loaded import Loaded
 from partc.program.tensors.rank_tensors import RankTensors
-from partc.program.wanted import Mode
+from partc.program.wanted import Mode, Wanted
+
+
+class Watch(Protocol):
+    """What is around every run of a program: given the program's text, and what it is for."""
+
+    def __call__(self, role: Role, wanted: Wanted) -> AbstractContextManager[None]: ...
+
+
+def unwatched(role: Role, wanted: Wanted) -> AbstractContextManager[None]:
+    """Nothing is around a run."""
+    return nullcontext()
 
 
 @dataclass
@@ -24,13 +36,21 @@ class RunState:
 
     ``mode``: that the user has asked for. ``seed``: the seed, and how many steps have drawn from
     it; evaluations are counted apart, so that they do not change what a step draws. ``met``: behind
-    how many steps islands have met last, or looked whether they have to.
+    how many steps islands have met last, or looked whether they have to. ``variant``: the variant
+    of the step that runs next, ``watch`` is around it (``partc/control``).
     """
 
     mode: Mode | None = None
     seed: tuple[int, int] = 0, 0
     num_evaluations: int = 0
     met: int = -1
+    variant: str = ""
+    watch: Watch = unwatched
+
+    def varied(self, wanted: Wanted, programs: Collection[Wanted]) -> Wanted:
+        """The variant of a step that runs next, if there is one for this batch."""
+        variant = replace(wanted, variant=self.variant)
+        return variant if wanted.kind == "step" and variant in programs else wanted
 
 
 @dataclass
