@@ -9,6 +9,8 @@ from partc.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from partc.api import compile
+    from partc.control.controller import Controller
+    from partc.control.variants import with_variants
     from partc.errors import PartcError
     from partc.lowering import partition
     from partc.machines.topology import Topology
@@ -24,14 +26,15 @@ if TYPE_CHECKING:
     from partc.wrappers.parallel import parallelize
 
 __all__ = [
-    "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced", "compile",
-    "graph_pass", "load", "load_checkpoint", "parallelize", "partition", "save_checkpoint",
-    "verify", "with_model",
+    "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced",
+    "compile", "graph_pass", "load", "load_checkpoint", "parallelize", "partition",
+    "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
 # module may bear a name of this table, since importing it would then hide the function.
 _MODULES = {
+    "Controller": "control.controller",
     "Mesh": "plan.mesh",
     "PartcError": "errors",
     "Plan": "plan",
@@ -48,6 +51,7 @@ _MODULES = {
     "save_checkpoint": "program.checkpoints.checkpoint",
     "verify": "verification.verification",
     "with_model": "recipe",
+    "with_variants": "control.variants",
 }
 
 if os.path.isfile(os.path.join(__path__[0], "passes")):  # git wrote the links as text files

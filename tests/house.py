@@ -58,6 +58,7 @@ ROOMS = (
     "partc.audit",
     "partc.measure",
     TOP,
+    "partc.control",
     "partc.wrappers",
     "partc.cli",
 )
@@ -68,6 +69,7 @@ _TOP_NAMES = [
     "cache_folder",
     "compile_cache",
     "dumps",
+    "further_plans",
     "given_plan",
     "idle_keys",
     "key_readers",

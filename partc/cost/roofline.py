@@ -179,11 +179,15 @@ class Clock:
         axis = move.axis
         self._copy(move.packed_bytes, spent)
         begin = max(self.now, self.free.get(axis, 0.0))
-        seconds = collective_seconds(move.kind, move.put_in_bytes, self.mesh, axis)
+        seconds = self.seconds_of(move)
         spent.hidden[axis] = spent.hidden.get(axis, 0.0) + seconds
         self.free[axis] = begin + seconds
         self._note(axis, move.kind, begin, seconds)
         return begin + seconds
+
+    def seconds_of(self, move: Move) -> float:
+        """Seconds of a collective that nothing disturbs."""
+        return collective_seconds(move.kind, move.put_in_bytes, self.mesh, move.axis)
 
     def wait(self, move: Move, end: float, spent: Spent) -> None:
         """Wait until ``end`` for a started collective, then copy what arrived into place."""

@@ -7,7 +7,7 @@ programs the ``forward``, ``backward`` and ``weights`` of the blocks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,11 +72,11 @@ def time_step(
     def at(moment: Moment) -> float:
         return clock.seconds(first, moment)
 
-    moved = [box for each in transfers for box in _moved(each, at)]
+    moved = moved_boxes(transfers, at)
     stops = [box for box in moved if box.stream == WAIT]
     blocks = [_box(each, stops, at) for each in regions]
     optimizer = Box(COMPUTE, "optimizer", "", at(middle), at(last) - at(middle))
-    times = StepTimes(at(middle), optimizer.seconds, *_shares(moved))
+    times = StepTimes(at(middle), optimizer.seconds, *shares(moved))
     return times, [*blocks, *moved, optimizer]
 
 
@@ -122,6 +122,11 @@ def _timed(
         yield
 
 
+def moved_boxes(transfers: Iterable[Transfer], at: Callable[[Moment], float]) -> list[Box]:
+    """The boxes of transfers, and those in which computing waits for them."""
+    return [box for each in transfers for box in _moved(each, at)]
+
+
 def _moved(each: Transfer, at: Callable[[Moment], float]) -> Iterator[Box]:
     """The box of a transfer, and the boxes in which computing waits for it."""
     waits = [(at(begin), at(end)) for begin, end in each.waits]
@@ -144,7 +149,7 @@ def _box(region: _Region, stops: Sequence[Box], at: Callable[[Moment], float]) -
     return Box(BLOCKS, region.kind, region.site, begin + lost, end - begin - lost)
 
 
-def _shares(moved: Sequence[Box]) -> tuple[dict[str, float], dict[str, float]]:
+def shares(moved: Sequence[Box]) -> tuple[dict[str, float], dict[str, float]]:
     """Exposed and hidden seconds of transfers, each by axis."""
     exposed: defaultdict[str, float] = defaultdict(float)
     runs: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)

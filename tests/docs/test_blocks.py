@@ -42,6 +42,7 @@ NOT_RUN = {  # how many blocks of a page no test can run; the reason stands abov
     "docs/how-to/add-a-rule.md": 1,
     "docs/how-to/add-a-schedule.md": 1,
     "docs/how-to/explain-and-measure.md": 2,
+    "docs/how-to/let-a-run-adapt.md": 2,
     "docs/how-to/load-data.md": 3,
     "docs/how-to/run-a-program.md": 7,
     "docs/how-to/shapes-and-modes.md": 6,
