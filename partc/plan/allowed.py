@@ -10,6 +10,7 @@ from typing import Any
 
 from partc.plan.compress import COMPRESS, Compress, read_compress
 from partc.plan.local_steps import LOCAL_STEPS, LocalSteps, read_local_steps
+from partc.plan.servers import SERVERS, Servers, read_servers
 from partc.plan.stale import STALE, Stale, read_stale
 from partc.plan.uneven import UNEVEN, Uneven, read_uneven
 
@@ -45,5 +46,8 @@ OWN_TABLES: Mapping[str, OwnTable] = {
     UNEVEN: OwnTable(
         Uneven, read_uneven, "partc.plan.uneven.Uneven((11, 5))",
         "all islands compute equally much",
+    ),
+    SERVERS: OwnTable(
+        Servers, read_servers, "partc.plan.servers.Servers(1)", "every rank has an optimizer"
     ),
 }  # fmt: skip

@@ -3,11 +3,13 @@
     mesh island=2,dp=2    [local_steps] period = 16
     mesh island=2,dp=2    [stale] steps = 1
     mesh island=2,dp=2    [uneven] microbatches = [11, 5]
+    mesh island=5         [servers] count = 1
 
 Ranks along the mesh axis ``island`` compute nothing together. So no pass knows the axis: the graph
 is that of one island, of its batch, and the printed program has a last class whose ``step`` meets
 the other islands now and then (``codegen/files/island.py``), or shares gradients with them that are
-applied later (``codegen/files/late_island.py``), or at once (``codegen/files/uneven_island.py``).
+applied later (``codegen/files/late_island.py``), or at once (``codegen/files/uneven_island.py``),
+or sends them to servers (``codegen/files/served_island.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from partc.plan import Plan
 from partc.plan.field_kinds import plan_error
 from partc.plan.local_steps import LOCAL_STEPS
 from partc.plan.mesh import ISLAND, Mesh
+from partc.plan.servers import SERVERS, Servers
 from partc.plan.stale import STALE
 from partc.plan.uneven import UNEVEN
 
@@ -28,7 +31,9 @@ def has_islands(plan: Plan, mesh: Mesh) -> bool:
 
 def _tables(plan: Plan) -> list[str]:
     """The tables of the plan that say what islands do."""
-    return [name for name in (LOCAL_STEPS, STALE, UNEVEN) if getattr(plan, name) is not None]
+    return [
+        name for name in (LOCAL_STEPS, STALE, UNEVEN, SERVERS) if getattr(plan, name) is not None
+    ]
 
 
 def check_islands(plan: Plan, mesh: Mesh) -> None:
@@ -40,7 +45,7 @@ def check_islands(plan: Plan, mesh: Mesh) -> None:
             "meet", "islands train copies of the model apart",
             f'Write allow = ["{LOCAL_STEPS}"], and below [{LOCAL_STEPS}] period = 16; or let them '
             f'share gradients: allow = ["{STALE}"], and below [{STALE}] steps = 1; or, exactly, '
-            f"[{UNEVEN}] microbatches = [1, 1].",
+            f"[{UNEVEN}] microbatches = [1, 1], or [{SERVERS}] count = 1.",
         )  # fmt: skip
     if len(tables) > 1:
         raise _refused(
@@ -48,7 +53,7 @@ def check_islands(plan: Plan, mesh: Mesh) -> None:
             "at once or later, or parameters now and then", "Leave one of both tables out.",
         )  # fmt: skip
     [table] = tables
-    if table != UNEVEN and table not in plan.allow:
+    if table not in (UNEVEN, SERVERS) and table not in plan.allow:
         raise _refused(
             table, f"the plan has [{table}], and nothing allows it", "islands take other steps "
             "than one device, so that they are never chosen silently",
@@ -71,6 +76,20 @@ def check_islands(plan: Plan, mesh: Mesh) -> None:
             UNEVEN, f"{len(plan.uneven.of_each)} islands are given microbatches, and the mesh "
             f"{mesh} has {mesh.islands}", "microbatches has a number for each island",
             f"Write {mesh.islands} numbers.",
+        )  # fmt: skip
+    if plan.servers is not None:
+        _check_servers(plan.servers, mesh)
+
+
+def _check_servers(how: Servers, mesh: Mesh) -> None:
+    """PlanError for more servers than there are islands, or for none that computes."""
+    most = mesh.islands if how.compute else mesh.islands - 1
+    if how.count > most:
+        raise _refused(
+            SERVERS, f"count = {how.count}, and the mesh {mesh} has {mesh.islands} islands",
+            "servers are islands, and some island has to compute",
+            f"Write count = {most} or fewer, a mesh with more islands, or compute = true: then "
+            "servers compute too.",
         )  # fmt: skip
 
 

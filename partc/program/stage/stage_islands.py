@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from partc.program import Program
 from partc.program.checkpoints import residuals
+from partc.program.optimizer.served_states import Held, from_owners
 from partc.program.stage.family import Family
+from partc.program.tensors.rank_tensors import RankTensors
 from partc.wrong_calls import known_arguments
 
 
@@ -18,6 +20,7 @@ class StageIslands(nn.Module):
 
     _own: Family
     _program: Program
+    _tensors: RankTensors
     check_together: Callable[[str], None]
 
     @known_arguments
@@ -26,7 +29,7 @@ class StageIslands(nn.Module):
 
         The next step does it else. To evaluate what islands have made together, call this behind
         the optimizer's step where the number of steps is a multiple of the period. Without islands
-        it does nothing.
+        it does nothing. Where islands own parameters, this brings them to all others.
         """
         self.check_together("meet_islands")
         self._own.islands.meet()
@@ -36,3 +39,18 @@ class StageIslands(nn.Module):
         """How islands meet, and behind how many steps they have met last; empty without any."""
         known = residuals.of_islands(self._program.plan)
         return {**known, residuals.MET: self._own.state.met} if known else {}
+
+    def meet_owners(self) -> None:
+        """Bring the parameters that islands own to all others; all ranks call this together."""
+        self._own.islands.pull()
+
+    def from_owners(self, held: Held) -> Held:
+        """An optimizer's tensors as the islands have them that own its parameters."""
+        return from_owners(held, self._tensors)
+
+    @property
+    def owners(self) -> Mapping[str, int]:
+        """By trained parameter the island that owns it, and its optimizer's state; empty without
+        servers.
+        """
+        return self._tensors.owners
