@@ -16,7 +16,7 @@ from partc.cost.island_speeds import island_speeds
 from partc.cost.prediction import AxisTime, PhaseTime, Prediction
 from partc.plan.local_steps import ALL, RING, LocalSteps
 from partc.plan.mesh import ISLAND, Mesh
-from partc.plan.servers import Servers
+from partc.plan.servers import Servers, shared_out
 from partc.plan.stale import Stale
 from partc.plan.uneven import Uneven
 from partc.plan.wires import WIRES
@@ -93,8 +93,9 @@ class Meeting:
             f"servers, {seconds / ring:.2g} times a ring's {time_text(ring)}" if ring else "servers"
         )
         return cls(
-            1, busiest.count // 2, busiest.sent_bytes + LOSS_BYTES, seconds, 0, kind="send",
-            computing=len(how.workers(mesh)), name=name,
+            1, busiest.count // 2, busiest.sent_bytes + LOSS_BYTES, seconds,
+            len(how.workers(mesh)) * max(shared_out(sizes, how.count)),  # what has arrived
+            kind="send", computing=len(how.workers(mesh)), name=name,
         )  # fmt: skip
 
     @property
