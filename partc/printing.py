@@ -11,7 +11,7 @@ from partc.codegen.files.island import Islands, MeetingIslands, check_names, che
 from partc.codegen.files.late_island import LateIslands
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.codegen.files.role_file import helper_file
-from partc.codegen.files.served_island import ServedIslands, check_servers
+from partc.codegen.files.served_island import ServedIslands, check_running, check_servers
 from partc.codegen.files.uneven_island import UnevenIslands
 from partc.cost.prediction import Work
 from partc.errors import PlanError
@@ -44,6 +44,9 @@ def lay_islands(
     """How islands meet, of which parameters."""
     how = plan.local_steps or plan.stale or plan.uneven or plan.servers
     assert how is not None
+    if isinstance(how, Servers) and how.is_beside:
+        check_running(running)
+        return {"islands": None}  # the program is one without a server
     check_names(how, fingerprint.tensors)
     params = {
         name: prod(each.shape) for name, each in fingerprint.tensors.items() if each.kind == "param"

@@ -13,7 +13,7 @@ The class that it derives from is a step as without islands.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -75,12 +75,17 @@ class ServedIslands(Islands):
                 "a server has none", "Return the loss alone; a forward program, stage.eval(), has "
                 "the others.",
             )  # fmt: skip
-        if self.running:
-            raise _refused(
-                f"a step changes {min(self.running)}", "each island would have it from other rows, "
-                "and servers own parameters alone", "Freeze it (model.eval()), or train without "
-                f"[{SERVERS}].",
-            )  # fmt: skip
+        check_running(self.running)
+
+
+def check_running(running: Collection[str]) -> None:
+    """PlanError for buffers that steps change."""
+    if running:
+        raise _refused(
+            f"a step changes {min(running)}", "each island would have it from other rows, and "
+            "servers own parameters alone", "Freeze it (model.eval()), or train without "
+            f"[{SERVERS}].",
+        )  # fmt: skip
 
 
 def check_servers(how: Servers, trained: int) -> None:

@@ -94,7 +94,7 @@ class Plan:
     apart along the mesh axis ``island``, meet, and ``stale`` how many steps late islands of one
     model apply their gradients; ``uneven`` says how many microbatches each island computes of one
     step, and ``servers`` which islands own parameters and their optimizer. ``allow`` names what may
-    change a step's numbers: ``"compress"``, ``"local_steps"``, ``"stale"``.
+    change a step's numbers: ``"compress"``, ``"local_steps"``, ``"stale"``, ``"servers"``.
 
     Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
     ``"global"`` the whole batch on every rank.

@@ -40,14 +40,14 @@ ALLOWED_TABLES: Mapping[str, OwnTable] = {
     STALE: OwnTable(
         Stale, read_stale, "partc.plan.stale.Stale(1)", "gradients are applied in their own step"
     ),
+    SERVERS: OwnTable(
+        Servers, read_servers, "partc.plan.servers.Servers(1)", "every rank has an optimizer"
+    ),
 }  # fmt: skip
 OWN_TABLES: Mapping[str, OwnTable] = {
     **ALLOWED_TABLES,
     UNEVEN: OwnTable(
         Uneven, read_uneven, "partc.plan.uneven.Uneven((11, 5))",
         "all islands compute equally much",
-    ),
-    SERVERS: OwnTable(
-        Servers, read_servers, "partc.plan.servers.Servers(1)", "every rank has an optimizer"
     ),
 }  # fmt: skip

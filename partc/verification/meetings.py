@@ -71,7 +71,7 @@ class Meetings:
             return LateGradients(role, plan.stale, rank)
         if plan.uneven is not None:
             return UnevenGradients(role, plan.uneven, rank)
-        if plan.servers is not None:
+        if plan.servers is not None and not plan.servers.is_beside:
             return ServedGradients(role, plan.servers, rank)
         how = plan.local_steps
         if how is None:

@@ -4,6 +4,7 @@
     mesh island=2,dp=2    [stale] steps = 1
     mesh island=2,dp=2    [uneven] microbatches = [11, 5]
     mesh island=5         [servers] count = 1
+    mesh dp=2             [servers] count = 1, max_steps_late = 2
 
 Ranks along the mesh axis ``island`` compute nothing together. So no pass knows the axis: the graph
 is that of one island, of its batch, and the printed program has a last class whose ``step`` meets
@@ -53,6 +54,9 @@ def check_islands(plan: Plan, mesh: Mesh) -> None:
             "at once or later, or parameters now and then", "Leave one of both tables out.",
         )  # fmt: skip
     [table] = tables
+    if plan.servers is not None and mesh.islands == 1:
+        _check_beside(plan.servers, plan, mesh)
+        return
     if table not in (UNEVEN, SERVERS) and table not in plan.allow:
         raise _refused(
             table, f"the plan has [{table}], and nothing allows it", "islands take other steps "
@@ -81,8 +85,47 @@ def check_islands(plan: Plan, mesh: Mesh) -> None:
         _check_servers(plan.servers, mesh)
 
 
+def _check_beside(how: Servers, plan: Plan, mesh: Mesh) -> None:
+    """PlanError for a server beside programs that is not said, not allowed, or cannot be."""
+    if not how.is_beside:
+        raise _refused(
+            SERVERS, f"the mesh {mesh} has no islands", "servers are some of the ranks along the "
+            f"axis {ISLAND}, or processes beside the program",
+            f'Write a mesh such as "{ISLAND}=5"; or max_steps_late = 0, for a server beside '
+            "programs that join and leave.",
+        )  # fmt: skip
+    if how.max_steps_late and SERVERS not in plan.allow:
+        raise _refused(
+            SERVERS, f"max_steps_late = {how.max_steps_late}, and nothing allows it",
+            "gradients of older parameters are another training, so that they are never chosen "
+            "silently", f'Write allow = ["{SERVERS}"], or max_steps_late = 0.',
+        )  # fmt: skip
+    if how.count > 1 or how.compute:
+        raise _refused(
+            SERVERS, f"count = {how.count}, compute = {str(how.compute).lower()}, beside the "
+            "program", "one process owns all parameters there",
+            f'Write count = 1; or let islands of the mesh own them, "{ISLAND}=4", without '
+            "max_steps_late.",
+        )  # fmt: skip
+    if mesh.pipeline_ranks > 1:
+        raise _refused(
+            SERVERS, f"the mesh {mesh} has pipeline stages", "the first rank of an island sends "
+            "all gradients to the server, and has those of its own stages",
+            f'Leave pp out; or let islands of the mesh own parameters, "{ISLAND}=2,pp=2", without '
+            "max_steps_late.",
+        )  # fmt: skip
+
+
 def _check_servers(how: Servers, mesh: Mesh) -> None:
     """PlanError for more servers than there are islands, or for none that computes."""
+    if how.is_beside or how.replicas:
+        entry = "max_steps_late" if how.is_beside else "replicas"
+        raise _refused(
+            SERVERS, f"it has {entry}, and the mesh {mesh} has islands",
+            "islands of a mesh take their steps together, and end together",
+            f"Leave {entry} out; or write a mesh without {ISLAND}, and max_steps_late: then the "
+            "server is a process beside programs that join and leave.",
+        )  # fmt: skip
     most = mesh.islands if how.compute else mesh.islands - 1
     if how.count > most:
         raise _refused(

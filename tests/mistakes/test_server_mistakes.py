@@ -40,6 +40,15 @@ def compiled(mesh: str, plan: str) -> Program:
         ("island=4", PLAN.replace("1", '"1"'), "Write count = 1, without quotation marks"),
         ("island=4", PLAN + 'compute = "yes"', "it is true or false"),
         ("island=64", PLAN.replace("1", "32"), "10 trained parameters"),
+        ("dp=2", PLAN + "max_steps_late = 1", "nothing allows it"),
+        ("dp=2", PLAN + "max_steps_late = -1", "how many updates late a gradient may be"),
+        ("dp=2", PLAN + "replicas = 2", "it is 0, or 1"),
+        ("dp=2", PLAN + "replicas = 1", "Write a mesh such as"),
+        ("dp=2", PLAN.replace("1", "2") + "max_steps_late = 0", "one process owns all parameters"),
+        ("dp=2", PLAN + "compute = true\nmax_steps_late = 0", "one process owns all parameters"),
+        ("pp=2", PLAN + "max_steps_late = 0", "has pipeline stages"),
+        ("island=2", PLAN + "max_steps_late = 0", "it has max_steps_late, and the mesh"),
+        ("island=2", PLAN + "replicas = 1", "it has replicas, and the mesh"),
         ("island=2", PLAN + "[uneven]\nmicrobatches = [3, 1]", "has [uneven] too"),
     ],
 )
@@ -55,6 +64,9 @@ def test_running_statistics_and_extras_are_refused() -> None:
     x = torch.randn(4, 8)
     with pytest.raises(PlanError, match=r"a step changes 1\.running_mean"):
         compile(normed, "island=2", (x,), loss=lambda m, x: m(x).square().mean(), plan=PLAN)
+    beside = PLAN + "max_steps_late = 0"
+    with pytest.raises(PlanError, match=r"a step changes 1\.running_mean"):
+        compile(normed, "dp=2", (x,), loss=lambda m, x: m(x).square().mean(), plan=beside)
     with pytest.raises(PlanError, match="returns values beside it"):
         compile(
             normed[:1], "island=2", (x,), loss=lambda m, x: ((y := m(x)).square().mean(), y),

@@ -39,6 +39,10 @@ LAYOUTS = [
     ("island=2,tp=2", "megatron", ONE),
     ("island=2,pp=2", "ddp;microbatches = 2", ONE),
 ]
+WIDER = [  # on more ranks than there are processes: verified alone
+    ("island=3,dp=2,tp=2", "fsdp+megatron", ONE),
+    ("island=3,pp=2,dp=2", "ddp;microbatches = 2", "count = 2"),
+]
 
 
 def plan(preset: str, servers: str) -> str:
@@ -130,12 +134,41 @@ def test_training_is_that_of_one_device(world: Processes) -> None:
         world.run(trains_as_one_device, mesh, preset, servers)
 
 
-@pytest.mark.parametrize(("mesh", "preset", "servers"), LAYOUTS)
+@pytest.mark.parametrize(("mesh", "preset", "servers"), [*LAYOUTS, *WIDER])
 def test_the_step_is_verified(mesh: str, preset: str, servers: str) -> None:
     program = compiled(mesh, preset, servers)
     report = verify(program, made(Deep), batch(0, 0), loss=loss).check()
     said = {"gradient on its server", "loss of all islands", "parameter of a server"}
     assert said <= {*report.kinds()}
+
+
+class Partly(Deep):
+    """Some of its parameters are frozen, and one is read by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Parameter(torch.ones(3))
+        self.blocks[1].weight.requires_grad_(False)
+        self.first.bias.requires_grad_(False)
+
+
+def trains_some() -> None:
+    stage, optimizer = begin("island=4", "ddp", TWO, Partly)
+    model = made(Partly)
+    reference = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        whole = sum(loss(model, *batch(step, i)) for i in range(2)) / 2
+        whole.backward()  # type: ignore[union-attr]
+        stage.step(*own_rows(stage, step))
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    same_weights(stage, model)
+    assert stage.owners.keys() == {n for n, p in model.named_parameters() if p in reference.state}
+
+
+def test_what_is_frozen_or_unread_stays(world: Processes) -> None:
+    world.run(trains_some)
 
 
 def habits() -> None:

@@ -41,6 +41,10 @@ class IslandTurns:
         """
         if self.first.meets:
             self._meet(self.first)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let tensors be what they are behind all that is due; all ranks call this together."""
         self.drain()
         self.pull()
 

@@ -352,7 +352,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
             self._program, self._device_mesh, self.device, choices, self.like_model,
             self.read_numbers,
         )  # fmt: skip
-        self._own.islands.drain()
+        self._own.islands.settle()
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()

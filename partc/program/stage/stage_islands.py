@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
+from partc.errors import RunError
+from partc.plan import Plan
 from partc.program import Program
 from partc.program.checkpoints import residuals
 from partc.program.optimizer.served_states import Held, from_owners
@@ -22,6 +25,7 @@ class StageIslands(nn.Module):
     _program: Program
     _tensors: RankTensors
     check_together: Callable[[str], None]
+    is_served = False  # a server beside the program is told of its gradients
 
     @known_arguments
     def meet_islands(self) -> None:
@@ -33,6 +37,22 @@ class StageIslands(nn.Module):
         """
         self.check_together("meet_islands")
         self._own.islands.meet()
+
+    @cached_property
+    def _is_beside_server(self) -> bool:
+        how = Plan.parse(self._program.plan).servers
+        return how is not None and how.is_beside
+
+    def check_served(self) -> None:
+        """RunError before a step whose gradients the plan's server would not be told of."""
+        if self._is_beside_server and not self.is_served:
+            raise RunError(
+                where="step", what="the plan has [servers], and this stage has no worker",
+                why="the gradients of a step go to a server beside the program, whose optimizer "
+                "steps", do="Make a worker, partc.program.servers.worker.IslandWorker(stage, "
+                "store), and call its pull() before a step and its push() behind it; or leave "
+                "[servers] out of the plan.",
+            )  # fmt: skip
 
     @property
     def islands(self) -> dict[str, Any]:
