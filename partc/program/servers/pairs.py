@@ -21,6 +21,9 @@ HEAD = 3  # numbers of a message's head: its kind, how many numbers, and how man
 class PairBrokenError(Exception):
     """The other process has ended, stands still for longer than the deadline, or never came."""
 
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error).partition(". ")[0])  # gloo says more than once is needed
+
 
 @dataclass(frozen=True)
 class Message:
@@ -50,7 +53,7 @@ class Pair:
             own.set_timeout(timedelta(seconds=deadline_s))
             group = dist.ProcessGroupGloo(own, here, 2, timedelta(seconds=deadline_s))
         except RuntimeError as error:  # DistStoreError too
-            raise PairBrokenError(str(error)) from error
+            raise PairBrokenError(error) from error
         return cls(group, here)
 
     def send(self, message: Message) -> None:
@@ -74,11 +77,11 @@ class Pair:
         try:
             self.group.send([x], 1 - self.here, 0).wait()
         except RuntimeError as error:
-            raise PairBrokenError(str(error)) from error
+            raise PairBrokenError(error) from error
 
     def _receive(self, x: Tensor) -> Tensor:
         try:
             self.group.recv([x], 1 - self.here, 0).wait()
         except RuntimeError as error:
-            raise PairBrokenError(str(error)) from error
+            raise PairBrokenError(error) from error
         return x
