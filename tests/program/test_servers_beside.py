@@ -28,6 +28,7 @@ from tests.program.island_runs import Deep, batch, loss, made
 
 pytestmark = pytest.mark.gloo
 STEPS = 6
+MAKING = threading.Lock()
 TABLE = "[servers]\ncount = 1\nmax_steps_late = 1\nreplicas = 1\n"
 PLAN = f'preset = "{{}}"\nallow = ["servers"]\n{TABLE}'
 
@@ -62,8 +63,14 @@ class Threads:
             raise self.errors[0]
 
 
+def model_alone() -> nn.Module:
+    """The model, made by one thread at a time: all draw from one generator."""
+    with MAKING:
+        return made(Deep)
+
+
 def serve(store: Any, late: int, into: list[Any], **options: Any) -> None:
-    model = options.pop("model", None) or made(Deep)
+    model = options.pop("model", None) or model_alone()
     optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=1e-2)
     server = Server(model, store, max_steps_late=late, deadline_s=patience(20), **options)
     for _ in server:
@@ -74,7 +81,7 @@ def serve(store: Any, late: int, into: list[Any], **options: Any) -> None:
 
 
 def work(store: Any, late: int, steps: int, accumulate: bool = False) -> None:
-    model = made(Deep)
+    model = model_alone()
     worker = Worker(model, store, max_steps_late=late, deadline_s=patience(20))
     while (step := worker.pull()) < steps:
         rows = [x.chunk(2) for x in batch(step, worker.number)] if accumulate else None
@@ -150,9 +157,9 @@ def test_kills_and_joins_lose_nothing(tmp_path: Path) -> None:
 def test_a_worker_without_a_server_is_told(store: Any) -> None:
     threads, served = Threads(), list[Any]()
     with pytest.raises(RunError, match="there was no server"):
-        Worker(made(Deep), store, deadline_s=0.1)
+        Worker(model_alone(), store, deadline_s=0.1)
     threads.start(serve, store, 0, served)
-    model = made(Deep)
+    model = model_alone()
     worker = Worker(model, store, deadline_s=patience(20))
     worker.pull()
     worker.leave()
@@ -172,7 +179,7 @@ def test_other_parameters_are_refused(
 ) -> None:
     threads, served = Threads(), list[Any]()
     threads.start(serve, store, 0, served)
-    model = made(Deep)
+    model = model_alone()
     change(model)
     with pytest.raises(RunError, match=said):
         Worker(model, store, max_steps_late=late, deadline_s=patience(20))
@@ -183,7 +190,7 @@ def test_other_parameters_are_refused(
 def test_a_push_without_gradients_is_refused(store: Any) -> None:
     threads, served = Threads(), list[Any]()
     threads.start(serve, store, 0, served)
-    worker = Worker(made(Deep), store, deadline_s=patience(20))
+    worker = Worker(model_alone(), store, deadline_s=patience(20))
     worker.pull()
     with pytest.raises(RunError, match=r"first\.weight.*no gradient"):
         worker.push()
@@ -195,7 +202,7 @@ def test_a_bound_that_is_broken_is_refused(store: Any) -> None:
     """A worker that does not wait for newer parameters: the server looks, too."""
     threads, served = Threads(), list[Any]()
     threads.start(serve, store, 0, served)
-    model = made(Deep)
+    model = model_alone()
     worker = Worker(model, store, deadline_s=patience(20))
     worker.pull()
     for _ in range(2):
