@@ -45,6 +45,8 @@ class ServedIslands(Islands):
         attributes: Mapping[fx.Node, str], head: Head, *, draws: bool, shards: str = "SHARDS",
     ) -> str:  # fmt: skip
         self._check(head)
+        here = {name for graph in graphs for name in graph.params} - {*self.frozen}
+        check_servers(self.how, len(here))  # of a stage, too
         return TEMPLATES.get_template("served_island.py.j2").render(
             num=self.num, said=self._said(), workers=len(self.workers), **head, draws=draws,
             apart=not self.how.compute,
@@ -92,8 +94,9 @@ def check_servers(how: Servers, trained: int) -> None:
     """PlanError for more servers than parameters of a program that trains some."""
     if how.count > trained > 0:
         raise _refused(
-            f"count = {how.count}, and the model has {trained} trained parameters",
-            "a server owns whole parameters", f"Write count = {trained} or fewer.",
+            f"count = {how.count}, and the model, or one of its stages, has {trained} trained "
+            "parameters", "a server owns whole parameters of each stage",
+            f"Write count = {trained} or fewer.",
         )  # fmt: skip
 
 

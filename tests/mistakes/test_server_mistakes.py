@@ -40,6 +40,7 @@ def compiled(mesh: str, plan: str) -> Program:
         ("island=4", PLAN.replace("1", '"1"'), "Write count = 1, without quotation marks"),
         ("island=4", PLAN + 'compute = "yes"', "it is true or false"),
         ("island=64", PLAN.replace("1", "32"), "10 trained parameters"),
+        ("island=8,pp=2", PLAN.replace("1", "7"), "Write count = 6 or fewer"),
         ("dp=2", PLAN + "max_steps_late = 1", "nothing allows it"),
         ("dp=2", PLAN + "max_steps_late = -1", "how many updates late a gradient may be"),
         ("dp=2", PLAN + "replicas = 2", "it is 0, or 1"),

@@ -191,22 +191,34 @@ def test_gradients_add_up_and_are_scaled(world: Processes) -> None:
     world.run(habits)
 
 
-def overflows() -> None:
+def overflows(mesh: str, preset: str, servers: str) -> None:
     """An infinite gradient of one worker: no server steps, and all ranks take half the scale."""
-    stage, optimizer = begin("island=4", "ddp", TWO)
+    stage, optimizer = begin(mesh, preset, servers)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    rows = own_rows(stage, 0)
-    if stage.coords["island"] == 1:
-        rows = (rows[0] * 1e200, rows[1])
-    scaler.scale(stage(*rows)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    reference = Reference(num_computing(stage))
+    for step in range(3):
+        rows = own_rows(stage, step)
+        if step == 1 and stage.coords["island"] == num_computing(stage) - 1:
+            rows = (rows[0] * 1e200, rows[1])
+        stage.step(*rows, scale=scaler.scale(torch.ones(())).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step != 1:
+            reference.step(step)
     assert scaler.get_scale() == 512.0
-    same_weights(stage, made(Deep))
+    same_weights(stage, reference.model)
 
 
-def test_all_ranks_skip_a_step_that_overflows(world: Processes) -> None:
-    world.run(overflows)
+@pytest.mark.parametrize(
+    ("mesh", "preset", "servers"),
+    [("island=4", "ddp", TWO), ("island=2,dp=2", "fsdp", ONE),
+     ("island=2,pp=2", "ddp;microbatches = 2", ONE)],
+)  # fmt: skip
+def test_all_ranks_skip_a_step_that_overflows(
+    world: Processes, mesh: str, preset: str, servers: str
+) -> None:
+    world.run(overflows, mesh, preset, servers)
 
 
 def evaluates() -> None:
