@@ -172,7 +172,7 @@ KEYS: Mapping[str, Key] = {
         "the step has one microbatch, or no gradient is kept in shards over the axes of the batch",
     ),
     **dict.fromkeys(
-        ("compress", "local_steps", "stale", "uneven"),
+        ("compress", "local_steps", "stale", "uneven", "servers"),
         Key(
             lambda step, table: table is None or step.trains,
             "the step computes no gradients, and optimizers take no steps behind it",

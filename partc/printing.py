@@ -11,6 +11,7 @@ from partc.codegen.files.island import Islands, MeetingIslands, check_names, che
 from partc.codegen.files.late_island import LateIslands
 from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.codegen.files.role_file import helper_file
+from partc.codegen.files.served_island import ServedIslands, check_running, check_servers
 from partc.codegen.files.uneven_island import UnevenIslands
 from partc.cost.prediction import Work
 from partc.errors import PlanError
@@ -20,6 +21,7 @@ from partc.passes.stages.schedule_stages import Stages
 from partc.plan import Plan
 from partc.plan.decided import GLOO
 from partc.plan.mesh import Mesh
+from partc.plan.servers import Servers
 from partc.plan.stale import Stale
 from partc.plan.uneven import Uneven
 from partc.program.helper_file import helpers_of
@@ -40,8 +42,11 @@ def lay_islands(
     running: frozenset[str],
 ) -> dict[str, object]:
     """How islands meet, of which parameters."""
-    how = plan.local_steps or plan.stale or plan.uneven
+    how = plan.local_steps or plan.stale or plan.uneven or plan.servers
     assert how is not None
+    if isinstance(how, Servers) and how.is_beside:
+        check_running(running)
+        return {"islands": None}  # the program is one without a server
     check_names(how, fingerprint.tensors)
     params = {
         name: prod(each.shape) for name, each in fingerprint.tensors.items() if each.kind == "param"
@@ -51,6 +56,12 @@ def lay_islands(
     made: Islands
     if isinstance(how, Uneven):
         made = UnevenIslands(num=mesh.islands, how=how, frozen=frozen, running=running)
+    elif isinstance(how, Servers):
+        check_servers(how, len(params) - len(frozen))
+        made = ServedIslands(
+            num=mesh.islands, how=how, frozen=frozen, running=running,
+            serving=how.serving(mesh), workers=how.workers(mesh),
+        )  # fmt: skip
     elif isinstance(how, Stale):
         made = LateIslands(num=mesh.islands, how=how, frozen=frozen, running=running)
     else:

@@ -48,6 +48,7 @@ OWN = {
     "step", "seed", "rng", "n", "name", "begin", "backward", "weights", "finish", "gather", "whole",
     "regather", "saved", "kept", "left", "losses", "results", "reduce", "reduced", "last", "stages",
     "links", "partials", "island", "island_rank", "microbatches", "meet", "met", "taken",
+    "pull",
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from partc.codegen.text import Line, block
 from partc.errors import PlanError
 from partc.graph import Graph
 from partc.plan.local_steps import ALL, PAIRS, RING, LocalSteps
+from partc.plan.servers import Servers
 from partc.plan.stale import Stale
 from partc.plan.uneven import Uneven
 from partc.plan.wires import WIRES
@@ -54,7 +55,7 @@ class Islands(ABC):
     """
 
     num: int
-    how: LocalSteps | Stale | Uneven
+    how: LocalSteps | Stale | Uneven | Servers
     frozen: tuple[str, ...] = ()
     running: frozenset[str] = frozenset()
 
@@ -183,7 +184,7 @@ class MeetingIslands(Islands):
         return textwrap.wrap(f"{each}.", WIDTH)
 
 
-def check_names(how: LocalSteps | Stale | Uneven, names: Collection[str]) -> None:
+def check_names(how: LocalSteps | Stale | Uneven | Servers, names: Collection[str]) -> None:
     """PlanError if a tensor of the model has a name that islands need for what they keep."""
     for word in how.keeps:
         taken = next((name for name in names if f"{name}_{word}_island" in names), None)
@@ -195,7 +196,7 @@ def check_names(how: LocalSteps | Stale | Uneven, names: Collection[str]) -> Non
             )  # fmt: skip
 
 
-def check_real(how: LocalSteps | Stale | Uneven, dtypes: Mapping[str, str]) -> None:
+def check_real(how: LocalSteps | Stale | Uneven | Servers, dtypes: Mapping[str, str]) -> None:
     """PlanError for complex parameters where the plan rounds, or squares, real numbers alone."""
     entry = "compensation" if isinstance(how, Stale) else "wire"
     of_complex = next((name for name, dtype in dtypes.items() if "complex" in dtype), None)

@@ -29,14 +29,18 @@ from partc.codegen.helpers import (
     picked_sums,
     printed,
     rounded_sums,
+    servers,
 )
 from partc.codegen.text import Line, Origin, block, origins, wrap
 from partc.graph import ops
 
 # In which functions are printed: `arrived` needs what `links` has, and that needs `Reduced`.
 NARROW = (narrow_sums, rounded_sums, picked_sums, low_rank_sums)  # send less than all numbers
-ORDER = (printed, draws, nccl, messages, *NARROW, links, arrived, attention, kernels, islands, ops)
-COMMON = (printed, draws, links, attention, kernels, islands, ops)
+ORDER = (
+    printed, draws, nccl, messages, *NARROW, links, arrived, attention, kernels, islands, servers,
+    ops,
+)  # fmt: skip
+COMMON = (printed, draws, links, attention, kernels, islands, servers, ops)
 # In which functions are looked for: what comes first has some of the names of `printed` and
 # replaces them in a program for NCCL, or in one that sends messages over gloo.
 MODULES = {"gloo": COMMON, "nccl": (nccl, arrived, *COMMON)}

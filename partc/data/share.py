@@ -14,6 +14,7 @@ from partc.errors import UsageError
 from partc.plan import Cuts, Plan
 from partc.plan.batch import MODEL_AXES
 from partc.plan.mesh import ISLAND, MICROBATCH_AXIS, Mesh
+from partc.plan.servers import Servers, batch_of, computing
 from partc.plan.sharding import Layout, Sharding, cut
 from partc.wrong_calls import is_word, quoted
 
@@ -55,12 +56,14 @@ class Division:
     """How the batch of a program is divided among the ranks of its mesh.
 
     ``cuts``: of the rows, by mesh axis. ``microbatches``: how many of a step each island takes,
-    each as large as the batch that was compiled; empty where all take one.
+    each as large as the batch that was compiled; empty where all take one. ``servers``: the islands
+    that own parameters, which may compute nothing.
     """
 
     mesh: Mesh
     cuts: Cuts
     microbatches: Sequence[int] = ()
+    servers: Servers | None = None
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh) -> Division:
@@ -79,16 +82,27 @@ class Division:
                 do="Cut them alike, or give each rank its rows by a sampler of your own.",
             )
         microbatches = plan.uneven.of_each if plan.uneven else ()
-        return cls(mesh, next(iter(kinds.values()), {}), microbatches)
+        return cls(mesh, next(iter(kinds.values()), {}), microbatches, plan.servers)
 
     @property
     def world(self) -> int:
         """The number of pieces of a batch, of one island."""
         return int(np.prod([self.mesh.size(axis) for axis in self.cuts], dtype=int))
 
+    @property
+    def num_batches(self) -> int:
+        """How many islands have a batch of their own."""
+        return computing(self.servers, self.mesh)
+
     def rank(self, rank: int) -> int:
         """The number of the piece that a rank computes; pieces of islands count on."""
-        return self._piece_number(rank) + self.mesh.coords(rank).get(ISLAND, 0) * self.world
+        return self._piece_number(rank) + self._batch_of(rank) * self.world
+
+    def _batch_of(self, rank: int) -> int:
+        """The number of the batch of a rank's island; a server that computes none reads another's,
+        so that it takes as many steps.
+        """
+        return batch_of(self.servers, self.mesh, self.mesh.coords(rank).get(ISLAND, 0))
 
     def _piece_number(self, rank: int) -> int:
         plain = {axis: cut(0) for axis in self.cuts}
@@ -104,8 +118,8 @@ class Division:
                 do='Give "global" or "local".',
             )
         alone = self._of_island(rank, per_step, batch)
-        num, island = self.mesh.islands, self.mesh.coords(rank).get(ISLAND, 0)
-        if num == 1:
+        num, island = self.num_batches, self._batch_of(rank)
+        if self.mesh.islands == 1:
             return alone
         counts = self.microbatches or [1] * num
         first = sum(counts[:island])

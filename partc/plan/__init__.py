@@ -33,6 +33,7 @@ from partc.plan.plan_text import (
     write_cuts,
 )
 from partc.plan.plan_values import PlannedLayout, Values, write_value
+from partc.plan.servers import Servers
 from partc.plan.sharding import Layout, R, Sharding
 from partc.plan.stale import Stale
 from partc.plan.uneven import Uneven
@@ -92,8 +93,8 @@ class Plan:
     (None: in their own). ``local_steps`` says how often islands, copies of the model that train
     apart along the mesh axis ``island``, meet, and ``stale`` how many steps late islands of one
     model apply their gradients; ``uneven`` says how many microbatches each island computes of one
-    step. ``allow`` names what may change a step's numbers: ``"compress"``,
-    ``"local_steps"``, ``"stale"``.
+    step, and ``servers`` which islands own parameters and their optimizer. ``allow`` names what may
+    change a step's numbers: ``"compress"``, ``"local_steps"``, ``"stale"``, ``"servers"``.
 
     Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
     ``"global"`` the whole batch on every rank.
@@ -148,6 +149,7 @@ class Plan:
     local_steps: LocalSteps | None = None
     stale: Stale | None = None
     uneven: Uneven | None = None
+    servers: Servers | None = None
     apart: frozenset[str] = field(default=frozenset(), compare=False)
     of_another: bool = field(default=False, compare=False)
     homes: Mapping[str, int] = field(default_factory=dict, compare=False)

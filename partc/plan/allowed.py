@@ -10,6 +10,7 @@ from typing import Any
 
 from partc.plan.compress import COMPRESS, Compress, read_compress
 from partc.plan.local_steps import LOCAL_STEPS, LocalSteps, read_local_steps
+from partc.plan.servers import SERVERS, Servers, read_servers
 from partc.plan.stale import STALE, Stale, read_stale
 from partc.plan.uneven import UNEVEN, Uneven, read_uneven
 
@@ -38,6 +39,9 @@ ALLOWED_TABLES: Mapping[str, OwnTable] = {
     ),
     STALE: OwnTable(
         Stale, read_stale, "partc.plan.stale.Stale(1)", "gradients are applied in their own step"
+    ),
+    SERVERS: OwnTable(
+        Servers, read_servers, "partc.plan.servers.Servers(1)", "every rank has an optimizer"
     ),
 }  # fmt: skip
 OWN_TABLES: Mapping[str, OwnTable] = {

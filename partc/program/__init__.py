@@ -281,7 +281,7 @@ class Program(NotAStage):
             run = run_script(
                 docstring(self.model), self.mesh, compiles=self.role(0).compiles,
                 extras=not self.role(0).is_inference and bool(extras_in(self.returns)),
-                decided=self.decided,
+                decided=self.decided, is_beside=bool(plan.servers and plan.servers.is_beside),
                 backend=plan.backend if self.mesh.num_ranks > 1 else "",
                 row_dims=[*map(plan.uneven.dim_of, self.inputs)] if plan.uneven else (),
             )  # fmt: skip

@@ -41,12 +41,15 @@ TABLES = {
     "FRAGMENTS": MEETS,
     "FROZEN": MEETS,
     "MICROBATCHES": MEETS,
+    "SERVERS": MEETS,
+    "WORKERS": MEETS,
 }
 LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE, "str": TEXT}
 LOCALS |= dict.fromkeys(HELPERS, ROUNDED)
 ISLAND_HELPERS = {
     "average_over", "average_rounded", "average_with", "beside", "buckets_of", "copy_back",
-    "in_blocks", "paired_with", "start_sums",
+    "give_params", "in_blocks", "paired_with", "served_by", "start_messages", "start_sums",
+    "take_gradients",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def data_world(program: Program) -> int:
     """
     from partc.program.reading import division_of
 
-    return division_of(program).world * program.mesh.islands
+    return division_of(program).num_batches * division_of(program).world
 
 
 def data_rank(program: Program, rank: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from partc.errors import LoadError
 from partc.plan.batch import Dealt
-from partc.plan.mesh import Mesh
+from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.sharding import cut, join_pieces, take_piece
 from partc.program import helper_file
 from partc.program.helper_file import without_import
@@ -32,6 +32,7 @@ from partc.program.user_lines import UserLines, show_lines
 COMPILES = "@torch.compile"  # the line before a function that torch.compile compiles
 TABLES = ("MESH", "SHARDS", "BUFFERS", "ALIASES", "INPUTS")
 OUTER_TABLE = "ISLAND_BUFFERS"  # where islands keep something from one meeting to the next
+WORKERS, SERVERS = "WORKERS", "SERVERS"  # islands that compute, and that own parameters
 RANKS = "PIPELINE_RANKS"  # where several run the file: SHARDS and BUFFERS have a table for each
 
 
@@ -224,6 +225,23 @@ class Role:
         """The class of a Step without other islands, which draws and computes as any of them."""
         made = type(step)
         return made.__mro__[1] if hasattr(step, "island_rank") else made
+
+    def computes(self, coords: Mapping[str, int]) -> bool:
+        """Whether the rank at ``coords`` computes; an island that owns parameters may not."""
+        workers = getattr(self.module, WORKERS, None)
+        return workers is None or coords[ISLAND] in workers
+
+    def owners(self, step: nn.Module) -> dict[str, int]:
+        """By trained parameter the island that owns it; empty without servers."""
+        if not hasattr(self.module, SERVERS):
+            return {}
+        names = {id(x): name for name, x in self.tensors(step).items()}
+        trained = [p for p in step.parameters() if p.requires_grad]
+        served = self.module.served_by(trained, self.module.SERVERS)
+        return {
+            names[id(x)]: server
+            for server, buckets in served.items() for bucket in buckets for x in bucket
+        }  # fmt: skip
 
     def tensors(self, step: nn.Module) -> dict[str, Tensor]:
         """Every parameter and buffer of a Step by its name in the user's model."""

@@ -24,12 +24,14 @@ def run_script(
     decided: tuple[str, ...],
     backend: str,
     row_dims: Sequence[int | None] = (),
+    is_beside: bool = False,
 ) -> str:
     """The text for one program.
 
     ``model``: its name as it may stand in a docstring; ``backend``: that of which the program has
     the text, "" where it has none. ``row_dims``: where islands compute unequal numbers of
-    microbatches, the dim of each input's rows.
+    microbatches, the dim of each input's rows. ``is_beside``: whether the optimizer is that of a
+    server beside the program, which the script does not start.
     """
     template = resources.files("partc.program").joinpath("templates/run.py.j2").read_text()
     environment = jinja2.Environment(
@@ -37,7 +39,7 @@ def run_script(
     )  # the output is Python source, so there is nothing to escape for HTML
     return environment.from_string(template).render(
         model=model, mesh=mesh, num_ranks=mesh.num_ranks, compiles=compiles, extras=extras,
-        decided=list(decided), backend=backend, row_dims=list(row_dims),
+        decided=list(decided), backend=backend, row_dims=list(row_dims), is_beside=is_beside,
         meeting=_meeting_text(), steps=STEPS, most=MOST_S,
         least=MOST_S if compiles else LEAST_S,  # torch.compile works in the first step
     )  # fmt: skip

@@ -9,18 +9,21 @@ from math import ceil, prod
 
 import torch
 
+from partc.amounts import time_text
 from partc.cost.bytes import Traffic, sent_share
 from partc.cost.collective_cost import collective_seconds
 from partc.cost.island_speeds import island_speeds
 from partc.cost.prediction import AxisTime, PhaseTime, Prediction
 from partc.plan.local_steps import ALL, RING, LocalSteps
 from partc.plan.mesh import ISLAND, Mesh
+from partc.plan.servers import Servers, shared_out
 from partc.plan.stale import Stale
 from partc.plan.uneven import Uneven
 from partc.plan.wires import WIRES
 from partc.program.role import Role, Shard
 from partc.reports.cost import CostReport
 from partc.reports.pipeline_cost import PipelineCost
+from partc.reports.server_cost import LOSS_BYTES, ring_seconds, server_loads, sizes_of
 
 BUCKET_BYTES = 100_000_000  # as `average_over` fills them
 
@@ -31,7 +34,8 @@ class Meeting:
 
     ``sent_bytes``: by ``count`` transfers of a ``kind``, which take ``seconds``. ``kept_bytes``:
     of what stays between meetings. ``steps``: how many steps compute meanwhile. ``turns``: by
-    island how many microbatches a step has; empty for one each.
+    island how many microbatches a step has; empty for one each. ``computing``: how many islands
+    compute; 0 for all. ``name``: of the time, in reports.
     """
 
     period: int
@@ -42,11 +46,13 @@ class Meeting:
     steps: int = 0
     kind: str = "all_reduce"
     turns: Sequence[int] = ()
+    computing: int = 0
+    name: str = "islands"
 
     @classmethod
     def of(
         cls,
-        how: LocalSteps | Stale | Uneven,
+        how: LocalSteps | Stale | Uneven | Servers,
         role: Role,
         mesh: Mesh,
         frozen: Container[str],
@@ -63,6 +69,8 @@ class Meeting:
             of_one = sum(prod(shape) * dtype.itemsize for shape, dtype in role.inputs.values())
             kept += (max(how.of_each) - 1) * of_one
             return cls(1, count, whole, seconds, kept, turns=how.of_each)
+        if isinstance(how, Servers):
+            return cls._of_servers(how, params, mesh)
         changed = [b for b in role.buffers if b.name in running]
         if how.partners != ALL:
             whole, count, seconds = _sent_to_partners([*params, *changed], mesh, how)
@@ -74,6 +82,21 @@ class Meeting:
         sent, counts, times = zip(*sums, strict=True)
         hiding = how.fragments * how.overlap
         return cls(how.period, sum(counts), sum(sent), sum(times), kept, hiding)
+
+    @classmethod
+    def _of_servers(cls, how: Servers, params: Sequence[Shard], mesh: Mesh) -> Meeting:
+        """Of the rank whose link is busiest, which is a server's unless all islands serve."""
+        sizes = sizes_of(params, mesh)
+        busiest = max(server_loads(how, mesh, sizes), key=lambda load: load.seconds(mesh))
+        seconds, ring = busiest.seconds(mesh), ring_seconds(how, mesh, sizes)
+        name = (
+            f"servers, {seconds / ring:.2g} times a ring's {time_text(ring)}" if ring else "servers"
+        )
+        return cls(
+            1, busiest.count // 2, busiest.sent_bytes + LOSS_BYTES, seconds,
+            len(how.workers(mesh)) * max(shared_out(sizes, how.count)),  # what has arrived
+            kind="send", computing=len(how.workers(mesh)), name=name,
+        )  # fmt: skip
 
     @property
     def step_s(self) -> float:
@@ -150,7 +173,7 @@ def with_meetings(cost: PipelineCost, ranks: Sequence[Meeting], mesh: Mesh) -> P
 
 def _slower(step: Prediction, one: Meeting, mesh: Mesh) -> Prediction:
     """A step of all islands: their samples together, and the time that meetings take."""
-    num = sum(one.turns) or mesh.islands
+    num = sum(one.turns) or one.computing or mesh.islands
     work = replace(
         step.work, flops=step.work.flops * num, samples=step.work.samples * num,
         tokens=step.work.tokens * num,
@@ -161,7 +184,7 @@ def _slower(step: Prediction, one: Meeting, mesh: Mesh) -> Prediction:
         step = _repeated(step, max(times))
     hidden = min(step.seconds * one.steps / one.period, one.step_s)
     waited = one.step_s - hidden
-    phases = [PhaseTime("islands", waited, ISLAND, {ISLAND: waited})] if waited else []
+    phases = [PhaseTime(one.name, waited, ISLAND, {ISLAND: waited})] if waited else []
     return replace(
         step, seconds=step.seconds + waited, phases=(*step.phases, *phases),
         axes=(*step.axes, AxisTime(ISLAND, hidden, waited)), work=work,

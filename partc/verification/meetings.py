@@ -28,6 +28,7 @@ from partc.program.role import Role, Shard
 from partc.verification.defined_sums import Site
 from partc.verification.differences import difference, largest
 from partc.verification.late_gradients import LateGradients, gradients_of
+from partc.verification.served_gradients import ServedGradients
 from partc.verification.uneven_gradients import UnevenGradients
 
 MET, SHARED = "meeting of islands", "gradient of islands"
@@ -36,6 +37,7 @@ TURNS = 2  # of all parts of the model
 Compared = tuple[str, str, float]  # kind, name, error
 Wholes = dict[str, Tensor]
 Run = Callable[[], object]
+OwnBatches = UnevenGradients | ServedGradients  # which give every island other rows
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Meetings:
     @classmethod
     def of(
         cls, program: Program, role: Role, rank: int
-    ) -> Meetings | LateGradients | UnevenGradients | None:
+    ) -> Meetings | LateGradients | OwnBatches | None:
         """None where the plan has no islands, or the program does not train."""
         plan = Plan.parse(program.plan)
         if role.is_inference:
@@ -69,6 +71,8 @@ class Meetings:
             return LateGradients(role, plan.stale, rank)
         if plan.uneven is not None:
             return UnevenGradients(role, plan.uneven, rank)
+        if plan.servers is not None and not plan.servers.is_beside:
+            return ServedGradients(role, plan.servers, rank)
         how = plan.local_steps
         if how is None:
             return None

@@ -36,7 +36,7 @@ from partc.verification.asked import (
 )
 from partc.verification.differences import difference, scales
 from partc.verification.late_gradients import LateGradients
-from partc.verification.meetings import Compared, Meetings
+from partc.verification.meetings import Compared, Meetings, OwnBatches
 from partc.verification.narrow_sums import Narrow, sum_exactly
 from partc.verification.piece_norms import Pieces
 from partc.verification.pieces_of_ranks import whole_batch
@@ -54,7 +54,6 @@ from partc.verification.reference import (
 from partc.verification.report import Report, Row, held_nowhere, merged
 from partc.verification.same_draws import SEED, STEP, SameDraws
 from partc.verification.threads import ThreadMesh, run_ranks
-from partc.verification.uneven_gradients import UnevenGradients
 from partc.wrong_calls import known_arguments
 
 
@@ -288,9 +287,9 @@ class _Rank:
         if hasattr(alone, "seed"):
             alone.seed(step, SEED, number - 1)
 
-    def met(self, meetings: Meetings | LateGradients | UnevenGradients) -> Iterable[Compared]:
+    def met(self, meetings: Meetings | LateGradients | OwnBatches) -> Iterable[Compared]:
         """What islands make together, compared with its definition."""
-        if not isinstance(meetings, UnevenGradients):
+        if not isinstance(meetings, OwnBatches):
             return meetings.rows(self.step, self._run_with_others, self._run)
 
         def alone(inputs: list[Tensor], number: int) -> Tensor | None:

@@ -48,6 +48,7 @@ NOT_RUN = {  # how many blocks of a page no test can run; the reason stands abov
     "docs/how-to/shapes-and-modes.md": 6,
     "docs/how-to/train-in-islands.md": 1,
     "docs/how-to/trainer-and-accelerate.md": 2,
+    "docs/how-to/use-parameter-servers.md": 1,
     "docs/performance.md": 10,
     "docs/reference/commands.md": 3,
 }

@@ -58,6 +58,7 @@ ISLANDS: dict[str, Layout] = {
     "islands in int8": ("island=2,dp=2", {"plan": f'preset = "ddp"\n{_OUTER}wire = "int8"\n'}),
     "islands in fp8": ("island=2,dp=2", {"plan": f'preset = "fsdp"\n{_OUTER}wire = "fp8"\n'}),
 }
+_SERVERS, _PEERS = "[servers]\ncount = 1\n", "[servers]\ncount = 4\ncompute = true\n"
 _UNEVEN = "[uneven]\nmicrobatches = [3, 1]\n"
 _LATE = 'allow = ["stale"]\n[stale]\nsteps = 1\n'
 LATE: dict[str, Layout] = {
@@ -66,6 +67,8 @@ LATE: dict[str, Layout] = {
     "late, of tp": ("island=2,tp=2", {"plan": f'preset = "megatron"\n{_LATE}'}),
     "uneven, of ddp": ("island=2,dp=2", {"plan": f'preset = "ddp"\n{_UNEVEN}'}),
     "uneven, of fsdp": ("island=2,dp=2", {"plan": f'preset = "fsdp"\n{_UNEVEN}'}),
+    "servers, of ddp": ("island=2,dp=2", {"plan": f'preset = "ddp"\n{_SERVERS}'}),
+    "servers that compute": ("island=4", {"plan": f'preset = "ddp"\n{_PEERS}'}),
     "late, of pp": ("island=2,pp=2", {"plan": f"microbatches = 2\n{_LATE}"}),
 }
 _BETWEEN = 'allow = ["compress"]\n[compress]\nleast_mb = 0.0001\nwire = '

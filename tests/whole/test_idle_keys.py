@@ -241,6 +241,7 @@ def test_gather_by_hand_is_read() -> None:
     [
         ("dp=2", "compress", 'wire = "int8"'), ("island=2", "local_steps", "period = 2"),
         ("island=2", "stale", "steps = 1"), ("island=2", "uneven", "microbatches = [2, 1]"),
+        ("island=2", "servers", "count = 1"),
     ],
 )  # fmt: skip
 def test_what_is_done_to_gradients_says_nothing_without_them(

@@ -107,12 +107,13 @@ def save_checkpoint(
     folder = as_path(folder, "save_checkpoint")
     of.writes.check()
     of.check_together("save_checkpoint")
+    of.meet_owners()
     of.check_alike()
     ranks = Together("save_checkpoint", of.device, RunError)
     target = ranks.do(lambda: _target(folder, of, optimizer, step))
     ranks.check_alike(_facts(of, optimizer, loader) | {"step": step})
     partial = target.with_name(f".{target.name}.partial")
-    held = {**_model(of), **_optimizer(of, optimizer)}
+    held = {**_model(of), **of.from_owners(_optimizer(of, optimizer))}
     ranks.do(lambda: first_rank_makes(partial, target))
     file = partial / file_name(dist.get_rank())
     digest = ranks.do(lambda: _write(file, held, of))
@@ -215,6 +216,7 @@ def _facts(
     states = {} if optimizer is None else {
         name: sorted(optimizer.state.get(param, {}))
         for name, param in _trained(stage, optimizer).items()
+        if name not in stage.owners  # of these an island that owns others has none
     }  # fmt: skip
     groups = _groups(stage, optimizer)
     return {

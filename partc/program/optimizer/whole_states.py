@@ -19,8 +19,10 @@ from partc.plan.sharding import dtype_name
 from partc.program.optimizer.optimizer_states import OptimizerStates
 from partc.program.optimizer.optimizers import check_is_optimizer, check_of_stage
 from partc.program.optimizer.same_optimizer import SCHEDULED, impossible_values
+from partc.program.optimizer.served_states import exchanged
 from partc.program.role import Shard, dtype_of
 from partc.program.tensors.holders import exchange_texts, from_first
+from partc.program.tensors.rank_tensors import RankTensors
 from partc.wrong_calls import known_arguments, quoted
 
 Optimizer = torch.optim.Optimizer
@@ -222,6 +224,9 @@ def _values(
             if isinstance(value, Tensor) and tensors.coords.get("pp", first) == first:
                 cut, piece = states.to_piece(name, value)
                 joined = tensors.join(cut, piece.to(tensors.device))
+            if name in tensors.owners:
+                joined = tensors.from_island(tensors.owners[name], _or_empty(joined, shard, states))
+            elif joined is not None:
                 joined = tensors.mean_of_islands(joined)
             if tensors.pipeline is not None:
                 joined = from_first(joined, shard, first, tensors.pipeline, tensors.device)
@@ -241,6 +246,8 @@ def _all_fields(
         name: {field: _told(field, name, value, states) for field, value in fields.items()}
         for name, fields in mine.items()
     }
+    if tensors.owners:
+        told = _of_owners(told, tensors)
     group = tensors.pipeline
     texts = [json.dumps(told)] if group is None else exchange_texts(
         json.dumps(told), group, tensors.device
@@ -251,6 +258,21 @@ def _all_fields(
             for field, each in fields.items():
                 found.setdefault(name, {}).setdefault(field, (each, rank))
     return found
+
+
+def _of_owners(
+    told: Mapping[str, Mapping[str, Any]], tensors: RankTensors
+) -> dict[str, dict[str, Any]]:
+    """The same as the islands have it that own the parameters."""
+    each = exchanged(told, tensors)
+    return {n: each[tensors.owners.get(n, tensors.here)].get(n, {}) for n in told}
+
+
+def _or_empty(joined: Tensor | None, shard: Shard, states: OptimizerStates) -> Tensor:
+    """A tensor to receive into, on islands that have none of their own."""
+    if joined is not None:
+        return joined
+    return torch.empty(shard.shape, dtype=shard.dtype, device=states.tensors.device)
 
 
 def _told(field: str, name: str, value: Any, states: OptimizerStates) -> Any:

@@ -288,7 +288,9 @@ class _Comparison:
         role, here = self.role, dist.get_rank()
         dealt = {axis for x in role.batch for axis, *_ in x.cuts} | {ISLAND}
         cut = [axis for axis in role.mesh.names if axis in dealt]
-        own = [tuple(coords[axis] for axis in cut) for coords in role.mesh.all_coords()]
-        same = [rank for rank, batch in enumerate(batches) if batch == batches[here]]
-        if any(own[rank] != own[here] for rank in same):
+        every = role.mesh.all_coords()
+        own = [tuple(coords[axis] for axis in cut) for coords in every]
+        computing = [rank for rank, coords in enumerate(every) if role.computes(coords)]
+        same = [rank for rank in computing if batches[rank] == batches[here]]
+        if here in computing and any(own[rank] != own[here] for rank in same):
             warnings.warn(equal_pieces(same, cut), stacklevel=6)

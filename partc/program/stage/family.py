@@ -103,7 +103,7 @@ class Family:
     @property
     def is_one_model(self) -> bool:
         """Whether islands, if there are any, share the gradients of every step."""
-        return self._plan.stale is not None or self._plan.uneven is not None
+        return any((self._plan.stale, self._plan.uneven, self._plan.servers))
 
     @property
     def infers(self) -> bool:
@@ -367,7 +367,7 @@ class Family:
         if member.draws:  # programs count by themselves, and others have run meanwhile
             self._reseeded.look(seed, trains=trains)
             member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
-        self.islands.begin(member)
+        self.islands.begin(member, trains=trains)
         try:
             with (
                 torch.no_grad(),

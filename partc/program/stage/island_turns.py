@@ -15,8 +15,12 @@ class IslandTurns:
     def __init__(self, first: Member, members: Mapping[Any, Member], state: RunState) -> None:
         self.first, self.members, self.state = first, members, state
 
-    def begin(self, member: Member) -> None:
-        """Do what is due before a step of a program, or let it go on where another has sent."""
+    def begin(self, member: Member, *, trains: bool) -> None:
+        """Do what is due before a step of a program, or let it go on where another has sent; before
+        a program without gradients, bring the servers' parameters to all islands.
+        """
+        if not trains:
+            self.pull()
         if member.sends:
             self.drain(other_than=member)
         if member.meets:
@@ -37,7 +41,17 @@ class IslandTurns:
         """
         if self.first.meets:
             self._meet(self.first)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let tensors be what they are behind all that is due; all ranks call this together."""
         self.drain()
+        self.pull()
+
+    def pull(self) -> None:
+        """Bring the parameters that servers own to all islands; all ranks call this together."""
+        if self.first.pulls:
+            self.first.run.pull()
 
     def _meet(self, member: Member) -> None:
         run, (seed, step) = member.run, self.state.seed

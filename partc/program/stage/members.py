@@ -36,6 +36,7 @@ class Member:
         self.returned = Returned(program.returns)
         self.draws = hasattr(run, "seed")
         self.meets = hasattr(run, "meet")  # other islands
+        self.pulls = hasattr(run, "pull")  # parameters from the islands that own them
         self.sends = hasattr(run, "drain")  # what islands share is under way between steps
         self.is_late = self.sends and not self.meets  # these are gradients
         self.trained = [name for name, x in role.tensors(run).items() if x.requires_grad]

@@ -24,7 +24,7 @@ from partc.program.model.raw_model import RawModel, take_weights
 from partc.program.model.read_numbers import ReadNumbers
 from partc.program.model.user_modules import UserModules
 from partc.program.optimizer.clip import check_norm, clip_gradients
-from partc.program.optimizer.no_gradients_yet import expect_none_at_first
+from partc.program.optimizer.no_gradients import expect_none
 from partc.program.optimizer.optimizer_states import Form
 from partc.program.optimizer.stage_optimizers import StageOptimizers
 from partc.program.optimizer.whole_states import WholeStates
@@ -216,7 +216,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         for shown in self._shown.values():
             shown.read()
         params = [(held[s.name], self.is_first_copy(s)) for s in self._role.params]
-        groups = list(self._tensors.groups.values())
+        groups: list[Any] = list(self._tensors.groups.values())
+        groups += [self._tensors.island] if self.owners else []  # gradients are on owners alone
         zero = self._tensors.zero()
         norm = clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite, zero=zero)
         for shown in self._shown.values():
@@ -351,7 +352,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
             self._program, self._device_mesh, self.device, choices, self.like_model,
             self.read_numbers,
         )  # fmt: skip
-        self._own.islands.drain()
+        self._own.islands.settle()
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()
@@ -392,8 +393,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
             tensor = self._tensors.held[first]
             shown = self._shown[first].param if first in self._shown else tensor
             register_at(self, name, shown, saved)
-        if hasattr(self._rank_step, "drain") and not hasattr(self._rank_step, "meet"):
-            expect_none_at_first(shown.param for shown in self._shown.values())
+        expect_none(self._rank_step, self._shown.values(), self._tensors)
         if self._tensors.pipeline is not None:
             say_elsewhere(self, self._tensors.holders)
         self.keep_modules()

@@ -43,6 +43,7 @@ class SeveralPrograms(nn.Module):
     _loaded: Loaded
     _device_mesh: DeviceMesh | None
     check_no_hooks: Callable[[], None]  # of a Stage
+    check_served: Callable[[], None]
     writes: Writes
     begin_mode: Callable[[bool], None]
 
@@ -164,6 +165,7 @@ class SeveralPrograms(nn.Module):
         check_not_exported()
         self.writes.check()
         self._tell_of_habits()
+        self.check_served()
         self.check_no_hooks()
         for each in self._shown.values():
             each.check_no_hooks()

@@ -51,6 +51,7 @@ class RankTensors:
         self.mesh, self.coords = program.mesh, program.mesh.coords(dist.get_rank())
         every = {n: mesh.get_group(n) for n in program.mesh.names} if mesh else {}
         self.island = every.pop(ISLAND, None)  # the ranks that hold the same pieces of other copies
+        self.owners: dict[str, int] = {}  # by parameter its island, where islands own some
         self.groups = every
         self.holders = Holders.of(program)
         self._model, self._role = program.fingerprint, role
@@ -99,6 +100,7 @@ class RankTensors:
     def read(self, step: nn.Module) -> None:
         """Look up all tensors in the rank's module again; ``.to()`` may have replaced them."""
         self.held = {**self._role.tensors(step), **self._aside}
+        self.owners = self._role.owners(step)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a function (of ``.to()``) to the tensors that are kept beside the rank's module."""
@@ -189,11 +191,32 @@ class RankTensors:
         joined = None
         if self.holders.is_first_stage(shard, self.coords):
             joined = shard.join(self.held[name].detach(), self.gather)
-            joined = self.mean_of_islands(joined)
+            joined = self.of_islands(name, joined)
         if self.pipeline is None:
             assert joined is not None
             return joined
         return from_first(joined, shard, first, self.pipeline, self.device)
+
+    def of_islands(self, name: str, tensor: Tensor) -> Tensor:
+        """What all islands together have of a tensor of this name: where an island owns it, its
+        copy, else the mean of all.
+        """
+        if name not in self.owners:
+            return self.mean_of_islands(tensor)
+        return self.from_island(self.owners[name], tensor)
+
+    @property
+    def here(self) -> int:
+        """The number of this rank's island."""
+        return self.coords.get(ISLAND, 0)
+
+    def from_island(self, owner: int, tensor: Tensor) -> Tensor:
+        """An island's copy of a tensor, whose shape and dtype all islands have."""
+        found = tensor.clone(memory_format=torch.contiguous_format)
+        if found.numel():
+            sent = found.view(-1).view(torch.uint8)
+            dist.broadcast(sent, group=self.island, group_src=owner)
+        return found
 
     def mean_of_islands(self, tensor: Tensor) -> Tensor:
         """The mean of all islands' copies of a tensor; of whole numbers the first island's."""
@@ -203,16 +226,14 @@ class RankTensors:
         if tensor.is_floating_point() or tensor.is_complex():
             dist.all_reduce(total, group=self.island)
             return total / self.mesh.islands
-        if total.numel():
-            dist.broadcast(total.view(-1).view(torch.uint8), group=self.island, group_src=0)
-        return total
+        return self.from_island(0, tensor)
 
     def as_dtensor(self, name: str) -> Any:
         """This rank's shard of a tensor as a DTensor on the mesh without ``pp``; where there are
         islands of the mean of their copies.
         """
         shard = self.shards[self.first_name(name)]
-        return self.portable(shard, self.mean_of_islands(self.held[shard.name].detach()))
+        return self.portable(shard, self.of_islands(shard.name, self.held[shard.name].detach()))
 
     def shares_memory(self, name: str) -> bool:
         """Whether ``as_dtensor`` of a tensor is over this rank's own memory, and no copy."""

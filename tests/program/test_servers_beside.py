@@ -1,0 +1,297 @@
+"""A server beside programs that join and leave: threads, and processes that are killed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import TCPStore
+
+from partc.api import compile
+from partc.errors import CheckError, RunError, UsageError
+from partc.program import Program
+from partc.program.servers.log import Update, check_log, line_of, read_log
+from partc.program.servers.pairs import Message, Pair
+from partc.program.servers.server import Server
+from partc.program.servers.worker import IslandWorker, Worker
+from partc.verification.processes import Processes
+from partc.verification.verification import verify
+from tests.patience import patience
+from tests.program import served_runs
+from tests.program.island_runs import Deep, batch, loss, made
+
+pytestmark = pytest.mark.gloo
+STEPS = 6
+MAKING = threading.Lock()
+TABLE = "[servers]\ncount = 1\nmax_steps_late = 1\nreplicas = 1\n"
+PLAN = f'preset = "{{}}"\nallow = ["servers"]\n{TABLE}'
+
+
+@pytest.fixture
+def store() -> Any:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Threads:
+    """Runs functions in threads; raises what they raise."""
+
+    def __init__(self) -> None:
+        self.each: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
+
+    def start(self, work: Callable[..., object], *arguments: Any) -> None:
+        def run() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:
+                self.errors.append(error)
+
+        self.each.append(threading.Thread(target=run, daemon=True))
+        self.each[-1].start()
+
+    def end(self) -> None:
+        for thread in self.each:
+            thread.join(patience())
+            assert not thread.is_alive()
+        if self.errors:
+            raise self.errors[0]
+
+
+def model_alone() -> nn.Module:
+    """The model, made by one thread at a time: all draw from one generator."""
+    with MAKING:
+        return made(Deep)
+
+
+def serve(store: Any, late: int, into: list[Any], **options: Any) -> None:
+    model = options.pop("model", None) or model_alone()
+    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    server = Server(model, store, max_steps_late=late, deadline_s=patience(20), **options)
+    for _ in server:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    into += [server, model, optimizer]
+
+
+def work(store: Any, late: int, steps: int, accumulate: bool = False) -> None:
+    model = model_alone()
+    worker = Worker(model, store, max_steps_late=late, deadline_s=patience(20))
+    while (step := worker.pull()) < steps:
+        rows = [x.chunk(2) for x in batch(step, worker.number)] if accumulate else None
+        for x, y in zip(*rows, strict=True) if rows else [batch(step, worker.number)]:
+            (loss(model, x, y) / (2 if accumulate else 1)).backward()
+        worker.push()
+    worker.leave()
+    assert worker.acknowledged[-1] == steps - 1
+
+
+def trained(store: Any, late: int, num: int, *, accumulate: bool = False) -> list[Any]:
+    threads, served = Threads(), list[Any]()
+    threads.start(serve, store, late, served)
+    for _ in range(num):
+        threads.start(work, store, late, STEPS, accumulate)
+    threads.end()
+    return served
+
+
+def same(model: nn.Module, log: list[Update]) -> None:
+    for name, wanted in served_runs.replayed(log).items():
+        torch.testing.assert_close(model.state_dict()[name], wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("late", "num", "accumulate"), [(0, 1, True), (2, 3, False)])
+def test_training_is_its_definition(store: Any, late: int, num: int, accumulate: bool) -> None:
+    server, model, _ = trained(store, late, num, accumulate=accumulate)
+    assert check_log(server.log, late) <= late
+    assert server.version == STEPS
+    same(model, server.log)
+
+
+def test_bytes_are_those_of_the_log(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    plain = Pair.send
+
+    def send(self: Pair, message: Message) -> None:
+        sent.append((self.here, sum(x.nbytes for x in message.tensors)))
+        plain(self, message)
+
+    monkeypatch.setattr(Pair, "send", send)
+    server, model, _ = trained(store, 1, 2)
+    size = sum(p.nbytes for p in model.parameters())
+    by_server = sum(num for here, num in sent if here == 0)
+    by_workers = sum(num for here, num in sent if here == 1)
+    assert by_server == size * sum(update.given for update in server.log)
+    assert by_workers == size * sum(len(update.read) for update in server.log)
+
+
+def test_training_goes_on_from_a_checkpoint(store: Any) -> None:
+    first, model, optimizer = trained(store, 0, 1)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again = made(Deep)
+    again.load_state_dict(state[0])
+    restored = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    restored.load_state_dict(state[1])
+    other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    threads, served = Threads(), list[Any]()
+    options = {"model": again, "optimizer": restored, "version": first.version}
+    threads.start(lambda: serve(other, 0, served, **options))
+    threads.start(work, other, 0, 2 * STEPS)
+    threads.end()
+    same(again, [*first.log[:-1], *served[0].log])
+
+
+# kills and joins ----------------------------------------------------------------------------------
+def test_kills_and_joins_lose_nothing(tmp_path: Path) -> None:
+    done = served_runs.run(tmp_path, events=5, late=2, seed=3)
+    assert "server" in done.killed
+    assert "acknowledged" in served_runs.check(tmp_path, 2)
+
+
+def test_a_worker_without_a_server_is_told(store: Any) -> None:
+    threads, served = Threads(), list[Any]()
+    with pytest.raises(RunError, match="there was no server"):
+        Worker(model_alone(), store, deadline_s=0.1)
+    threads.start(serve, store, 0, served)
+    model = model_alone()
+    worker = Worker(model, store, deadline_s=patience(20))
+    worker.pull()
+    worker.leave()
+    threads.end()
+
+
+@pytest.mark.parametrize(
+    ("change", "late", "said"),
+    [
+        (lambda m: m, 1, "max_steps_late = 0, and this worker 1"),
+        (lambda m: m.float(), 0, "first.weight is torch.float32"),
+        (lambda m: m.first.bias.requires_grad_(False), 0, "first.bias is none here"),
+    ],
+)
+def test_other_parameters_are_refused(
+    store: Any, change: Callable[[Any], object], late: int, said: str
+) -> None:
+    threads, served = Threads(), list[Any]()
+    threads.start(serve, store, 0, served)
+    model = model_alone()
+    change(model)
+    with pytest.raises(RunError, match=said):
+        Worker(model, store, max_steps_late=late, deadline_s=patience(20))
+    work(store, 0, 1)
+    threads.end()
+
+
+def test_a_push_without_gradients_is_refused(store: Any) -> None:
+    threads, served = Threads(), list[Any]()
+    threads.start(serve, store, 0, served)
+    worker = Worker(model_alone(), store, deadline_s=patience(20))
+    worker.pull()
+    with pytest.raises(RunError, match=r"first\.weight.*no gradient"):
+        worker.push()
+    worker.leave()
+    threads.end()
+
+
+def test_a_bound_that_is_broken_is_refused(store: Any) -> None:
+    """A worker that does not wait for newer parameters: the server looks, too."""
+    threads, served = Threads(), list[Any]()
+    threads.start(serve, store, 0, served)
+    model = model_alone()
+    worker = Worker(model, store, deadline_s=patience(20))
+    worker.pull()
+    for _ in range(2):
+        loss(model, *batch(0, 0)).backward()
+        worker.push()
+    with pytest.raises(RunError, match="step 1 read version 0"):
+        threads.end()
+
+
+# logs ---------------------------------------------------------------------------------------------
+LOG = [Update(0, {0: 0, 1: 0}, 2), Update(1, {0: 0, 1: 1}, 2), Update(2, {1: 1}, 1)]
+
+
+@pytest.mark.parametrize(
+    ("log", "late", "acknowledged", "said"),
+    [
+        (LOG, 0, [], "a gradient 1 versions late"),  # without a check of versions
+        ([LOG[0], LOG[2]], 1, [], "version 2 follows 0"),  # an old replica was promoted
+        ([*LOG[:2], LOG[1]], 1, [], "version 1 follows 1"),
+        (LOG, 1, [(0, 1), (0, 2)], "worker 0 for step 2 is in no update"),
+    ],
+)
+def test_a_log_that_breaks_a_promise_is_refused(
+    log: list[Update], late: int, acknowledged: list[tuple[int, int]], said: str
+) -> None:
+    with pytest.raises(CheckError, match=said):
+        check_log(log, late, acknowledged)
+
+
+def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_text("".join(map(line_of, LOG)))
+    assert read_log(file) == LOG
+    assert check_log(LOG, 1, [(0, 0), (1, 2)]) == 1
+
+
+# programs -----------------------------------------------------------------------------------------
+def compiled(mesh: str, preset: str) -> Program:
+    head, _, more = preset.partition(";")
+    plan = f"{more}\n{PLAN.format(head)}"
+    return compile(made(Deep), mesh, batch(0, 0), loss=loss, plan=plan)
+
+
+@pytest.mark.parametrize(("mesh", "preset"), [("dp=2", "ddp"), ("tp=2", "megatron")])
+def test_the_program_is_one_without_a_server(mesh: str, preset: str, tmp_path: Path) -> None:
+    program = compiled(mesh, preset)
+    alone = compile(made(Deep), mesh, batch(0, 0), loss=loss, plan=f'preset = "{preset}"')
+    assert program.sources == alone.sources
+    verify(program, made(Deep), batch(0, 0), loss=loss).check()
+    program.save(tmp_path / "build")
+    assert "the plan has [servers] beside the program" in (tmp_path / "build/run.py").read_text()
+
+
+def of_islands(port: int, mesh: str, preset: str) -> None:
+    """An island of two ranks, whose server is a thread of the first one."""
+    stage = compiled(mesh, preset).module()
+    stage.load_full(made(Deep))
+    with pytest.raises(RunError, match="this stage has no worker"):
+        stage.step(*batch(0, 0))
+    rank, threads, served = torch.distributed.get_rank(), Threads(), list[Any]()
+    store: Any = TCPStore("127.0.0.1", port) if rank == 0 else None
+    if store is not None:
+        threads.start(serve, store, 1, served)
+    worker = IslandWorker(stage, store, deadline_s=patience(20))
+    while (step := worker.pull()) < STEPS:
+        stage.step(*batch(step, worker.number))
+        worker.push()
+    worker.leave()
+    threads.end()
+    if served:
+        assert served[0].version == STEPS
+        same(served[1], served[0].log)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "preset"), [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"),
+                         ("dp=2", "zero1;microbatches = 2")],
+)  # fmt: skip
+def test_islands_of_several_ranks_have_one_worker(
+    world: Processes, store: Any, mesh: str, preset: str
+) -> None:
+    world.run(of_islands, store.port, mesh, preset, num=2)
+
+
+def test_a_program_without_a_server_has_no_worker(world: Processes) -> None:
+    world.run(alone, num=2)
+
+
+def alone() -> None:
+    program = compile(made(Deep), "dp=2", batch(0, 0), loss=loss, plan="ddp")
+    with pytest.raises(UsageError, match="no server beside its islands"):
+        IslandWorker(program.module(), None)
