@@ -133,7 +133,7 @@ class Controller:
     @contextmanager
     def _around(self, role: Role, wanted: Wanted) -> Iterator[None]:
         """Around a run: measure a step of the variant, and decide on the next one."""
-        runs = wanted.variant if wanted.variant else FIRST
+        runs = wanted.variant or FIRST
         if wanted != self._programs[runs].wanted or runs != self.variant:
             yield  # an evaluation, or a batch of another shape
         elif self._leaving:
@@ -153,10 +153,11 @@ class Controller:
         with sending_all(role, how) as sent:
             yield
         (unfit,) = self._ranks.largest([float(not sent.finite)])
-        if not unfit:  # else gradients were not finite: such a step is skipped, and what is kept is
-            for buffer in sent.kept:  # sent in the next one
-                buffer.zero_()
-            self._switch()
+        if unfit:  # such a step is skipped; the next one sends what is kept
+            return
+        for buffer in sent.kept:
+            buffer.zero_()
+        self._switch()
 
     def _decide(self) -> None:
         """Behind a measured step: whether another variant runs next."""

@@ -74,6 +74,16 @@ class Deep(nn.Module):
         return result
 
 
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(F.dropout(self.first(x).cos(), 0.5))
+        return result
+
+
 LAYOUTS: list[tuple[str, str, type[nn.Module]]] = [
     ("island=2,dp=2", "ddp", Net),
     ("island=2,dp=2", "fsdp", Net),

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from partc.api import compile
@@ -22,7 +21,7 @@ from partc.program.stage.runtime import Stage
 from partc.reports.server_cost import server_loads, sizes_of
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
-from tests.program.island_runs import Deep, batch, loss, made
+from tests.program.island_runs import Deep, Draws, batch, loss, made
 
 pytestmark = pytest.mark.gloo
 STEPS = 5
@@ -344,16 +343,6 @@ def test_loaders_read_the_rows_of_islands_that_compute(world: Processes) -> None
     assert len(first) == len(second) == 16
     assert not {*first} & {*second}
     assert servers == [first, second]
-
-
-class Draws(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(12, 64), nn.Linear(64, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(F.dropout(self.first(x).cos(), 0.5))
-        return result
 
 
 def draws() -> list[float]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from partc.api import compile
@@ -22,7 +21,7 @@ from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoin
 from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
-from tests.program.island_runs import Deep, loss, made
+from tests.program.island_runs import Deep, Draws, loss, made
 
 pytestmark = pytest.mark.gloo
 
@@ -239,16 +238,6 @@ def evaluates() -> None:
 
 def test_a_stage_evaluates_and_takes_other_lengths(world: Processes) -> None:
     world.run(evaluates)
-
-
-class Draws(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(12, 64), nn.Linear(64, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(F.dropout(self.first(x).cos(), 0.5))
-        return result
 
 
 def draws() -> list[float]:
