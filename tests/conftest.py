@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import unified_diff
@@ -59,6 +60,30 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 def draws() -> None:
     """So are those that a test draws, alone or behind others."""
     same_draws()
+
+
+@pytest.fixture(autouse=True)
+def group_of_a_test() -> Iterator[None]:
+    yield from no_group_stays()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group_of_a_file() -> Iterator[None]:
+    yield from no_group_stays()
+
+
+def no_group_stays() -> Iterator[None]:
+    """Who leaves a process group behind fails, and not the next test that begins one."""
+    before = has_group()
+    yield
+    if has_group() and not before:
+        sys.modules["torch.distributed"].destroy_process_group()
+        pytest.fail("the process group of the tests' own process was left behind", pytrace=False)
+
+
+def has_group() -> bool:
+    dist = sys.modules.get("torch.distributed")  # not imported here: most tests need none
+    return dist is not None and bool(dist.is_initialized())
 
 
 def same_draws() -> None:

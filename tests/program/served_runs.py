@@ -16,6 +16,7 @@ import random
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,7 +31,8 @@ from partc.program.servers.worker import Worker
 from tests.patience import patience
 from tests.program.island_runs import Deep, batch, loss, made
 
-FORK = get_context("fork")
+STARTS = get_context("forkserver")  # this process has threads, of its store
+STARTS.set_forkserver_preload([__name__])
 DEADLINE_S = patience(10.0)
 WORKERS = 3
 
@@ -49,7 +51,7 @@ class Run:
 
     def start(self, name: str, work: Any) -> None:
         arguments = (name, self.store.port, str(self.folder), self.late, self.seed)
-        process = FORK.Process(target=work, args=arguments, name=name)
+        process = STARTS.Process(target=work, args=arguments, name=name)
         process.start()
         self.processes[name] = process
 
@@ -73,9 +75,17 @@ class Run:
         return max((len(each.read_text().splitlines()) for each in logs), default=0)
 
     def wait_for(self, version: int) -> None:
+        self._wait(lambda: self.version() >= version, f"version {version}")
+
+    def wait_for_workers(self) -> None:
+        """Until those that are not killed have joined."""
+        told = [self.folder / f"acknowledged-{name}" for name in self.workers]
+        self._wait(lambda: all(file.exists() for file in told), "all workers")
+
+    def _wait(self, is_so: Callable[[], bool], wanted: str) -> None:
         end = time.monotonic() + patience()
-        while self.version() < version:
-            assert time.monotonic() < end, f"version {self.version()}, not {version}"
+        while not is_so():
+            assert time.monotonic() < end, f"version {self.version()}; wanted: {wanted}"
             for name, process in self.processes.items():
                 assert process.exitcode in (None, 0), f"{name} ended with {process.exitcode}"
             time.sleep(0.01)
@@ -102,6 +112,7 @@ def work_of_worker(name: str, port: int, folder: str, late: int, seed: int) -> N
     store = TCPStore("127.0.0.1", port)
     model = made(Deep)
     worker = Worker(model, store, max_steps_late=late, deadline_s=DEADLINE_S)
+    tell(folder, name, worker)
     pauses = random.Random(f"{seed} {name}")
     while not store.check(["enough"]):
         step = worker.pull()
@@ -139,6 +150,7 @@ def run(folder: Path, *, events: int, late: int, seed: int) -> Run:
             made_run.kill(draw.choice(made_run.workers))
         else:
             made_run.join()
+    made_run.wait_for_workers()
     made_run.wait_for(made_run.version() + 5)
     store.set("enough", "")
     for name, process in made_run.processes.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch._C._distributed_c10d import TCPStore
 from partc.api import compile
 from partc.errors import CheckError, RunError, UsageError
 from partc.program import Program
+from partc.program.servers import messages
 from partc.program.servers.log import Update, check_log, line_of, read_log
+from partc.program.servers.messages import Served, asked, pair_name
 from partc.program.servers.pairs import Message, Pair
 from partc.program.servers.server import Server
 from partc.program.servers.worker import IslandWorker, Worker
@@ -152,6 +155,30 @@ def test_kills_and_joins_lose_nothing(tmp_path: Path) -> None:
     done = served_runs.run(tmp_path, events=5, late=2, seed=3)
     assert "server" in done.killed
     assert "acknowledged" in served_runs.check(tmp_path, 2)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_worker_may_join_while_the_server_dies(store: Any, answers: bool) -> None:
+    threads, served = Threads(), list[Any]()
+    threads.start(lambda: dying(store, answers))
+    threads.start(lambda: serve(store, 0, served, replicas=1, is_replica=True))
+    threads.start(work, store, 0, STEPS)
+    threads.end()
+    server, model, _ = served[0:3]
+    assert server.version == STEPS
+    same(model, server.log)
+
+
+def dying(store: Any, answers: bool) -> None:
+    """A server that dies as a worker asks to join, or as it meets the worker."""
+    Served.of(dict(model_alone().named_parameters()), 0).tell(store)
+    replica = Pair.meet(store, "replica", 0, patience())
+    while not asked(store, 0, []):
+        time.sleep(0.01)
+    if answers:
+        messages.answers(store, 0, 0)
+        Pair.meet(store, pair_name(0, 0), 0, patience())
+    del replica  # which ends the links of this process
 
 
 def test_a_worker_without_a_server_is_told(store: Any) -> None:

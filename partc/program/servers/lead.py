@@ -11,7 +11,7 @@ from typing import Any
 
 from partc.errors import RunError
 from partc.program.servers.flats import Flats
-from partc.program.servers.messages import LEAVE, PARAMS, asked, pair_name
+from partc.program.servers.messages import LEAVE, PARAMS, answers, asked, pair_name
 from partc.program.servers.pairs import Message, Pair, PairBrokenError
 
 LOOK_S = 0.02  # between two looks for workers that want to join
@@ -145,6 +145,7 @@ class Lead:
     def _hear(self, worker: int) -> None:
         """Meet a worker, and tell the main thread what it says."""
         try:
+            answers(self.store, self.epoch, worker)
             pair = Pair.meet(self.store, pair_name(self.epoch, worker), 0, self.deadline_s)
         except PairBrokenError:
             return

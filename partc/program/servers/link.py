@@ -18,10 +18,13 @@ from partc.program.servers.messages import (
     Served,
     asks,
     epoch_of,
+    is_answered,
     new_worker,
     pair_name,
 )
 from partc.program.servers.pairs import Message, Pair, PairBrokenError
+
+LOOK_S = 0.05  # between two looks for who serves
 
 
 class Link:
@@ -93,13 +96,23 @@ class Link:
         return self._pair in self._broken
 
     def _joined(self) -> Pair:
+        """The pair with who serves, or with its replica where the server dies meanwhile."""
+        while True:
+            asks(self.store, self.epoch, self.number)
+            if not self._is_soon(lambda: is_answered(self.store, self.epoch, self.number)):
+                raise self._alone("it lets no worker join")
+            why = "its replica serves"
+            if epoch_of(self.store) == self.epoch:
+                try:
+                    return self._met()
+                except PairBrokenError as error:
+                    why = str(error)
+            self._wait_for_replica(why)
+
+    def _met(self) -> Pair:
         """The pair with who serves, whose first parameters have arrived."""
-        asks(self.store, self.epoch, self.number)
-        try:
-            pair = Pair.meet(self.store, pair_name(self.epoch, self.number), 1, self.deadline_s)
-            first = pair.receive(self.like)
-        except PairBrokenError as error:
-            raise self._alone(str(error)) from None
+        pair = Pair.meet(self.store, pair_name(self.epoch, self.number), 1, self.deadline_s)
+        first = pair.receive(self.like)
         self.step = max(self.step, first.numbers[0])
         self._take(first)
         threading.Thread(target=self._listen, args=(pair,), daemon=True).start()
@@ -107,12 +120,7 @@ class Link:
 
     def _rejoin(self) -> None:
         """Join the server's replica, and send it what was not acknowledged."""
-        end = time.monotonic() + self.deadline_s
-        while epoch_of(self.store) <= self.epoch:
-            if time.monotonic() > end:
-                raise self._alone("no replica has taken over")
-            time.sleep(0.05)
-        self.epoch = epoch_of(self.store)
+        self._wait_for_replica("no replica has taken over")
         self._pair = self._joined()
         with self._arrived:
             kept = [message for _, message in sorted(self._kept.items())]
@@ -121,6 +129,19 @@ class Link:
                 self._pair.send(message)
         except PairBrokenError as error:
             raise self._alone(str(error)) from None
+
+    def _wait_for_replica(self, why: str) -> None:
+        """RunError, which says why, if no replica takes over."""
+        if not self._is_soon(lambda: epoch_of(self.store) > self.epoch):
+            raise self._alone(why)
+        self.epoch = epoch_of(self.store)
+
+    def _is_soon(self, is_so: Callable[[], bool]) -> bool:
+        """Whether something is so before the deadline."""
+        end = time.monotonic() + self.deadline_s
+        while not (so := is_so()) and time.monotonic() < end:
+            time.sleep(LOOK_S)
+        return so
 
     def _listen(self, pair: Pair) -> None:
         """Take the parameters that come, until the pair breaks."""

@@ -71,6 +71,16 @@ def asks(store: Any, epoch: int, worker: int) -> None:
     store.set(f"ask {epoch} {worker}", "")
 
 
+def answers(store: Any, epoch: int, worker: int) -> None:
+    """Say that who serves is about to meet a worker."""
+    store.set(f"answer {epoch} {worker}", "")
+
+
+def is_answered(store: Any, epoch: int, worker: int) -> bool:
+    """Whether who serves is about to meet a worker, or has another in its place that will."""
+    return bool(store.check([f"answer {epoch} {worker}"])) or epoch_of(store) > epoch
+
+
 def new_worker(store: Any) -> int:
     """The number of a worker that joins for the first time."""
     return int(store.add("workers", 1)) - 1

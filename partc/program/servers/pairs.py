@@ -5,7 +5,9 @@ A dead peer breaks its gloo group: so each pair has one, and what is broken is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -49,12 +51,10 @@ class Pair:
         deadline.
         """
         own = PrefixStore(f"{name}/", store.clone())  # a client that waits lets no other ask
-        try:
-            own.set_timeout(timedelta(seconds=deadline_s))
-            group = dist.ProcessGroupGloo(own, here, 2, timedelta(seconds=deadline_s))
-        except RuntimeError as error:  # DistStoreError too
-            raise PairBrokenError(error) from error
-        return cls(group, here)
+        wait = timedelta(seconds=deadline_s)
+        own.set_timeout(wait)
+        met = _in_time(lambda: dist.ProcessGroupGloo(own, here, 2, wait), deadline_s)
+        return cls(met, here)
 
     def send(self, message: Message) -> None:
         """Send a message, once the other end reads it."""
@@ -85,3 +85,23 @@ class Pair:
         except RuntimeError as error:
             raise PairBrokenError(error) from error
         return x
+
+
+def _in_time(make: Callable[[], Any], deadline_s: float) -> Any:
+    """What is made, in a thread: gloo tries several times, and each takes as long as the deadline.
+
+    PairBrokenError behind the deadline, or where it cannot be made.
+    """
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except RuntimeError as error:  # DistStoreError too
+            made.set_exception(PairBrokenError(error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return made.result(deadline_s)
+    except TimeoutError:
+        raise PairBrokenError(TimeoutError("the other process did not connect")) from None
