@@ -1,4 +1,6 @@
-"""What ``benchmarks.sync`` compares: exact sums, DDP, every scheme of ``[compress]``, islands."""
+"""What ``benchmarks.sync`` compares: exact sums, DDP, every scheme of ``[compress]``, islands,
+late gradients, servers of parameters.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +37,10 @@ ISLANDS = {
     "DiLoCo, int8": f'{_NESTEROV}\nwire = "int8"',
 }
 STALE = {"stale 1": "steps = 1", "stale 1, compensated": "steps = 1\ncompensation = 0.04"}
+SERVERS = {  # of four ranks, all of which compute
+    "one server": "count = 1\ncompute = true",
+    "peers as servers": "count = 4\ncompute = true",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,10 @@ class Variant:
         return "[local_steps]" in self.table
 
     @property
+    def is_served(self) -> bool:
+        return "[servers]" in self.table
+
+    @property
     def is_peer(self) -> bool:
         return self.name == DDP
 
@@ -74,7 +84,8 @@ def variants(lr_scale: float = 1.0) -> dict[str, Variant]:
     tables |= {wire: f'[compress]\nwire = "{wire}"' for wire in WIRES}
     tables |= {name: f"[local_steps]\n{entries}" for name, entries in ISLANDS.items()}
     tables |= {name: f"[stale]\n{entries}" for name, entries in STALE.items()}
-    apart = {*ISLANDS, *STALE}
+    tables |= {name: f"[servers]\n{entries}" for name, entries in SERVERS.items()}
+    apart = {*ISLANDS, *STALE, *SERVERS}
     return {
         name: Variant(name, RATES.get(name, LR) * lr_scale, ISLAND if name in apart else DP, table)
         for name, table in tables.items()
