@@ -201,7 +201,9 @@ def verify_command(args: argparse.Namespace) -> int:
             where=f"--tolerance {args.tolerance}", what="no error is below that",
             why="it is the largest relative error", do="Write a number above 0, such as 1e-9.",
         )  # fmt: skip
-    report, right = _verify(args, load(args.folder), args.tolerance, args.processes, args.device)
+    report, right = _verify(
+        args, load(args.folder), args.tolerance, args.processes, args.device, args.lossy
+    )
     verdict = f"{'equal' if right else 'DIFFERENT'} within {args.tolerance:.1e}"
     _tell(args, f"{report}\n{verdict}", {**report.as_json(), "ok": right})
     if not right:
@@ -211,7 +213,7 @@ def verify_command(args: argparse.Namespace) -> int:
 
 def _verify(
     args: argparse.Namespace, program: Program, tolerance: float, processes: bool,
-    device: str = "cpu",
+    device: str = "cpu", lossy: bool = False,
 ) -> tuple[Report, bool]:  # fmt: skip
     """The comparison of a program with the model that ``--model`` names; whether they agree."""
     from partc.verification.verification import verify
@@ -220,7 +222,7 @@ def _verify(
     with _progress(f"running {program.mesh.num_ranks} ranks"):
         report = verify(
             program, target.model, target.inputs, target.loss, processes=processes,
-            timeout=args.timeout, device=device,
+            timeout=args.timeout, device=device, lossy=lossy,
         )  # fmt: skip
     return report, report.ok(tolerance)
 

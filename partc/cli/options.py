@@ -330,6 +330,10 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
         help="run ranks as processes that talk over gloo, not as threads of one process",
     )  # fmt: skip
     parser.add_argument(
+        "--lossy", action="store_true",
+        help="also tell how far gradients that are sent in fewer bytes are from exact ones",
+    )  # fmt: skip
+    parser.add_argument(
         "--device", default="cpu", help="cuda: all ranks share one GPU (default: cpu)"
     )
     add_timeout(parser, 300.0)

@@ -58,6 +58,16 @@ def check_numbers(lr: Any, dtype: Any, timeout: Any) -> None:
         )  # fmt: skip
 
 
+def check_compresses(program: Program) -> None:
+    """UsageError if a program sends no gradient in fewer bytes."""
+    if Plan.parse(program.plan).compress is None:
+        raise UsageError(
+            where="verify(lossy=True)", what="the plan has no [compress]",
+            why="it asks for the errors of gradients that are sent in fewer bytes",
+            do="Leave it out: the other rows say how far this program is from the model.",
+        )  # fmt: skip
+
+
 def _said(given: Any) -> str:
     return str(given) if isinstance(given, torch.dtype) else quoted(given)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import Tensor
 
 from partc.errors import UsageError
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, dtype_name, join_pieces
 from partc.program import Program
 from partc.program.role import Role, Shard
 from partc.trace.arguments import Given
+from partc.verification.piece_norms import Pieces
+from partc.verification.reference import WHOLE
 
 
 def whole_batch(program: Program, given: Given) -> Given:
@@ -72,3 +76,14 @@ def _whole(piece: Tensor, of: Shard, mesh: Mesh) -> Tensor:
         return join_pieces([joined(rest) for _ in range(mesh.size(axis))], cut(dim, outer), outer)
 
     return joined(of.cuts) if of.cuts else piece
+
+
+def pieces_of(program: Program) -> Pieces:
+    """The pieces in which the reference takes the batch; ``WHOLE`` without local batch norm."""
+    plan = Plan.parse(program.plan)
+    if plan.batch_norm != "local":
+        return WHOLE
+    axes = tuple((a, program.mesh.size(a)) for a in program.mesh.names if a in plan.batch_axes)
+    cuts = (plan.inputs.get(name, {}).values() for name in program.role(0).inputs)
+    dims = tuple(next((each.dim for each in of), None) for of in cuts)
+    return Pieces(prod(size for _, size in axes), plan.microbatches, axes, dims)

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from partc.errors import CheckError, UsageError
+from partc.verification.lossy import SentError, told
 from partc.wrong_calls import known_arguments, quoted
 
 ROUNDING = 1e-4  # in float32 errors below it may be those of another order of sums
@@ -38,12 +39,14 @@ class Report:
 
     ``suspects``: passes and rules of others, of which one may be at fault where tensors differ.
     ``mode``: that of the program, ``"train"`` or ``"eval"``, if the model is in the other one.
+    ``sent``: how far gradients that are sent in fewer bytes are from exact ones, where asked for.
     """
 
     title: str
     rows: tuple[Row, ...]
     suspects: str = ""
     mode: str = ""
+    sent: tuple[SentError, ...] = ()
 
     @property
     def worst(self) -> Row:
@@ -51,7 +54,8 @@ class Report:
 
     @known_arguments
     def ok(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether something was compared, and every relative error is at most the tolerance.
+        """Whether something was compared, every relative error is at most the tolerance, and those
+        of gradients that are sent in fewer bytes at most their bounds.
 
         UsageError if the tolerance is no number from 0.
         """
@@ -60,13 +64,16 @@ class Report:
                 where="tolerance", what=f"{quoted(tolerance)} is no such number",
                 why="relative errors are compared with it", do="Give a number from 0, as 1e-9.",
             )  # fmt: skip
-        return bool(self.rows) and self.worst.error <= tolerance
+        is_kept = all(each.holds for each in self.sent)
+        return bool(self.rows) and self.worst.error <= tolerance and is_kept
 
     @known_arguments
     def check(self, tolerance: float = TOLERANCE) -> Report:
         """Return this report; CheckError with the worst tensors if it is not ``ok``."""
         if self.ok(tolerance):
             return self
+        if beyond := [each for each in self.sent if not each.holds]:
+            raise self._beyond(beyond)
         wrong = sorted((row for row in self.rows if not row.error <= tolerance), reverse=True)
         least = min((row.error for row in wrong), default=0.0)
         last = f"look at what is yours. {self.suspects}" if self.suspects else (
@@ -84,6 +91,16 @@ class Report:
             f"are the same, {last}{hint} These differ most:\n"
             + "\n".join(f"  {row}" for row in wrong[:10]),
         )
+
+    def _beyond(self, beyond: Sequence[SentError]) -> CheckError:
+        first = beyond[0]
+        return CheckError(
+            where=f"{self.title}, {first.name}",
+            what=f"the sum is {first.error:.2%} from the exact one",
+            why=f"its scheme promises {first.bound:.2%} at most",
+            do="Numbers beyond what the wire can hold (65504 in fp16) do that: take another wire; "
+            "if there are none, report it with the plan.",
+        )  # fmt: skip
 
     def kinds(self) -> dict[str, list[Row]]:
         found: dict[str, list[Row]] = {}
@@ -103,6 +120,7 @@ class Report:
             more = f" and {len(noise) - 4} more" if len(noise) > 4 else ""
             names = ", ".join(noise[:4]) + more
             lines.append(f"zero but for rounding, measured against the largest: {names}")
+        lines += told(self.sent) if self.sent else []
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -110,6 +128,7 @@ class Report:
             "title": self.title,
             "worst": self.worst.as_json(),
             "rows": [row.as_json() for row in self.rows],
+            "sent": [each.as_json() for each in self.sent],
         }
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -30,21 +29,21 @@ from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
 from partc.verification.asked import (
     check_carried,
+    check_compresses,
     check_numbers,
     check_program,
     other_shapes,
 )
 from partc.verification.differences import difference, scales
 from partc.verification.late_gradients import LateGradients
+from partc.verification.lossy import SentError, sent_errors, worst
 from partc.verification.meetings import Compared, Meetings, OwnBatches
 from partc.verification.narrow_sums import Narrow, sum_exactly
-from partc.verification.piece_norms import Pieces
-from partc.verification.pieces_of_ranks import whole_batch
+from partc.verification.pieces_of_ranks import pieces_of, whole_batch
 from partc.verification.precision import Raised, convert, converted, raised_text
 from partc.verification.processes import Processes
 from partc.verification.reference import (
     OPTIMIZERS,
-    WHOLE,
     Loss,
     Reference,
     Tensors,
@@ -71,6 +70,7 @@ def verify(
     reference: Reference | None = None,
     timeout: float = 120.0,
     device: str = "cpu",
+    lossy: bool = False,
 ) -> Report:
     """Run all ranks of a program here, and compare what each gets with the model on one device.
 
@@ -93,14 +93,19 @@ def verify(
         timeout: seconds after which ranks that wait for each other are given up.
         device: where the ranks compute; on ``"cuda"`` they share one GPU, as threads or as gloo
             processes. The model computes on the CPU in any case.
+        lossy: also tell how far gradients that the plan's ``[compress]`` sends in fewer bytes are
+            from exact ones, beside the bound of the scheme.
 
     Returns:
         A Report with one row per tensor: its largest error over all ranks, divided by the largest
-        value of the whole tensor. ``check()`` raises where one is above 1e-9, ``ok()`` asks.
+        value of the whole tensor. ``check()`` raises where one is above 1e-9, ``ok()`` asks. With
+        ``lossy`` also ``sent``, a row per sum with its error and bound; both are beside the norm of
+        the exact sum.
 
     Raises:
         RunError: a rank fails, or ranks call different collectives or wait for ever; there is no
             such device.
+        UsageError: ``lossy``, and the plan compresses nothing.
 
     Example::
 
@@ -108,6 +113,8 @@ def verify(
     """
     check_program(program)
     check_numbers(lr, dtype, timeout)
+    if lossy:
+        check_compresses(program)
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     place = device_of(device, "verify")
@@ -116,12 +123,12 @@ def verify(
     inputs = whole_batch(program, Given.of(model, inputs, loss))
     if program.fingerprint.tensors and other_shapes(program, model):
         check_same_model(None, program.fingerprint, model)
-    reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program), draws)
+    reference = reference or eager(model, inputs, loss, dtype, train, pieces_of(program), draws)
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
         sources = {name: raised_text(text) for name, text in sources.items()}
     printed = replace(program, cost=SavedCost())
-    job = _Job(replace(printed, sources=sources), printed, reference, dtype, lr, place)
+    job = _Job(replace(printed, sources=sources), printed, reference, dtype, lr, place, lossy)
     num = program.mesh.num_ranks
     if processes:
         check_carried(program, place)
@@ -133,21 +140,11 @@ def verify(
     how = "processes" if processes else "threads"
     how += "" if place.type == "cpu" else f" on {place}"
     title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
-    rows = merged(found)
+    rows = merged([rows for rows, _ in found])
+    sent = worst([each for _, each in found])
     theirs = suspects(Plan.parse(program.plan).other_passes)
     mode = program.wanted.mode if model.training != (program.wanted.mode == "train") else ""
-    return Report(title, (*rows, *held_nowhere(reference.grads, rows)), theirs, mode)
-
-
-def _pieces(program: Program) -> Pieces:
-    """The pieces in which the reference takes the batch; ``WHOLE`` without local batch norm."""
-    plan = Plan.parse(program.plan)
-    if plan.batch_norm != "local":
-        return WHOLE
-    axes = tuple((a, program.mesh.size(a)) for a in program.mesh.names if a in plan.batch_axes)
-    cuts = (plan.inputs.get(name, {}).values() for name in program.role(0).inputs)
-    dims = tuple(next((each.dim for each in of), None) for of in cuts)
-    return Pieces(prod(size for _, size in axes), plan.microbatches, axes, dims)
+    return Report(title, (*rows, *held_nowhere(reference.grads, rows)), theirs, mode, sent)
 
 
 @dataclass(frozen=True)
@@ -163,6 +160,7 @@ class _Job:
     dtype: torch.dtype | None
     lr: float
     device: torch.device
+    lossy: bool = False
 
 
 def _roles(job: _Job, rank: int) -> tuple[Role, Role]:
@@ -172,14 +170,17 @@ def _roles(job: _Job, rank: int) -> tuple[Role, Role]:
     return role, role if same else job.printed.role(rank)
 
 
-def _in_thread(job: _Job, rank: int, dist: Any) -> list[Row]:
+Found = tuple[list[Row], list[SentError]]  # of one rank
+
+
+def _in_thread(job: _Job, rank: int, dist: Any) -> Found:
     roles = _roles(job, rank)
     for role in roles:
         role.module.dist = dist  # type: ignore[attr-defined]
     return _check(job, roles, ThreadMesh(job.program.mesh, rank), rank)
 
 
-def _in_process(job: _Job) -> list[Row]:
+def _in_process(job: _Job) -> Found:
     import torch.distributed as dist
 
     from partc.program.ranks.handshake import device_mesh
@@ -190,7 +191,7 @@ def _in_process(job: _Job) -> list[Row]:
     return _check(job, _roles(job, rank), device_mesh(mesh, job.device.type), rank)
 
 
-def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int) -> list[Row]:
+def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int) -> Found:
     """Build one rank's module, run its step, and compare all results; return their errors.
 
     Narrow sums are exact at first; then they are compared with their definition, in the text as it
@@ -212,14 +213,15 @@ def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int
             met = one.met(meetings)
             found += [Row(error, kind, name, rank) for kind, name, error in met]
     if narrow is None or role.is_inference:
-        return found
+        return found, []
     if not narrow.rounds_in_float64 and job.device.type == "cpu":
         job = replace(job, dtype=None)
     with _raised(job):
         one = _Rank(job, printed, _built(job, printed, mesh), rank, raised=True)
     one._fill()
     compared = narrow.rows(one.step, one._run)
-    return [*found, *(Row(error, kind, name, rank) for kind, name, error in compared)]
+    found += [Row(error, kind, name, rank) for kind, name, error in compared]
+    return found, [*sent_errors(narrow, one.step, one._run)] if job.lossy else []
 
 
 def _built(job: _Job, role: Role, mesh: RankMesh | None) -> nn.Module:

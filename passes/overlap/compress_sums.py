@@ -51,7 +51,7 @@ from partc.plan.compress import COMPRESS, Compress
 from partc.plan.field_kinds import plan_error
 from partc.plan.mesh import ISLAND, PP, TP, Mesh
 from partc.plan.sharding import Sharding, cut
-from partc.plan.wires import ALIKE, MARK, WIRES, Kept
+from partc.plan.wires import ALIKE, BLOCK, MARK, WIRES, Kept
 
 MOST_PLACES = 2**31 - 1
 SUMS = (collectives.all_reduce, collectives.all_reduce_joined)
@@ -138,11 +138,14 @@ def _nothing_chosen(how: Compress, sizes: Sequence[int]) -> PlanError:
     """The refusal of a scheme by which no sum, of these bytes, is sent."""
     most_mb = max(sizes, default=0) / BYTES_PER_MB
     if most_mb >= how.least_mb:
-        entry = "share" if how.wire in ("top-k", "random-k") else "rank"
+        entry = WIRES[how.wire].entry  # a sum is filled up to whole blocks, each with its scale
+        remedy = f"Write {'another' if entry == BLOCK else 'a smaller'} {entry}" if entry else (
+            "Take another wire"
+        )  # fmt: skip
         return _refused(
             "no sum of gradients is compressed", f"{how.wire} has to send fewer bytes than the "
             "numbers themselves, and by what the table says it sends more",
-            f"Write a smaller {entry}, or leave [compress] out.",
+            f"{remedy}, or leave [compress] out.",
         )  # fmt: skip
     return _refused(
         "no sum of gradients is compressed",
