@@ -14,7 +14,7 @@ from partc.api import compile
 from partc.audit.audit import audit
 from partc.checks.local_graph import check
 from partc.errors import CheckError, PlanError
-from partc.graph import Graph, collectives, fake_of, update, value
+from partc.graph import Graph, collectives, fake_of, set_fake, set_value, update, value
 from partc.graph.moves import state_of, wire_of
 from partc.lowering import partition
 from partc.plan import Plan
@@ -341,10 +341,10 @@ KEEPS = """    def rounded_sum(self) -> Tensor:
     def wait(self) -> bool:"""
 
 
-def local_graph() -> Graph:
+def local_graph(plan: str = INT8) -> Graph:
     graph = llama().step.graph()
     graph.mesh = Mesh.parse("dp=4")
-    return partition(graph, Plan.parse(INT8))[1]
+    return partition(graph, Plan.parse(plan))[1]
 
 
 # the graph ----------------------------------------------------------------------------------------
@@ -369,6 +369,22 @@ def test_buffers_of_their_own() -> None:
     update(mine[1], sharding=known)
     first.kwargs = {**first.kwargs, "wire": "int7"}
     with pytest.raises(CheckError, match="int7"):
+        check(graph)
+
+
+def test_directions_are_read_by_nobody() -> None:
+    """What adds them up has neither a sum nor a direction."""
+    graph = local_graph(f'{PLAN}"majority-sign"')
+    check(graph)
+    first = next(node for node in graph.calls() if wire_of(node))
+    end = graph.fx.output_node()
+    last = next(x for x in graph.grads.values() if first in (x, *x.all_input_nodes))
+    with graph.fx.inserting_before(end):
+        twice = graph.fx.call_function(torch.ops.aten.mul.Tensor, (last, 2.0))
+    set_fake(twice, fake_of(last))
+    set_value(twice, value(last))
+    end.replace_input_with(last, twice)
+    with pytest.raises(CheckError, match="and no sum"):
         check(graph)
 
 
