@@ -19,11 +19,11 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from partc.codegen.helpers import low_rank_sums, picked_sums, rounded_sums
+from partc.codegen.helpers import low_rank_sums, picked_sums, rounded_sums, voted_sums
 from partc.plan.compress import Compress
 from partc.plan.wires import ALIKE, WIRES
 
-HELPERS: tuple[ModuleType, ...] = (rounded_sums, picked_sums, low_rank_sums)
+HELPERS: tuple[ModuleType, ...] = (rounded_sums, picked_sums, low_rank_sums, voted_sums)
 ROUNDS, WARM_UP = 15, 5
 
 

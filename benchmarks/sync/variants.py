@@ -14,6 +14,7 @@ DP, ISLAND = "dp", "island"
 LR = 2e-3
 RATES = {  # of variants for which another rate is better, with a seed that is not reported
     "sign": 1e-3,
+    "majority-sign": 1e-3,
     "random-k": 4e-3,
     "local SGD": 3e-3,
     "post-local SGD, soon": 3e-3,

@@ -30,12 +30,14 @@ from partc.codegen.helpers import (
     printed,
     rounded_sums,
     servers,
+    voted_sums,
 )
 from partc.codegen.text import Line, Origin, block, origins, wrap
 from partc.graph import ops
 
 # In which functions are printed: `arrived` needs what `links` has, and that needs `Reduced`.
-NARROW = (narrow_sums, rounded_sums, picked_sums, low_rank_sums)  # send less than all numbers
+# These send less than all numbers.
+NARROW = (narrow_sums, rounded_sums, picked_sums, low_rank_sums, voted_sums)
 ORDER = (
     printed, draws, nccl, messages, *NARROW, links, arrived, attention, kernels, islands, servers,
     ops,

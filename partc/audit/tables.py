@@ -63,7 +63,7 @@ def _other_residual(shard: Shard, program: Program) -> Iterator[tuple[str, str]]
         return
     how, axis = Plan.parse(program.plan).compress, shard.name.rpartition(MARK)[2]
     alike = whose(shard.name) == ALIKE
-    kept = how is not None and (how.error_feedback or alike)
+    kept = how is not None and (how.keeps_rest or alike)
     if not kept:
         yield f"{shard.key} is what sums have left over", "the plan's [compress] keeps none"
     wanted = set() if alike else {(axis, 0, 1)}

@@ -1,18 +1,21 @@
 """Check sums that send fewer bytes: their scheme, and the buffers for what they have not sent.
 
 Every such buffer belongs to one sum, which alone reads and writes it, and has the shape and the
-layout that the scheme says: a row for each rank, a piece for each, or the same for all.
+layout that the scheme says: a row for each rank, a piece for each, or the same for all. Directions
+are results of the step as they are: what adds them up, or averages them, has none.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from math import prod
 
 from torch import fx
 
 from partc.checks.calls import wrong
 from partc.errors import CheckError
-from partc.graph import Graph, fake_of, typed, value
+from partc.graph import Graph, collectives, fake_of, typed, value
 from partc.graph.moves import cut_over, moved, state_of, wire_of
 from partc.plan.sharding import Sharding, cut
 from partc.plan.wires import ALIKE, WIRES, Kept, is_residual
@@ -45,6 +48,24 @@ def _check_sum(node: fx.Node, graph: Graph) -> None:
         raise wrong(node, does, f"Give it {len(wanted)}.")
     for buffer, kept in zip(state, wanted, strict=False):
         _check_buffer(node, buffer, kept, graph)
+    if WIRES[wire_of(node)].is_direction:
+        _check_direction(node)
+
+
+def _check_direction(node: fx.Node) -> None:
+    for reader in _readers(node):
+        if reader.op != "output":
+            why = f"{reader.name} reads its result, which is +1 or -1, and no sum"
+            raise wrong(node, why, "Let this call be the last on the way of a gradient.")
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads the results of a sum, behind the wait for it."""
+    for user in node.users:
+        if user.target in (operator.getitem, collectives.wait):
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _check_buffer(node: fx.Node, buffer: fx.Node, kept: Kept, graph: Graph) -> None:

@@ -59,6 +59,7 @@ def with_variants(program: Program, **plans: str | Path | Plan) -> Program:
             raise _wrong(name, "there is a variant of this name", "a name says which one is meant")
         made = recipe.variant(wanted, plan, program)
         _check_whole(made)
+        _check_meaning(name, made, program)
         _check_stored(name, made, program)
         others[wanted] = made
     return replace(program, others=tuple(others.values()))
@@ -99,6 +100,20 @@ def _check_whole(program: Program) -> None:
                 why="what a variant saves is predicted for a step of one stage and one microbatch",
                 do="Compile variants for a mesh of dp, tp and alike, and one microbatch.",
             )  # fmt: skip
+
+
+def _check_meaning(name: str, variant: Program, first: Program) -> None:
+    """PlanError where gradients are directions in one of both, and numbers in the other."""
+    plans = [Plan.parse(each.plan).compress for each in (variant, first)]
+    mine, others = (how is not None and how.is_direction for how in plans)
+    if mine != others:
+        raise PlanError(
+            where=f"the variant {name}",
+            what=f"gradients are {'directions' if mine else 'numbers'}, and in the program "
+            f"{'directions, +1 and -1' if others else 'numbers'}",
+            why="an optimizer takes other steps by them, so that it needs another learning rate",
+            do="Take variants that agree in it: of [compress] the same wire.",
+        )  # fmt: skip
 
 
 def _check_stored(name: str, variant: Program, first: Program) -> None:

@@ -20,9 +20,9 @@ class Compress:
 
     ``wire``: the scheme. ``least_mb``: transfers with fewer megabytes of gradients stay exact.
     ``error_feedback``: whether ranks keep what they have not sent, and add it to what they send in
-    the next step. ``block``: how many elements share a scale. ``share``: of all elements those that
-    are sent. ``rank``: the number of columns of thin matrices. ``start_step``: so many steps are
-    exact first.
+    the next step; never of directions, which are no sums. ``block``: how many elements share a
+    scale. ``share``: of all elements those that are sent. ``rank``: the number of columns of thin
+    matrices. ``start_step``: so many steps are exact first.
     """
 
     wire: str
@@ -32,6 +32,16 @@ class Compress:
     rank: int = 4
     error_feedback: bool = True
     start_step: int = 0
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether ranks keep what they have not sent."""
+        return self.error_feedback and not self.is_direction
+
+    @property
+    def is_direction(self) -> bool:
+        """Whether gradients arrive as +1 and -1."""
+        return WIRES[self.wire].is_direction
 
     def size(self, num_elements: int) -> int:
         """What a scheme's own entry means for so many elements: of a block, of those sent, ..."""
@@ -54,6 +64,7 @@ class Compress:
 def entries_of(wire: str) -> tuple[str, ...]:
     """The entries that the table has for a scheme, in order."""
     others = {BLOCK, SHARE, RANK} - {WIRES[wire].entry}
+    others |= {"error_feedback"} if WIRES[wire].is_direction else set()
     return tuple(each.name for each in fields(Compress) if each.name not in others)
 
 

@@ -14,6 +14,10 @@ Random numbers of a sum follow from seed, step, the name of its first parameter,
 draw their own, the place among those that sum: never from the place on another axis.
 
 A *low-rank* sum takes two all-reduces of thin matrices (PowerSGD, Vogels et al. 2019).
+
+A *vote* (signSGD with majority vote, Bernstein et al. 2019) takes the two transfers of a rounded
+sum, of one bit for each element: its sign on a rank, and then the sign that most ranks have. What
+arrives is a direction, +1 or -1 for each element, and no sum.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from math import prod
 BLOCK, SHARE, RANK = "block", "share", "rank"  # entries of [compress], of which a scheme has one
 BYTES_OF_SCALE = 4  # float32, one for each block
 BYTES_OF_NUMBER = BYTES_OF_PLACE = 4  # float32, and int32
+BITS_OF_BYTE = 8
 MARK = "@"  # in the name of a residual, "layers.0.w_residual@dp"; no tensor of a model has it
 OWN, PIECE, ALIKE = "a row of each rank", "a piece on each rank", "the same on all ranks"
 RESIDUAL, OF_SUM, COLUMNS = "residual", "residual_of_sum", "last_columns"  # words in names
@@ -68,6 +73,7 @@ class Wire:
     casts: bool = False  # whether it does nothing where all floats are of one dtype
     drawn: str = ""  # random numbers: ALIKE on all ranks that sum, or each rank's OWN
     takes_grads: bool = False  # whether the class is given the gradients, and not their number
+    is_direction: bool = False  # whether +1 or -1 arrives: of no such sum is anything left over
 
 
 def elements(shapes: Shapes) -> int:
@@ -129,6 +135,17 @@ def _kept_low_rank(shapes: Shapes, num: int, rank: int) -> dict[str, Kept]:
     return {**_kept_whole(shapes, num, rank), COLUMNS: Kept(columns, ALIKE)}
 
 
+# votes --------------------------------------------------------------------------------------------
+def _sent_votes(shapes: Shapes, num: int, size: int) -> Sent:
+    bits = padded(shapes, num, BITS_OF_BYTE) // num
+    piece = bits // BITS_OF_BYTE + 1  # the last byte says whether all numbers are finite
+    return ("all_to_all", num * piece), ("all_gather", piece)
+
+
+def _kept_nothing(shapes: Shapes, num: int, size: int) -> dict[str, Kept]:
+    return {}
+
+
 WIRES: Mapping[str, Wire] = {
     "bf16": _rounded("BFloat16Sum", 16, 15, blocks=False),
     "fp16": _rounded("Float16Sum", 16, 15, blocks=False),
@@ -141,6 +158,8 @@ WIRES: Mapping[str, Wire] = {
     "power-sgd": Wire(
         "LowRankSum", RANK, _sent_low_rank, _kept_low_rank, 16, needs_rest=True, takes_grads=True
     ),
+    # no GPU has measured it: what its calls read and write, beside what those of bf16 do
+    "majority-sign": Wire("MajoritySum", "", _sent_votes, _kept_nothing, 10, is_direction=True),
 }  # fmt: skip
 HELPERS = frozenset(wire.helper for wire in WIRES.values())
 BASES = ("NarrowSum", "RoundedSum", "BlockSum")  # printed classes that those are made from

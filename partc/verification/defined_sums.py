@@ -47,11 +47,13 @@ class Site:
             return self._add_at_random(parts)
         if self.how.wire == "power-sgd":
             return self._add_products(parts)
+        if self.how.wire == "majority-sign":
+            return _voted(parts)
         return self._add_rounded(parts)
 
     def keep(self) -> None:
         """The step is not skipped; without error feedback nothing is left over."""
-        if self.how.error_feedback:
+        if self.how.keeps_rest:
             self.kept = self.after
 
     def _left(self, index: int, like: Tensor) -> Tensor:
@@ -126,6 +128,15 @@ class Site:
         """The last step's Q of all matrices, one behind the other; zeros in the first one."""
         size = sum(prod(shape) // (shape[0] if len(shape) > 1 else 1) for shape in self.shapes)
         return self.kept[1][0] if self.kept else parts.new_zeros(size, self.how.rank)
+
+
+def _voted(parts: Tensor) -> Tensor:
+    """Of every number -1 if more ranks have it below zero than not, else +1; NaN everywhere if any
+    number of all ranks is not finite.
+    """
+    below = (parts < 0).sum(0)
+    found: Tensor = torch.where(below > len(parts) - below, -1.0, 1.0).to(parts)
+    return found if bool(parts.isfinite().all()) else torch.full_like(found, torch.nan)
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

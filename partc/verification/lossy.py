@@ -162,6 +162,11 @@ def _norm_of_sum(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) 
     return float(every.sum(0).norm())
 
 
+def _direction(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) -> float:
+    """Signs alone are no sum: +1 or -1 in place of each number."""
+    return _norm_of_sum(every, how, shapes) + sqrt(every.shape[1])
+
+
 def _norm_of_thick(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) -> float:
     """Of a matrix what is lacking is its projection; others are exact."""
     total, parts = every.sum(0), []
@@ -180,6 +185,7 @@ BOUNDS: Mapping[str, Bound] = {
     "top-k": _largest,
     "random-k": _norm_of_sum,
     "power-sgd": _norm_of_thick,
+    "majority-sign": _direction,
 }
 
 

@@ -208,15 +208,16 @@ class Narrow:
         self, step: nn.Module, run: Callable[[int], object], classes: Mapping[str, Any],
         end: Callable[[bool], None],
     ) -> dict[tuple[str, str], Tensor]:  # fmt: skip
-        """The gradients that STEPS steps have added up, and what is left over behind them, and
-        behind two steps more, in which the first and the last sum are not finite.
+        """The gradients that STEPS steps have added up, and what is left over behind them.
+
+        Of two steps more, in which the first and the last sum are not finite: which gradients are,
+        and what is left over behind both.
         """
         spoiled = {name: Spoiled(each) for name, each in classes.items()}
         self.role.module.__dict__.update(spoiled)
         held = self.role.tensors(step)
         left = {name: x for name, x in held.items() if is_residual(name)}
-        for tensor in held.values():
-            tensor.grad = None
+        _drop_gradients(held)
         for tensor in left.values():
             tensor.zero_()
         first = self.how.start_step + 1  # the steps before it are exact
@@ -231,9 +232,23 @@ class Narrow:
             for name, each in spoiled.items():
                 each.count = 0
                 each.number = (counts[name] if last else 1) if self.spoils else -1
+            _drop_gradients(held)
             run(first + STEPS)
             end(False)
+            kind = f"which are finite, of inf in the {'last' if last else 'first'} sum"
+            found |= {(kind, name): x for name, x in _finite(held).items()}
         return found | {("left over behind inf", name): x.clone() for name, x in left.items()}
+
+
+def _drop_gradients(held: Mapping[str, Tensor]) -> None:
+    for tensor in held.values():
+        tensor.grad = None
+
+
+def _finite(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By parameter 1 if its gradient is finite, else 0."""
+    grads = {name: x.grad for name, x in held.items() if x.grad is not None}
+    return {name: grad.isfinite().all().to(torch.float64) for name, grad in grads.items()}
 
 
 def _of_kind(found: Mapping[tuple[str, str], Tensor], kind: str) -> list[Tensor]:

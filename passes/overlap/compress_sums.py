@@ -50,23 +50,33 @@ from partc.plan.batch import DATA_AXES
 from partc.plan.compress import COMPRESS, Compress
 from partc.plan.field_kinds import plan_error
 from partc.plan.mesh import ISLAND, PP, TP, Mesh
+from partc.plan.servers import SERVERS
 from partc.plan.sharding import Sharding, cut
+from partc.plan.stale import STALE
+from partc.plan.uneven import UNEVEN
 from partc.plan.wires import ALIKE, BLOCK, MARK, WIRES, Kept
 
 MOST_PLACES = 2**31 - 1
+DIRECTIONS = (
+    "gradients that {} sends arrive as +1 and -1, a direction: their learning rate is another, and "
+    "their norm says nothing"
+)
 SUMS = (collectives.all_reduce, collectives.all_reduce_joined)
 
 
 # what is refused ----------------------------------------------------------------------------------
-def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
-    """PlanError for a plan that compresses without being allowed to, or where that is not built."""
+def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> Plan | None:
+    """PlanError for a plan that compresses without being allowed to, or where that is not built.
+
+    Gives the plan a note where gradients are directions.
+    """
     if COMPRESS not in plan.allow:
         raise _refused(
             "the plan has [compress], and nothing allows it", "rounded sums change what a step "
             "computes, so that it is never done silently", f'Write allow = ["{COMPRESS}"].',
         )  # fmt: skip
     if graph.loss is None:
-        return  # a forward has no gradients; it shares its stage with a program that has
+        return None  # a forward has no gradients; it shares its stage with a program that has
     axes = [axis for axis, size in mesh.axes if size > 1]
     data = [axis for axis in axes if axis in DATA_AXES and axis in plan.batch_axes]
     over = compressed_axes(plan, mesh)
@@ -93,6 +103,22 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> None:
             "gradients are summed in every microbatch", "sums are compressed once a step, as each "
             "loses something", 'Write reduce = "step", or leave [compress] out.',
         )  # fmt: skip
+    return _with_directions(plan)
+
+
+def _with_directions(plan: Plan) -> Plan | None:
+    """The plan with a note if gradients are directions; PlanError where islands would add them."""
+    if plan.compress is None or not plan.compress.is_direction:
+        return None
+    wire = plan.compress.wire
+    for table in (STALE, UNEVEN, SERVERS):
+        if getattr(plan, table) is not None:
+            raise _refused(
+                f"the plan has [{table}], and gradients in {wire} are directions", "islands would "
+                "take their mean, which is no direction", f"Take another wire, or leave [{table}] "
+                "out; islands with [local_steps] share parameters.",
+            )  # fmt: skip
+    return plan.changed(notes=tuple(dict.fromkeys((*plan.notes, DIRECTIONS.format(wire)))))
 
 
 def compressed_axes(plan: Plan, mesh: Mesh) -> list[str]:
@@ -158,7 +184,7 @@ def _compress(graph: Graph, node: fx.Node, how: Compress) -> None:
     """Give a sum the scheme, in place."""
     node.kwargs = {**node.kwargs, **_named(node, how)}
     update(node, site=_first_param(graph, node))
-    if how.error_feedback:
+    if how.keeps_rest:
         node.kwargs = {**node.kwargs, "state": _state(graph, node)}
 
 

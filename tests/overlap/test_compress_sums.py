@@ -90,7 +90,12 @@ def plan_of(wire: str, own: str = "") -> str:
 
 
 @pytest.mark.parametrize(
-    ("wire", "own"), [*OWN.items(), ("int8", "block = 256"), ("bf16", ""), ("fp8", "")]
+    ("wire", "own"),
+    [
+        *OWN.items(),
+        ("int8", "block = 256"),
+        *((each, "") for each in ("bf16", "fp8", "majority-sign")),
+    ],
 )
 def test_bytes_are_those_that_are_sent(wire: str, own: str) -> None:
     program = compiled(plan_of(wire, own))
@@ -99,7 +104,7 @@ def test_bytes_are_those_that_are_sent(wire: str, own: str) -> None:
     assert f"all_reduce in {wire} over dp" in program.source()
 
 
-@pytest.mark.parametrize("wire", ["int8", "power-sgd"])
+@pytest.mark.parametrize("wire", ["int8", "power-sgd", "majority-sign"])
 def test_several_microbatches_send_as_much_as_one(wire: str) -> None:
     """Their gradients are added up first, and are sent once, in the same sums."""
     once = compiled(plan_of(wire))
@@ -113,6 +118,8 @@ def test_several_microbatches_send_as_much_as_one(wire: str) -> None:
         ("int8", 8, (("all_to_all", 192), ("all_gather", 48))),
         ("sign", 8, (("all_to_all", 16 + 64), ("all_gather", 20))),
         ("bf16", 1, (("all_to_all", 200), ("all_gather", 50))),
+        # 4 bytes of 32 signs, and one behind them, for each rank
+        ("majority-sign", 1, (("all_to_all", 4 * 5), ("all_gather", 5))),
         ("top-k", 3, (("all_gather", 24),)),
         ("random-k", 3, (("all_reduce", 12),)),
         # of 18 x 5 and 10: rows and 10 numbers, then columns
@@ -150,6 +157,15 @@ def test_small_sums_stay_exact(least_mb: str, narrow: int) -> None:
     program = compiled(PLAN.replace("0.001", least_mb))
     counts = {each["kind"]: each["count"] for each in program.cost.as_json()["traffic"]}
     assert counts == {"all_reduce in int8": narrow, "all_reduce": 5 - narrow}
+
+
+def test_a_plan_says_that_gradients_are_directions() -> None:
+    """And a replay of the plan says it once."""
+    program = compiled(plan_of("majority-sign"))
+    again = compiled(program.plan)
+    assert again.plan.count("arrive as +1 and -1") == program.plan.count("arrive as +1 and -1") == 1
+    assert not program.role(0).buffers
+    assert "arrive as" not in compiled().plan
 
 
 def test_buffers_are_known_by_their_names() -> None:
@@ -194,6 +210,26 @@ REFUSED = {
         f"{plan_of('power-sgd')}error_feedback = false\n",
         "dp=4",
         "does not work without error_feedback",
+    ),
+    "what a direction has left over": (
+        plan_of("majority-sign", "error_feedback = true"),
+        "dp=4",
+        "majority-sign reads no error_feedback",
+    ),
+    "directions of late islands": (
+        f"{plan_of('majority-sign')}[stale]\nsteps = 1\n",
+        "island=2,dp=2",
+        "their mean, which is no direction",
+    ),
+    "directions of uneven islands": (
+        f"{plan_of('majority-sign')}[uneven]\nmicrobatches = [3, 1]\n",
+        "island=2,dp=2",
+        "their mean, which is no direction",
+    ),
+    "directions on servers": (
+        f"{plan_of('majority-sign')}[servers]\ncount = 1\n",
+        "island=2,dp=2",
+        "their mean, which is no direction",
     ),
     "no format": (PLAN.replace('wire = "int8"', ""), "dp=4", "in which numbers"),
     "an unknown entry": (f"{PLAN}scale = 2\n", "dp=4", "no entry 'scale'"),

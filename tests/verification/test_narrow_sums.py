@@ -14,7 +14,7 @@ from partc.api import compile
 from partc.audit.audit import audit
 from partc.checks.local_graph import check
 from partc.errors import CheckError, PlanError
-from partc.graph import Graph, collectives, fake_of, update, value
+from partc.graph import Graph, collectives, fake_of, set_fake, set_value, update, value
 from partc.graph.moves import state_of, wire_of
 from partc.lowering import partition
 from partc.plan import Plan
@@ -61,6 +61,7 @@ def verified(program: Program, case: Case | None = None) -> set[str]:
 SIZES: dict[str, Any] = {"block": 8, "share": 0.1, "rank": 1}
 SHAPES = [torch.Size([18, 5]), torch.Size([10])]
 EVERY = sorted(WIRES)
+SUMS = [wire for wire in EVERY if not WIRES[wire].is_direction]
 
 
 def site_of(wire: str, **named: Any) -> Site:
@@ -69,7 +70,7 @@ def site_of(wire: str, **named: Any) -> Site:
     return Site(how, SHAPES, lambda rank: torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.parametrize("wire", EVERY)
+@pytest.mark.parametrize("wire", SUMS)
 def test_what_was_applied_and_what_is_left_are_the_exact_sum(wire: str) -> None:
     """Error feedback's identity, in float64: pieces of 4 ranks that blocks do not divide."""
     steps, site = torch.randn(6, 4, 100, dtype=torch.float64), site_of(wire)
@@ -102,7 +103,7 @@ def test_signs_and_largest_by_hand() -> None:
 
 
 # programs -----------------------------------------------------------------------------------------
-LEFT_OVER = [(wire, flag) for wire in EVERY for flag in ("true", "false")]
+LEFT_OVER = [(wire, flag) for wire in SUMS for flag in ("true", "false")]
 
 
 @pytest.mark.parametrize(
@@ -340,10 +341,10 @@ KEEPS = """    def rounded_sum(self) -> Tensor:
     def wait(self) -> bool:"""
 
 
-def local_graph() -> Graph:
+def local_graph(plan: str = INT8) -> Graph:
     graph = llama().step.graph()
     graph.mesh = Mesh.parse("dp=4")
-    return partition(graph, Plan.parse(INT8))[1]
+    return partition(graph, Plan.parse(plan))[1]
 
 
 # the graph ----------------------------------------------------------------------------------------
@@ -368,6 +369,22 @@ def test_buffers_of_their_own() -> None:
     update(mine[1], sharding=known)
     first.kwargs = {**first.kwargs, "wire": "int7"}
     with pytest.raises(CheckError, match="int7"):
+        check(graph)
+
+
+def test_directions_are_read_by_nobody() -> None:
+    """What adds them up has neither a sum nor a direction."""
+    graph = local_graph(f'{PLAN}"majority-sign"')
+    check(graph)
+    first = next(node for node in graph.calls() if wire_of(node))
+    end = graph.fx.output_node()
+    last = next(x for x in graph.grads.values() if first in (x, *x.all_input_nodes))
+    with graph.fx.inserting_before(end):
+        twice = graph.fx.call_function(torch.ops.aten.mul.Tensor, (last, 2.0))
+    set_fake(twice, fake_of(last))
+    set_value(twice, value(last))
+    end.replace_input_with(last, twice)
+    with pytest.raises(CheckError, match="and no sum"):
         check(graph)
 
 

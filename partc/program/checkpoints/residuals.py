@@ -35,7 +35,7 @@ def of_sums(plan: str, mesh: Mesh) -> dict[str, Any]:
     Two programs of one model in which this is equal have the same buffers, in the same order.
     """
     found = Plan.parse(plan)
-    if found.compress is None or not found.compress.error_feedback:
+    if found.compress is None or not found.compress.keeps_rest:
         return {}
     how = found.compress
     known: dict[str, Any] = {name: getattr(found, name) for name in BUCKETS}

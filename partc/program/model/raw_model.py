@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partc.errors import RunError
 from partc.program.model.emptied import is_emptied, no_values, refuse_calls
+from partc.program.optimizer.clip import check_directions
 from partc.program.tensors.elsewhere import check_norm
 from partc.program.tensors.homes import HomeTensor
 from partc.program.tensors.rank_tensors import RankTensors
@@ -299,6 +300,9 @@ def _check_before(name: str, modules: Sequence[ModuleType]) -> None:
             raise _of_model(where, owner, "Clip stage.parameters().")
         if name.startswith("_"):
             check_norm(params)
+            homes = [param.home for param in params if isinstance(param, HomeTensor)]
+            limit = args[0] if args else kwargs["max_norm"]
+            check_directions(limit, any(home.has_directions for home in homes))
         elif all(param.grad is None for param in params) and any(map(_is_of_stage, params)):
             raise _no_gradients(name)
         return plain(params, *args, **kwargs)

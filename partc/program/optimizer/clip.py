@@ -42,7 +42,28 @@ def clip_gradients(
     return norm
 
 
-def check_norm(name: str, given: object) -> None:
+def check_clip(max_norm: object, norm_type: object, has_directions: bool) -> None:
+    """UsageError unless the arguments of ``clip_grad_norm_`` are numbers that mean something."""
+    _check_norm("max_norm", max_norm)
+    _check_norm("norm_type", norm_type)
+    check_directions(max_norm, has_directions)
+
+
+def check_directions(max_norm: Any, has_directions: bool) -> None:
+    """UsageError for a limit to the norm of gradients that are +1 and -1, if they are."""
+    if not has_directions or math.isinf(max_norm):
+        return
+    raise UsageError(
+        where="clip_grad_norm_",
+        what="by the plan's [compress] gradients arrive as directions, +1 and -1",
+        why="their norm says how many they are, and not how large gradients were: clipping would "
+        "divide every step by it",
+        do="Leave clipping out (max_grad_norm=0 of a Trainer, gradient_clip_val=None of Lightning),"
+        " and choose the learning rate for steps of one size; max_norm=math.inf gives the norm.",
+    )
+
+
+def _check_norm(name: str, given: object) -> None:
     """UsageError unless an argument of ``clip_grad_norm_`` is a number."""
     numbers = isinstance(given, int | float) or (isinstance(given, Tensor) and given.dim() == 0)
     if not numbers or isinstance(given, bool):

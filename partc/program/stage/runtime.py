@@ -23,7 +23,7 @@ from partc.program.model.lent_flags import take_flags
 from partc.program.model.raw_model import RawModel, take_weights
 from partc.program.model.read_numbers import ReadNumbers
 from partc.program.model.user_modules import UserModules
-from partc.program.optimizer.clip import check_norm, clip_gradients
+from partc.program.optimizer.clip import check_clip, clip_gradients
 from partc.program.optimizer.no_gradients import expect_none
 from partc.program.optimizer.optimizer_states import Form
 from partc.program.optimizer.stage_optimizers import StageOptimizers
@@ -209,8 +209,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
-        check_norm("max_norm", max_norm)
-        check_norm("norm_type", norm_type)
+        check_clip(max_norm, norm_type, self._tensors.has_directions)
         self._own.meet("clip_grad_norm_", FIRST_CLIPS)
         held = self._tensors.held
         for shown in self._shown.values():

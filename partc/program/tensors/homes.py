@@ -28,7 +28,7 @@ class Home:
     ``shard``: the parameter and its cuts. ``chunks``: where this rank's piece lies in the whole.
     ``groups``: the process groups of all mesh axes. ``join`` makes the whole of the pieces of all
     ranks, ``take`` gives this rank's piece of a whole. ``rank_elements``: of all parameters that
-    the ranks with the same stages have.
+    the ranks with the same stages have. ``has_directions``: gradients arrive as +1 and -1.
     """
 
     shard: Shard
@@ -38,6 +38,7 @@ class Home:
     take: Callable[[Tensor], Tensor]
     in_pipeline: bool
     rank_elements: int
+    has_directions: bool = False
 
     @property
     def sharers(self) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from partc.plan import Plan
 from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.program import Program
 from partc.program.checkpoints import residuals
@@ -63,6 +64,8 @@ class RankTensors:
         self._sources: dict[str, tuple[int, int]] = {}  # what was loaded, and the version it made
         self._elsewhere: dict[str, int] = {}  # what the last load gave for other ranks' tensors
         self._num_loads = 0
+        how = Plan.parse(program.plan).compress
+        self.has_directions = how is not None and how.is_direction  # and no gradients
         self._empty = torch.empty(0, device=device)  # which `.to()` moves
         own = {shard.name: shard for shard in role.shards}
         self.shards = {**own, **self.holders.aside}
@@ -291,6 +294,7 @@ class RankTensors:
             lambda whole: shard.take(whole, self.mesh, self.coords),
             self.pipeline is not None,
             self._num_elements,
+            self.has_directions,
         )
 
     def gather(self, piece: Tensor, axis: str) -> list[Tensor]:
