@@ -147,6 +147,8 @@ def compress_sums(
             "a stage has no parameters that are trained", "it sees no sums, and so not whether "
             "those of a step are finite", "Move the stages' beginnings, or leave [compress] out.",
         )  # fmt: skip
+    if how.is_direction:
+        _check_in_one_stage(graphs, how)
     [axis] = compressed_axes(plan, mesh)
     sums = [[*_sums(each, axis)] for each in graphs]
     chosen = [[node for node in nodes if _is_chosen(node, how)] for nodes in sums]
@@ -158,6 +160,17 @@ def compress_sums(
             _compress(each, node, how)
         each.fx.lint()
     return None if stages else graph
+
+
+def _check_in_one_stage(graphs: Sequence[Graph], how: Compress) -> None:
+    """PlanError for a gradient of which several stages have a part: each would be a direction."""
+    times = Counter(name for each in graphs for name in each.grads)
+    for name in (name for name, count in times.items() if count > 1):
+        raise _refused(
+            f"several stages have a part of the gradient of {name}",
+            f"each part would arrive as a direction in {how.wire}, and their sum is none",
+            "Take another wire, or a mesh without pp.",
+        )  # fmt: skip
 
 
 def _nothing_chosen(how: Compress, sizes: Sequence[int]) -> PlanError:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import partc
 from partc.api import compile
@@ -90,9 +89,9 @@ def test_ranks_vote(world: Processes, num: int) -> None:
 
 # layouts ------------------------------------------------------------------------------------------
 class Net(nn.Module):
-    """Embedded words, equal blocks with norms, and a head that is the embedding once more."""
+    """Words, equal blocks with norms, and a head; a tied one is the embedding once more."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.words = nn.Embedding(12, 8)
@@ -100,13 +99,22 @@ class Net(nn.Module):
             nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
             for _ in range(4)
         )
+        self.head = nn.Linear(8, 12, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
         self.double()
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
         for block in self.blocks:
             x = x + block(x)
-        return F.linear(x, self.words.weight)
+        out: Tensor = self.head(x)
+        return out
+
+
+def program_net(program: Program) -> Net:
+    """The model of a program: stages have a head of their own."""
+    return Net(tied=program.mesh.pipeline_ranks == 1)
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -121,50 +129,67 @@ def batch(step: int = 0) -> Tensor:
 @cache
 def compiled(mesh: str, preset: str, more: str = "", table: str = "") -> Program:
     plan = f'{more}preset = "{preset}"\nallow = ["compress"]\n{TABLE}{table}'
-    return compile(Net(), mesh, (batch(),), loss=loss, plan=plan)
+    return compile(Net(tied="pp" not in mesh), mesh, (batch(),), loss=loss, plan=plan)
 
 
-def wanted(voters: int) -> dict[str, list[float]]:
-    """The outcome of a vote of so many parts of the batch, by parameter."""
+def wanted(program: Program, voters: list[list[int]]) -> dict[str, list[float]]:
+    """The outcome of a vote of ranks with such rows of the batch, by parameter."""
     every: dict[str, list[Tensor]] = {}
-    for rows in batch().chunk(voters):
-        model = Net()
-        loss(model, rows).backward()
+    for rows in voters:
+        model = program_net(program)
+        loss(model, batch()[rows]).backward()
         for name, param in model.named_parameters():
             assert param.grad is not None
             every.setdefault(name, []).append(param.grad.flatten())
     return {name: majority(torch.stack(grads)) for name, grads in every.items()}
 
 
-def directions(program: Program, voters: int) -> None:
-    """Every gradient is the outcome of a vote: no sum follows one."""
+def directions(program: Program, voters: list[list[int]], exact: str) -> None:
+    """Gradients are the outcome of a vote, and no sum of some; norms may have exact ones."""
     stage = program.module(partial="replicate")
-    stage.load_full(Net())
+    stage.load_full(program_net(program))
     stage.step(batch())
-    outcome = wanted(voters)
+    outcome = wanted(program, voters)
     for name, param in stage.named_parameters():
         grad = param.grad.full_tensor().flatten().tolist()  # type: ignore[union-attr]
-        assert grad == outcome[name], name
+        assert (grad == outcome[name]) != (bool(exact) and exact in name), name
 
 
-LAYOUTS: dict[str, tuple[str, str, str, int]] = {
-    "ddp": ("dp=4", "ddp", "", 4),
-    "tp": ("dp=2,tp=2", "ddp+megatron", "", 2),
-    "tp, sequences": ("dp=2,tp=2", "ddp+megatron-sp", "", 2),
-    "tp first": ("tp=2,dp=2", "ddp+megatron-sp", "", 2),
-    "hsdp": ("dp_replicate=2,dp_shard=2", "hsdp", "", 2),
-    "zero1": ("dp_replicate=2,dp_shard=2", "zero1", "", 2),
-    "zero2": ("dp_replicate=2,dp_shard=2", "zero2", "", 2),
-    "microbatches": ("dp=4", "ddp", "microbatches = 2\n", 4),
-    "pp": ("pp=2,dp=2", "ddp", "microbatches = 2\n", 2),
-    "tp in microbatches": ("dp=2,tp=2", "ddp+megatron-sp", "microbatches = 2\n", 2),
+TWO = "microbatches = 2\n"
+HALVES, QUARTERS = torch.arange(8).view(2, 4).tolist(), torch.arange(8).view(4, 2).tolist()
+ROWS: dict[tuple[str, str], list[list[int]]] = {  # of the batch, of each that votes
+    ("dp=4", ""): QUARTERS,
+    ("dp=2,tp=2", ""): HALVES,
+    ("tp=2,dp=2", ""): HALVES,
+    ("dp_replicate=2,dp_shard=2", ""): [[0, 1, 4, 5], [2, 3, 6, 7]],
+    ("dp=4", TWO): [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ("pp=2,dp=2", TWO): [[0, 1, 4, 5], [2, 3, 6, 7]],
+}
+LAYOUTS: dict[str, tuple[str, str, str, str]] = {
+    "ddp": ("dp=4", "ddp", "", ""),
+    "tp": ("dp=2,tp=2", "ddp+megatron", "", ""),
+    # where a sum over tp comes last, that over dp is exact: these are the norms' gradients
+    "tp, sequences": ("dp=2,tp=2", "ddp+megatron-sp", "", ".0."),
+    "tp first": ("tp=2,dp=2", "ddp+megatron-sp", "", ""),
+    "hsdp": ("dp_replicate=2,dp_shard=2", "hsdp", "", ""),
+    "zero1": ("dp_replicate=2,dp_shard=2", "zero1", "", ""),
+    "zero2": ("dp_replicate=2,dp_shard=2", "zero2", "", ""),
+    "microbatches": ("dp=4", "ddp", TWO, ""),
+    "pp": ("pp=2,dp=2", "ddp", TWO, ""),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_directions_of_every_layout(world: Processes, layout: str) -> None:
-    mesh, preset, more, voters = LAYOUTS[layout]
-    world.run(directions, compiled(mesh, preset, more), voters)
+    mesh, preset, more, exact = LAYOUTS[layout]
+    world.run(directions, compiled(mesh, preset, more), ROWS[mesh, more], exact)
+
+
+def test_a_weight_of_two_stages_is_refused() -> None:
+    """Each stage would have a direction of its own, and their sum is none."""
+    plan = f'{TWO}preset = "ddp"\nallow = ["compress"]\n{TABLE}'
+    with pytest.raises(PlanError, match="several stages have a part of the gradient of words"):
+        compile(Net(tied=True), "pp=2,dp=2", (batch(),), loss=loss, plan=plan)
 
 
 # what reads gradients -----------------------------------------------------------------------------
@@ -178,7 +203,7 @@ def scaled() -> None:
     scaler.scale(stage(batch())).backward()
     scaler.step(optimizer)
     scaler.update()
-    outcome = wanted(4)
+    outcome = wanted(compiled("dp=4", "ddp"), QUARTERS)
     for name, param in stage.named_parameters():
         moved = param.detach().full_tensor() - before[name]  # type: ignore
         expected = -0.5 * torch.tensor(outcome[name]).double().view(moved.shape)
@@ -254,14 +279,13 @@ def test_exact_steps_come_first_and_are_counted(world: Processes, tmp_path: Path
 
 def test_directions_and_numbers_are_no_variants_of_one_step() -> None:
     """Among themselves they are."""
-    directed, exact = (
-        compiled("dp=4", "ddp"),
-        compile(Net(), "dp=4", (batch(),), loss=loss, plan="ddp"),
-    )
+    votes = f'preset = "ddp"\nallow = ["compress"]\n{TABLE}'
+    exact = compile(Net(), "dp=4", (batch(),), loss=loss, plan="ddp")
     with pytest.raises(PlanError, match="in the program directions"):
-        with_variants(directed, exact="ddp")
+        with_variants(compiled("dp=4", "ddp"), exact="ddp")
     with pytest.raises(PlanError, match="gradients are directions"):
-        with_variants(exact, votes=f'preset = "ddp"\nallow = ["compress"]\n{TABLE}')
+        with_variants(exact, votes=votes)
+    assert with_variants(compiled("dp=4", "ddp"), alone=f"bucket_mb = 0.0001\n{votes}").others
 
 
 # mistakes -----------------------------------------------------------------------------------------
