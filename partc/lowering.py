@@ -40,6 +40,7 @@ from partc.passes.overlap.hierarchical_all_reduce import hierarchical_all_reduce
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.overlap_clock import choose_overlap_clock
 from partc.passes.overlap.share_gathers import share_gathers
+from partc.passes.overlap.stack_sums import stack_sums
 from partc.passes.own_passes import with_own
 from partc.passes.recompute.choose import recompute
 from partc.passes.runner import Pass, State, Table, When, run
@@ -153,6 +154,8 @@ PASSES = (
          optional=True),
     Pass(count_whole, LOCAL_GRAPH, "every rank has all targets, so that their count needs no "
          "sum over the axis that cuts the vocabulary"),
+    Pass(stack_sums, LOCAL_GRAPH, "small sums that do not wait for each other share a transfer: "
+         "those of a batch norm's backward", optional=True),
     Pass(recompute, LOCAL_GRAPH, "the backward computes again what is cheaper than keeping it",
          optional=True),
     Pass(check_plan, LOCAL_GRAPH, "what the plan says of one block holds for those left out"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -107,14 +107,14 @@ class Shape:
 
     def function(
         self, order: Sequence[fx.Node], kept: set[fx.Node], prefix: str = "",
-        same: Mapping[fx.Node, fx.Node] | None = None,
+        same: Mapping[fx.Node, fx.Node] | None = None, loops: Collection[int] = (),
     ) -> Function:  # fmt: skip
-        """A function of some calls; ``same`` as for Function."""
+        """A function of some calls; ``same`` and ``loops`` as for Function."""
         inside, stored = {*order}, dict[fx.Node, list[str]]()
         for name, node in self.graph.grads.items():
             if made_in_step(self.graph, node) in inside:
                 stored.setdefault(node, []).append(name)
         named = self.named & inside
         return Function(
-            self.graph, order, kept, stored, named, self.wishes, prefix, same or {}
+            self.graph, order, kept, stored, named, self.wishes, prefix, same or {}, loops
         )  # fmt: skip

@@ -173,6 +173,8 @@ class Frame:
         if self.transfers.lets_go(start):
             self.variables[self.function.handle(start)] = None
         copy = self.transfers.wait(start)
+        if self.function.is_at_once(start):
+            self.variables.pop(self.function.handle(start))
         if copy is None:
             return
         self.passing[node] = copy

@@ -8,7 +8,7 @@ will stand in the program.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -49,6 +49,7 @@ class Function:
     wishes: Wishes
     prefix: str = ""
     same: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    loops: Collection[int] = ()  # the positions in ``order`` of the calls behind loops
 
     def __post_init__(self) -> None:
         found = Layout.of(self.graph, self.order, self.kept, self.stored, self.named)
@@ -108,11 +109,11 @@ class Function:
         if self.is_start(node) and not gathers_param(node):
             if self.is_last(node):
                 yield "reduced.append"
-            elif not self._at_once(node):
+            elif not self.is_at_once(node):
                 yield f"{self.handle(node)} = start"
         elif node.target is collectives.wait:
             start = node.all_input_nodes[0]
-            if not gathers_param(start) and not self._at_once(start):
+            if not gathers_param(start) and not self.is_at_once(start):
                 yield f"{self.handle(start)}.wait()"
 
     def is_start(self, node: fx.Node) -> bool:
@@ -128,13 +129,18 @@ class Function:
         finals = [user for n in results if n is not None for user in (n, *n.users)]
         return [self.stored[n][0] for n in finals if n in self.stored]
 
-    def _at_once(self, start: fx.Node) -> bool:
-        """Whether an all_reduce does not return before it is done, so that it has no handle."""
-        wait = next(iter(start.users), None)
-        if start.target is not collectives.all_reduce or wait not in self.place:
+    def is_at_once(self, start: fx.Node) -> bool:
+        """Whether the call that starts a transfer also waits for it, so that it has no handle."""
+        wait = next(iter(start.users), start)
+        waits = wait.target is collectives.wait and wait in self.place
+        if start in self.joint.params or not waits or self._passes_loop(start, wait):
             return False
         between = self.order[self.place[start] + 1 : self.place[wait]]
-        return all(n in self.inlined or not self._has_line(n) for n in between)
+        lines = (n for n in between if n not in self.inlined and not self._is_pick(n))
+        return not any(map(self._has_line, lines))
+
+    def _passes_loop(self, start: fx.Node, wait: fx.Node) -> bool:
+        return any(self.place[start] < i <= self.place[wait] for i in self.loops)
 
     def has_room(self, node: fx.Node) -> bool:
         """Whether a gradient is written to its part of the memory that is sent."""

@@ -53,7 +53,9 @@ class Walk:
 
     def __post_init__(self) -> None:
         order = [item for item in self.items if isinstance(item, fx.Node)]
-        self.function = self.shape.function(order, self.kept, same=dict(self._carried()))
+        self.function = self.shape.function(
+            order, self.kept, same=dict(self._carried()), loops=[*self._loops()]
+        )
         self.statements = free_early([*self._all()], self.function.text, self.lasting)
 
     # statements ------------------------------------------------------------------------------
@@ -92,6 +94,14 @@ class Walk:
         binds = [loop.groups[-1].nodes[p] for p in side.carried if p not in side.unread]
         section = inside(loop.run.layers[0].rpartition(".")[0], "")
         return Looped([], reads, binds, [], section, loop, early, begun)
+
+    def _loops(self) -> Iterator[int]:
+        """For each loop how many calls stand before it."""
+        calls = 0
+        for item in self.items:
+            calls += isinstance(item, fx.Node)
+            if isinstance(item, Loop):
+                yield calls
 
     def _carried(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """What the last block gives, with the value before the loop whose variable it has."""

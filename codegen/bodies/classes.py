@@ -14,8 +14,6 @@ from torch import fx
 from partc.codegen.bodies.block_arguments import (
     ARGUMENT_TYPES,
     LEFT,
-    SAVED,
-    TYPES,
     argument_name,
     main_slot,
     passed,
@@ -24,11 +22,18 @@ from partc.codegen.bodies.block_arguments import (
 )
 from partc.codegen.bodies.block_gathers import first_gathers, gather_lines, take_whole
 from partc.codegen.bodies.block_method import BlockMethod
+from partc.codegen.bodies.block_results import (
+    buffer_updates,
+    grad_parts,
+    result_type,
+    returned,
+    stored_grads,
+    written_buffers,
+)
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.frees import Ledger, free_blocks
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.backends import c10d
-from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, SUMS, Adds
 from partc.codegen.calls.moved_names import of_turn
 from partc.codegen.calls.names import wishes
@@ -38,7 +43,7 @@ from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.repeats.equal import Group, ends_step, made_in_step
+from partc.codegen.repeats.equal import ends_step, made_in_step
 from partc.codegen.repeats.own_names import NUMBER, has, name_in, own_name, that_all_have
 from partc.codegen.repeats.runs import Run
 from partc.codegen.repeats.slots import Interface, outside
@@ -140,7 +145,7 @@ class BlockClass:
     @property
     def adds_up(self) -> bool:
         """Whether the block adds to the rank's parts of gradients by itself."""
-        stored = (node for side in self.sides for node in self._stored(side.group))
+        stored = (node for side in self.sides for node in stored_grads(self, side.group))
         ours = any(not ends_step(self.graph, n) for n in stored)
         totals = any(side.totals and not side.sums_up for side in self.sides)
         return self.adds is not ADDS and (ours or totals)
@@ -317,9 +322,9 @@ class BlockClass:
         kinds = {**ARGUMENT_TYPES, **{row.name: row.type_name for row in self.run.numbers}}
         typed_arguments = [f"{a}: {kinds.get(a, 'Tensor')}" for a in arguments]
         return BlockMethod(
-            signature(name, ["self", *typed_arguments], self._result_type(side)),
+            signature(name, ["self", *typed_arguments], result_type(self, side)),
             Ledger(statements, body, lists, given),
-            [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
+            [*buffer_updates(self, side, body), Line(f"return {returned(self, side, body)}")],
             self.run.module,
         )
 
@@ -347,70 +352,12 @@ class BlockClass:
         group = side.group
         kept = {group.nodes[p] for p in [*side.carried, *side.listed]}
         kept |= {n for nodes in side.saved.values() for n in nodes}
-        kept |= set(self._written(group).values())
+        kept |= set(written_buffers(self, group).values())
         tensors = [a for a in arguments if a not in (*ARGUMENT_TYPES, *side.numbers)]
         lends = tensors[0] if tensors else f"self.{next(iter(self.suffixes.values()))}"
         return Body(
             self.graph, group.nodes, wish, scope, self.helpers, seen, kept,
-            {**self._stored(group), **self._parts(side)},
+            {**stored_grads(self, group), **grad_parts(self, side)},
             f"{lends}.device", prefix=self.run.module, own=self._params(), added=side.adds,
             adds=SUMS if side.sums_up else self.adds,
         )  # fmt: skip
-
-    def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
-        """For each final gradient made in the block its parameters, as texts: ``self.w_weight``.
-
-        Made in the block is also a gradient whose last reduction the block starts.
-        """
-        inside = set(group.nodes)
-        stored: dict[fx.Node, list[str]] = {}
-        for name, node in self.graph.grads.items():
-            made_by = made_in_step(self.graph, node)
-            suffix = self.own(name, group.layer)
-            if made_by in inside and suffix in self.suffixes and not self.run.is_called:
-                stored.setdefault(node, []).append(f"self.{self.suffixes[suffix]}")
-        return stored
-
-    def _parts(self, side: Interface) -> dict[fx.Node, list[str]]:
-        """For what the first call of a module adds to gradients their parameters, as texts."""
-        parts: dict[fx.Node, list[str]] = {}
-        for total in side.totals:
-            text = f"self.{self.suffixes[self.own(total.param)]}"
-            parts.setdefault(total.part_of(side.group.nodes), []).append(text)
-        return parts
-
-    def _written(self, group: Group) -> dict[str, fx.Node]:
-        """New values of the block's own buffers by the buffer's attribute."""
-        inside = set(group.nodes)
-        return {
-            self.suffixes[self.own(name, group.layer)]: node
-            for name, node in self.graph.outputs.buffers.items()
-            if node in inside
-            and self.own(name, group.layer) in self.suffixes
-            and not self.run.is_called
-        }
-
-    def _updates(self, side: Interface, body: Body) -> list[Line]:
-        """The lines that write new values of buffers; not where the step does it, from a list."""
-        news = [
-            (f"self.{attribute}", node)
-            for attribute, node in self._written(side.group).items()
-            if side.group.nodes.index(node) not in side.listed
-        ]
-        return updates(news, body.text)
-
-    def _returned(self, side: Interface, body: Body) -> str:
-        nodes = side.group.nodes
-        items = [str(body.text(nodes[p])) for p in [*side.carried, *side.listed]]
-        for word in self.left_by(side):
-            then = next(p for (b, p), w in LEFT.items() if w == word)
-            left = [str(body.text(n)) for n in side.saved.get(then, [])]
-            items.append(f"[{', '.join(left)}]")
-        return ", ".join(items) or "None"
-
-    def _result_type(self, side: Interface) -> str:
-        items = ["Tensor"] * len([*side.carried, *side.listed])
-        items += [SAVED] * len(self.left_by(side))
-        if len(items) > TYPES and {*items} == {"Tensor"}:
-            return "tuple[Tensor, ...]"
-        return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"

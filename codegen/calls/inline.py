@@ -27,7 +27,7 @@ _FREE = {"view", "reshape", "_unsafe_view"} | VIEWS - {
 }
 _PRODUCTS = {"matmul", "mm", "linear"}
 # Not pointwise, or without the tag, but as easy to read inside of a pointwise expression.
-_LIGHT = {"sum", "mean", "rsqrt", "cat", "_to_copy", "ones_like"}
+_LIGHT = {"sum", "mean", "rsqrt", "cat", "stack", "_to_copy", "ones_like"}
 
 
 def inlined(

@@ -1,7 +1,8 @@
 """The statements of collectives in one generated function: those that start one, those that wait.
 
 ``y_done = dist.all_reduce(y, group=self.tp, async_op=True)`` starts, ``y_done.wait()`` waits; the
-comment beside the wait says which calls between the two hide the transfer.
+comment beside the wait says which calls between the two hide the transfer. Where nothing stands
+between the two, one call does both: ``y = all_gather(x, 2, self.tp)``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from partc.quoting import comment
 class Transfers(Expressions):
     """Expressions that also write collectives and their waits as statements."""
 
-    at_once: set[fx.Node] = field(default_factory=set)  # all_reduces that do not return before done
+    at_once: set[fx.Node] = field(default_factory=set)  # transfers whose call also waits
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,11 +69,11 @@ class Transfers(Expressions):
         elif overwrites or self._gives_up(operand, node):
             self.seen[node] = x
         name = str(self.seen[node]) if node in self.seen else self.bind(node)
-        if overwrites and self._waited(node) is None and self._next_wait(node) is not None:
-            remark = f"{typed(node)}; {value(node).remark or 'exposed'}"
-            lines.append(Line(c10d.all_reduce(node, name), comment(remark)))
+        if self._waited(node) is None and self._next_wait(node) is not None:
             self.at_once.add(node)
-            return Statement(lines, binds=[node])
+            call = c10d.at_once(node, x, name, self.helpers)
+            remark = comment(f"{typed(node)}; {value(node).remark or 'exposed'}")
+            return Statement([*lines, Line(call, remark)], binds=[node])
         waited = self._waited(node)
         grads = "" if waited is None else f"{{{self.stored[waited][0]}: {name}}}"
         if grads and overwrites:
@@ -118,7 +119,8 @@ class Transfers(Expressions):
         if ends_step(self.graph, wait):
             return None
         between = self.order[self.place[start] + 1 : self.place[wait]]
-        return wait if all(n in self.inlined or not self._has_line(n) for n in between) else None
+        without = {*self.inlined, *self.seen}  # a value picked from several was seen beside them
+        return wait if all(n in without or not self._has_line(n) for n in between) else None
 
     def _wait(self, node: fx.Node) -> Statement:
         """The lines that wait for a collective, and that make its result of what has arrived."""
@@ -132,7 +134,9 @@ class Transfers(Expressions):
             joined = c10d.put_together(names, moves(start), self.helpers)
             lines = [Line(f"{listed} = {name}.take()", hidden), *map(Line, joined)]
             return Statement(lines, reads=[start], binds=[n for n in bound if n is not None])
-        lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
+        if start in self.at_once:
+            return Statement([], reads=[start], binds=[node])
+        lines = [Line(f"{name}_done.wait()", hidden)]
         after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
         lines += [Line(after, comment(typed(node)))] if after else []
         # Over gloo a reduce-scatter of gradients is an all_to_all (it sends half as much as gloo's

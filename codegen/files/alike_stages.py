@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from partc.codegen.files.stored_tables import stored_tables
 from partc.codegen.repeats.layers import FIRST
 from partc.codegen.text import Line
 
@@ -24,7 +25,7 @@ def take_in(stage: StageText, other: StageText) -> bool:
     """
     if stage.layers is None or other.layers is None or _text(stage) != _text(other):
         return False
-    mine, theirs = (s.stored_tables()[1]["BUFFERS"] for s in (stage, other))
+    mine, theirs = (stored_tables(s)[1]["BUFFERS"] for s in (stage, other))
     if mine != theirs and theirs:
         return False
     other.class_of = stage
@@ -36,7 +37,7 @@ def take_in(stage: StageText, other: StageText) -> bool:
 def _text(stage: StageText) -> tuple[Any, ...]:
     """The text of a stage's class without its buffers, to compare stages by."""
     made = stage.declarations(lambda _: FIRST, ["param"])
-    return stage.functions, made, stage.stored_tables()[1]["SHARDS"]
+    return stage.functions, made, stored_tables(stage)[1]["SHARDS"]
 
 
 def declared(stage: StageText) -> list[Line]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -23,8 +23,6 @@ from partc.codegen.bodies.tables import (
     declarations,
     input_meaning,
     input_rows,
-    is_listed,
-    row,
     table,
 )
 from partc.codegen.calls.buffers_in_place import updates
@@ -35,7 +33,7 @@ from partc.codegen.calls.ranges import finished
 from partc.codegen.calls.scope import Scope, attributes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
-from partc.codegen.files.instances import instances, share_tables, span_of_table
+from partc.codegen.files.instances import instances
 from partc.codegen.files.island import Head, Islands
 from partc.codegen.files.role_file import role_file
 from partc.codegen.files.shared_blocks import Unlike, shared_blocks
@@ -43,9 +41,8 @@ from partc.codegen.files.spelling import (
     dtype_name,
     read,
     result_type,
-    row_name,
-    spread_rows,
 )
+from partc.codegen.files.stored_tables import share_tables, stored_tables
 from partc.codegen.files.templates import MEANINGS, TEMPLATES
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
@@ -55,7 +52,7 @@ from partc.codegen.repeats.runs import Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, interfaces
 from partc.codegen.repeats.totals import unread_zeros
 from partc.codegen.text import Line, Printed, Text, block
-from partc.graph import Graph, Kind, is_tensor, typed, value
+from partc.graph import Graph, Kind, is_tensor, value
 from partc.graph.draws import draws_of
 from partc.graph.graph_edits import copied
 from partc.graph.hooked import calls_hooks
@@ -217,7 +214,7 @@ class RoleText:
     def _stored(self) -> dict[str, fx.Node]:
         return {**self.graph.params, **self.graph.buffers}
 
-    def _standing(self, kind: Kind) -> dict[fx.Node, str]:
+    def standing(self, kind: Kind) -> dict[fx.Node, str]:
         """Parameters or buffers of the step module itself, and not of a block, by attribute."""
         nodes = [
             n for n in self.graph.placeholders(kind).values() if value(n).name not in self.lent
@@ -237,56 +234,13 @@ class RoleText:
             ],
             "INPUTS": input_rows(self.graph),
         }
-        tables, stored = self.stored_tables()
+        tables, stored = stored_tables(self)
         entries |= stored
         said = {**MEANINGS, "INPUTS": input_meaning(self.graph)}
         trains = self.graph.loss is not None
         own = self.islands.tables() if self.islands and trains else []
         every = (table(name, said[name], entries[name]) for name in MEANINGS)
         return [*dict.fromkeys(tables), *every, *own]
-
-    def stored_tables(
-        self, elsewhere: Collection[str] = ()
-    ) -> tuple[list[str], dict[str, list[Line]]]:
-        """The tables of blocks, and the entries of SHARDS and BUFFERS.
-
-        Parameters named in ``elsewhere`` stand in another stage's table already and are left out.
-        """
-        tables, entries = [], {}
-        for kind, constant in TABLES.items():
-            standing = self._standing(kind)
-            here = {n: a for n, a in standing.items() if value(n).name not in elsewhere}
-            entries[constant] = self._rows(here)
-            for cls in self.classes.values():
-                own = cls.stored(kind)
-                if own:
-                    name = cls.table(constant)
-                    if cls.sized_like is None:
-                        remark = f"of one of {span_of_table(self, cls)}"
-                        tables.append(table(name, remark, self.block_rows(cls)[constant]))
-                    entries[constant].append(Line(spread_rows(cls, name, self.layers is not None)))
-        return tables, entries
-
-    def block_rows(self, cls: BlockClass) -> dict[str, list[Line]]:
-        """The entries of a block's own tables of parameters and of buffers."""
-        return {name: self._rows(cls.stored(kind), cls) for kind, name in TABLES.items()}
-
-    def _rows(self, stored: Mapping[fx.Node, str], cls: BlockClass | None = None) -> list[Line]:
-        """The table entries of parameters or buffers, with the names that those of a block's class
-        have in every block.
-
-        An entry has the tensor's type as a comment, where no declaration shows that.
-        """
-        listed = is_listed(self.graph, list(stored))
-        layers = None if cls else self.layers
-        lines = []
-        for node, attribute in stored.items():
-            r = row(self.graph, node, attribute)
-            name = row_name(cls, r.name) if cls else r.name
-            text = literal(name) if layers is None else layers.literal(name)
-            remark = comment(typed(node)) if listed else ""
-            lines.append(Line(f"{literal(attribute)}: ({text}, {r.known})", remark))
-        return lines
 
     def shown(self, path: str) -> str:
         """A module's path as comments show it."""
@@ -313,7 +267,7 @@ class RoleText:
             constant = TABLES[kind]
             some = any(cls.stored(kind) for cls in self.classes.values())
             lines += declarations(
-                self.graph, self._standing(kind), kind, table_of(constant), self.helpers, some
+                self.graph, self.standing(kind), kind, table_of(constant), self.helpers, some
             )
         return lines + [instances(self, cls) for cls in self.classes.values()]
 

@@ -1,4 +1,4 @@
-"""The statements that make the blocks of a step, and the tables that several runs share."""
+"""The statements that make the blocks of a step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ from partc.quoting import literal
 
 if TYPE_CHECKING:
     from partc.codegen.files.emit import RoleText
-
-
-def share_tables(text: RoleText) -> None:
-    """Let runs of one kin whose blocks have the same sizes read the same tables."""
-    for cls in text.classes.values():
-        kin = [c for c in text.classes.values() if cls.run.kin and c.run.kin == cls.run.kin]
-        before = [c for c in kin[: kin.index(cls)] if c.sized_like is None] if kin else []
-        rows = text.block_rows(cls) if before else {}
-        cls.sized_like = next((c for c in before if text.block_rows(c) == rows), None)
 
 
 def span_of_table(text: RoleText, cls: BlockClass) -> str:

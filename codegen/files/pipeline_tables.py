@@ -11,6 +11,7 @@ from partc.codegen.bodies.tables import input_meaning, input_rows, table
 from partc.codegen.files.by_rank import RANK
 from partc.codegen.files.rank_step import RankStep
 from partc.codegen.files.stages import StageText
+from partc.codegen.files.stored_tables import stored_tables
 from partc.codegen.files.templates import MEANINGS
 from partc.codegen.repeats.layers import FIRST
 from partc.codegen.text import Line
@@ -32,7 +33,7 @@ def pipeline_tables(steps: Mapping[int, RankStep], declared: str) -> list[str]:
     own: dict[str, None] = {}
     entries: dict[str, list[Line]] = {name: [] for name in MEANINGS}
     for number, stage in first.stages.items():
-        of_blocks, stored = stage.stored_tables({name for name, s in again if s == number})
+        of_blocks, stored = stored_tables(stage, {name for name, s in again if s == number})
         blocks |= dict.fromkeys(of_blocks)
         for constant, rows in stored.items():
             name = stage.table(constant)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.codegen.bodies.block_init import init_arguments, init_lines
 from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.files.stored_tables import block_rows
 from partc.codegen.text import WIDTH, block, wrap
 from partc.quoting import comment
 
@@ -84,7 +85,7 @@ def _nameless(step: RoleText, cls: BlockClass) -> object:
     """What runs must have in common to share a class: its text, and the tables that it reads."""
     name, span = cls.name, cls.span
     cls.name, cls.span = NAMELESS, ""
-    key = _values(cls), step.block_rows(cls)
+    key = _values(cls), block_rows(step, cls)
     cls.name, cls.span = name, span
     return key
 

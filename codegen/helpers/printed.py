@@ -109,6 +109,34 @@ def scatter_sum(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, 
     return total, Exchanged(total, arrived.view(num, *total.shape), done)
 
 
+def all_gather(
+    x: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0, outer: int = 1
+) -> Tensor:  # fmt: skip
+    """The whole of a tensor that is cut on ``dim``."""
+    pieces, done = gather(x, num, group)
+    done.wait()
+    return join(pieces, num, dim, outer)
+
+
+def reduce_scatter(
+    x: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0, outer: int = 1
+) -> Tensor:  # fmt: skip
+    """This rank's piece of ``dim`` of the sum over the group."""
+    total, done = scatter_sum(in_pieces(x, num, dim, outer), num, group)
+    done.wait()
+    return total
+
+
+def all_to_all(
+    x: Tensor, num: int, group: dist.ProcessGroup, dim: int, to_dim: int, outer: int = 1,
+    to_outer: int = 1,
+) -> Tensor:  # fmt: skip
+    """A tensor that is cut on ``dim``, cut on ``to_dim`` instead."""
+    arrived, done = exchange(x, num, group, to_dim, to_outer)
+    done.wait()
+    return join(arrived, num, dim, outer)
+
+
 class Exchanged(dist.Work):
     """A sum whose pieces go to the ranks that keep them, to be added up in the ranks' order."""
 
@@ -188,12 +216,8 @@ def move_grads(
     outer: int = 1, to_outer: int = 1,
 ) -> dict[nn.Parameter, Tensor]:  # fmt: skip
     """Gradients that are cut on ``dim``, cut on ``to_dim`` instead."""
-    moved = {}
-    for param, grad in grads.items():
-        arrived, done = exchange(grad, num, group, to_dim, to_outer)
-        done.wait()
-        moved[param] = join(arrived, num, dim, outer)
-    return moved
+    cuts = dim, to_dim, outer, to_outer
+    return {p: all_to_all(grad, num, group, *cuts) for p, grad in grads.items()}
 
 
 def exchange(

@@ -24,7 +24,7 @@ _FRESH = {  # what these compute, their statistics among it, lies in order whate
     aten.amin.default,
     *collectives.COLLECTIVES,
 }  # fmt: skip
-_ALIKE = (collectives.wait, collectives.keep_piece, collectives.keep_first)
+_ALIKE = (aten.stack.default, collectives.wait, collectives.keep_piece, collectives.keep_first)
 
 
 def surely_dense(node: fx.Node) -> bool:

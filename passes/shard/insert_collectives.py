@@ -20,19 +20,16 @@ from partc.graph import (
     Value,
     collectives,
     fake_of,
-    first_operand,
     picked,
     results_of,
     set_fake,
     set_value,
     tensor_args,
-    update,
     value,
 )
 from partc.graph.casts import is_cast, widens
 from partc.graph.graph_edits import name_as_before, run_fake
 from partc.graph.input_only import input_only
-from partc.graph.places import innermost_turn
 from partc.passes.shard.cast_weights import cast_weights
 from partc.passes.shard.microbatches import (
     check_microbatches,
@@ -44,6 +41,7 @@ from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
 from partc.passes.shard.reshard import Step, reaches, reshard_steps, transition_cost
 from partc.passes.shard.results import sharding_of_result
+from partc.passes.shard.settle_modules import drop_unused, settle_modules
 from partc.passes.shard.zeros import is_zero, zeros_in
 from partc.plan import Plan
 from partc.plan.batch import given
@@ -110,7 +108,7 @@ class _Partition:
         outputs = self._finish(self.graph.outputs)
         self.out.output(outputs.as_dict())
         local = replace(self.graph, fx=self.out, mesh=mesh)
-        _drop_unused(self.out)
+        drop_unused(self.out)
         name_as_before(self.out, self.names)
         check_microbatches(local)
         settle_modules(local)
@@ -390,21 +388,3 @@ class _Partition:
 
     def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
         return self._get(node, want, value(node))
-
-
-def _drop_unused(graph: fx.Graph) -> None:
-    """Erase calls that nothing reads; inputs of the step stay."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
-
-
-def settle_modules(local: Graph) -> None:
-    """Move a resharded copy that several blocks read into the module of the value it is made of."""
-    moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
-    for node in local.calls():
-        if node.target in moves and value(first_operand(node)).kind == "op":
-            owners = {innermost_turn(u) for u in node.users if u.op == "call_function"}
-            if len(owners) > 1:
-                made_by = value(first_operand(node))
-                update(node, module=made_by.module, at=made_by.at, source=made_by.source)

@@ -33,9 +33,10 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, normed: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
+        self.last = nn.BatchNorm1d(WIDTH) if normed else nn.Identity()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -43,6 +44,7 @@ class Words(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
+        x = self.last(x.transpose(1, 2)).transpose(1, 2)
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
@@ -52,9 +54,9 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @cache
-def step() -> partc.Traced:
+def step(normed: bool = False) -> partc.Traced:
     torch.manual_seed(0)
-    return partc.Traced(Words().double(), (IDS,), loss_of)
+    return partc.Traced(Words(normed).double(), (IDS,), loss_of)
 
 
 ONE_STAGE = ("dp=2,tp=2", "fsdp+megatron", 1)
@@ -63,6 +65,7 @@ PIPELINE = ("pp=2,dp_replicate=2,dp_shard=2", "ddp", 2)
 WHERE = {  # each pass where it does something: mesh, plan, microbatches
     "fuse_loss": ONE_STAGE,
     "fuse_bias": ONE_STAGE,
+    "stack_sums": ONE_STAGE,
     "recompute": ONE_STAGE,
     "share_gathers": ONE_STAGE,
     "bucket_collectives": ONE_STAGE,
@@ -70,25 +73,27 @@ WHERE = {  # each pass where it does something: mesh, plan, microbatches
     "hierarchical_all_reduce": PAIRS,
     "hierarchical_per_stage": PIPELINE,
 }
+NORMED = {"stack_sums"}  # passes that need the last batch norm
 ALL = {each.name for each in PASSES if each.optional}
 
 
 @cache
-def compiled(where: tuple[str, str, int], *disable: str) -> Program:
+def compiled(where: tuple[str, str, int], *disable: str, normed: bool = False) -> Program:
     axes, plan, microbatches = where
     mesh = in_pairs(axes, FAST, SLOW) if "replicate" in axes else Mesh.parse(axes)
-    return partc.compile(step(), mesh, plan=plan, microbatches=microbatches, disable=disable)
+    return partc.compile(step(normed), mesh, plan=plan, microbatches=microbatches, disable=disable)
 
 
-def check(program: Program) -> None:
-    verify(program, step().model, (IDS,), loss_of).check()
+def check(program: Program, normed: bool = False) -> None:
+    verify(program, step(normed).model, (IDS,), loss_of).check()
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_without_one(name: str) -> None:
-    program = compiled(WHERE[name], name)
-    assert program.sources != compiled(WHERE[name]).sources
-    check(program)
+    normed = name in NORMED
+    program = compiled(WHERE[name], name, normed=normed)
+    assert program.sources != compiled(WHERE[name], normed=normed).sources
+    check(program, normed)
 
 
 @pytest.mark.parametrize("where", [ONE_STAGE, PIPELINE], ids=lambda where: str(where[0]))

@@ -51,6 +51,23 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
     return f"{name}, {done} = {call}({', '.join(operands)})"
 
 
+def at_once(node: fx.Node, x: Text, name: str, helpers: Helpers) -> str:
+    """The statement that starts a collective and waits for it: ``y = all_gather(x, 2, self.dp)``.
+
+    An all_reduce works in place, so that ``x`` is ``name``.
+    """
+    if node.target is collectives.all_reduce:
+        return all_reduce(node, name)
+    k: dict[str, Any] = dict(node.kwargs)
+    operands = [str(x), str(k["num"]), f"self.{k['axis']}"]
+    if node.target is collectives.all_to_all:
+        outer = [k.get("outer", 1), k.get("to_outer", 1)]
+        operands += map(str, [k["dim"], k["to_dim"], *(outer if outer != [1, 1] else [])])
+    else:
+        operands += _cut(k["dim"], k.get("outer", 1))
+    return f"{name} = {helpers.use(kind_of(node))}({', '.join(operands)})"
+
+
 def narrow_sum(
     node: fx.Node, texts: Sequence[str], state: Sequence[str], helpers: Helpers
 ) -> str:  # fmt: skip
