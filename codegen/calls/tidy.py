@@ -33,15 +33,12 @@ aten = torch.ops.aten
 def tidy(graph: Graph) -> Graph:
     """The graph that is printed, a copy; the one given stays as it is.
 
-    Calls that nobody reads are dropped, and the running statistics that a batch norm's backward
-    ignores. Calls that together repeat a dim become one ``repeat_interleave``.
+    Calls that nobody reads are dropped. Calls that together repeat a dim become one
+    ``repeat_interleave``.
     """
     copy = copied(graph)
     for node in copy.calls():
-        # In training (argument 7) the backward reads the batch's statistics, not the running ones.
-        if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
-        elif is_call(node, aten.clone.default):
+        if is_call(node, aten.clone.default):
             _as_contiguous(node)
     _as_repeats(copy, alone=False)
     _as_one(copy)

@@ -1,6 +1,7 @@
 """Drop calls whose result equals their argument: detach, clone, a cast to the same dtype, x * 1.
 
-A concatenation loses the parts that have no entries.
+A concatenation loses the parts that have no entries, and the backward of a batch norm the running
+statistics that it does not read.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def drop_noops(graph: Graph) -> None:
         _plain_kwargs(node)
         if node.target is aten._conj.default:
             _conjugate(node)
+        elif node.target is aten.native_batch_norm_backward.default:
+            _read_batch_alone(node)
         elif node.target is aten.cat.default and (parts := _filled(node)):
             _join(node, parts)
         elif is_call(node, aten._to_copy.default) and _counts(node.args[0]):
@@ -77,6 +80,15 @@ def _conjugate(node: fx.Node) -> None:
             user.args = fx.node.map_aggregate(
                 user.args, lambda a: of.conjugate() if a is node else a
             )
+
+
+def _read_batch_alone(node: fx.Node) -> None:
+    """In training (argument 7) the backward reads the batch's statistics, not the running ones.
+
+    These are as the step leaves them: where a norm runs twice, a later stage may compute them.
+    """
+    if node.args[7] is True:
+        node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def _filled(node: fx.Node) -> list[fx.Node]:

@@ -153,3 +153,15 @@ def test_what_has_no_one_value_is_refused() -> None:
         partc.compile(model, "dp=2", BATCH, loss=loss_of, plan="ddp", microbatches=2)
     program = partc.compile(model, "dp=2", BATCH, loss=loss_of, plan="ddp", batch_norm="local")
     partc.verify(program, model, BATCH, loss_of).check()
+
+
+def test_a_norm_that_runs_on_two_stages_is_refused_by_its_buffer() -> None:
+    class Twice(nn.Sequential):
+        def forward(self, x: Any) -> Any:
+            return super().forward(super().forward(x))
+
+    model = Twice(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    with pytest.raises(PlanError, match=r"1.running_mean.*stage 0 reads the buffer, and stage 1"):
+        partc.compile(
+            model, "pp=2", BATCH, loss=loss_of, plan="ddp", batch_norm="local", stages=["2"]
+        )

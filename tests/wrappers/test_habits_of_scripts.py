@@ -127,6 +127,41 @@ def test_parametrized_layers(plan: str, world: Processes) -> None:
     world.run(let_go, parametrized, mean_square, plan, num=2)
 
 
+class Adapted(nn.Module):
+    """It has a method of a module inside, as adapters of peft have, and modules in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = OwnLoss()
+        self.call = self.inside.forward
+        self.layers = [*self.inside.net.children()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.call(x)
+        for layer in self.layers:
+            x = layer(x)
+        return loss + x.square().mean()
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    return Adapted()
+
+
+def parts_inside(plan: str) -> None:
+    let_go(adapted, lambda model, x: model(x), plan)
+    model = parallel(adapted(), plan)
+    model.step(X)
+    assert model.call.__self__ is model.inside
+    assert all(x is y for x, y in zip(model.layers, model.inside.net.children(), strict=True))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_model_with_methods_of_its_parts(plan: str, world: Processes) -> None:
+    world.run(parts_inside, plan, num=2)
+
+
 # losses -------------------------------------------------------------------------------------------
 def own_loss(plan: str) -> None:
     wanted = alone(OwnLoss(), lambda model, x: model(x))

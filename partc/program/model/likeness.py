@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ class Likeness:
     def __init__(self, model: nn.Module, read: ReadNumbers) -> None:
         made: dict[nn.Module, nn.Module] = {}
         self.root, self.read = _like(model, made), read
+        _point_at_twins(made)
         self._tables = {twin: _tables(module, made) for module, twin in made.items()}
         self._own_tensors = _own_tensors(model, made)
         self._plain = {twin: dict(_numbers(twin)) for twin in made.values()}
@@ -132,6 +134,37 @@ def _like(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
     for child in module.children():
         _like(child, made)
     return twin
+
+
+def _point_at_twins(made: Mapping[nn.Module, nn.Module]) -> None:
+    """Let plain attributes of the twins have twins where the model's have modules of the model.
+
+    Adapters of peft have a method of the model inside: it would run on, and keep, the model's own.
+    """
+    for twin in made.values():
+        for name, held in list(vars(twin).items()):
+            if name not in TABLES and any(_module_of(x) in made for _, x in _held(held)):
+                new = {key: _of_twin(x, made) for key, x in _held(held)}
+                vars(twin)[name] = _exchanged(held, new)
+
+
+def _held(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What a list, dict or tuple has, by key; what is none of these has itself."""
+    entries = type(value) in (list, tuple, dict)
+    yield from _entries(value) if entries else [(None, value)]
+
+
+def _module_of(value: Any) -> nn.Module | None:
+    """A module, or that of which a bound method is; None for all else."""
+    of = value.__self__ if isinstance(value, MethodType) else value
+    return of if isinstance(of, nn.Module) else None
+
+
+def _of_twin(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
+    of = _module_of(value)
+    if of is None or of not in made:
+        return value
+    return MethodType(value.__func__, made[of]) if isinstance(value, MethodType) else made[of]
 
 
 def _tables(module: nn.Module, made: dict[nn.Module, nn.Module]) -> dict[str, dict[str, Any]]:
