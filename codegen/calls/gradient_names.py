@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -159,12 +159,20 @@ def _part_of_cat(node: fx.Node, forward: fx.Node) -> fx.Node | None:
     if forward.target is not aten.cat.default or node.target is not aten.slice.Tensor:
         return None
     parts: Any = forward.args[0]
-    dim, start, at = int(str(node.args[1])), int(str(node.args[2])), 0
+    dim, start, at = int(str(node.args[1])), node.args[2], 0
+    if not isinstance(start, int):  # each block has a place of its own
+        return _part_in_order(node, parts)
     for part in parts:
         if at == start:
             return cast(fx.Node, part)
         at += fake_of(part).shape[dim]
     return None
+
+
+def _part_in_order(node: fx.Node, parts: Sequence[fx.Node]) -> fx.Node | None:
+    """The part of a concatenation for one of the slices of its gradient, if each part has one."""
+    slices = [n for n in node.all_input_nodes[0].users if n.target is node.target]
+    return parts[slices.index(node)] if len(slices) == len(parts) else None
 
 
 def _origin(node: fx.Node) -> tuple[object, ...]:

@@ -176,3 +176,42 @@ def test_rates_of_dropout_are_arguments() -> None:
     for block, rate in ((model.down1, 0.1), (model.down2, 0.2), (model.up, 0.3)):
         block.drop = nn.Dropout(rate)
     assert instances(checked(model)) == NAMES
+
+
+class Up(nn.Module):
+    """As in a U-Net: what comes from below, made larger, beside what was kept on the way down."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.conv = nn.ConvTranspose2d(width, width // 2, 2, 2), nn.Sequential()
+        for number, size in enumerate((width, width // 2)):
+            self.conv.append(nn.Conv2d(size, width // 2, 3, padding=1, bias=False))
+            self.conv.append(nn.GroupNorm(2, width // 2))
+            self.conv.append(nn.ReLU(inplace=number > 0))
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        y: Tensor = self.conv(torch.cat([kept, self.up(x)], 1))
+        return y
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4)
+        self.downs = nn.ModuleList(nn.Conv2d(w, 2 * w, 3, 2, 1) for w in (4, 8, 16))
+        self.up1, self.up2, self.up3 = Up(32), Up(16), Up(8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        kept = [self.stem(x)]
+        for down in self.downs:
+            kept.append(F.relu(down(kept[-1])))
+        x = kept.pop()
+        for up in (self.up1, self.up2, self.up3):
+            x = up(x, kept.pop())
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+def test_parts_of_a_concatenation_are_named_where_each_block_has_its_own_places() -> None:
+    source = checked(UNet())
+    assert re.findall(r"self\.(up\d) = Up\(", source) == ["up1", "up2", "up3"]
+    assert "self.start" in source
