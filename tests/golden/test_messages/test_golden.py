@@ -24,6 +24,14 @@ class Gathered(list[tuple[list[Tensor], dist.Work]]):
         return whole
 
 
+def all_to_all(x: Tensor, num: int, group: dist.ProcessGroup, dim: int, to_dim: int, outer: int = 1,
+               to_outer: int = 1) -> Tensor:
+    """A tensor that is cut on `dim`, cut on `to_dim` instead."""
+    arrived, done = exchange(x, num, group, to_dim, to_outer)
+    done.wait()
+    return join(arrived, num, dim, outer)
+
+
 def exchange(x: Tensor, num: int, group: dist.ProcessGroup, dim: int,
              outer: int = 1) -> tuple[Tensor, dist.Work]:
     """Start to send piece `i` of `dim` to rank `i`; what arrives lies on dim 0."""
