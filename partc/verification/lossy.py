@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from partc.plan.compress import Compress
-from partc.plan.wires import elements, is_residual, thick
-from partc.verification.narrow_sums import Narrow
+from partc.plan.wires import elements, thick
+from partc.verification.narrow_sums import Narrow, begin_anew, of_all_ranks, shapes_of
 
 SLACK = 1e-5  # of all norms: schemes compute in float32
 Bound = Callable[[Tensor, Compress, Sequence[Sequence[int]]], float]
@@ -38,7 +38,7 @@ class Sum:
 
     @property
     def error(self) -> float:
-        """Of the sum, beside the norm of the exact one; an exact sum of zeros has no error."""
+        """Of the sum, beside the norm of the exact one; beside zeros as it is."""
         exact = self.every.sum(0)
         off = self.found.detach().flatten().double() - exact
         return _relative(float(off.norm()), float(exact.norm()))
@@ -72,11 +72,9 @@ class Measuring:
     def __call__(
         self, flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any, *rng: Any
     ) -> Any:
-        mine = flat.detach().reshape(1, -1).double()
-        every = mine.new_empty(self.num, mine.numel())
-        self.dist.all_gather_single(every, mine, group=group)
-        shapes = [x.shape for x in among] if isinstance(among, list) else [flat.shape]
-        self.sums.append(Sum(every, shapes, flat))
+        mine = flat.detach().flatten().double()
+        every = of_all_ranks(self.dist, mine, self.num, group)
+        self.sums.append(Sum(every, shapes_of(flat, among), flat))
         return self.made(flat, among, size, state, group, *rng)
 
 
@@ -89,10 +87,7 @@ def sent_errors(
         n: Measuring(module["dist"], each, narrow.num) for n, each in narrow.classes.items()
     }
     module.update(measuring)
-    for name, tensor in held.items():
-        tensor.grad = None
-        if is_residual(name):
-            tensor.zero_()
+    begin_anew(held)
     run(narrow.how.start_step + 1)
     for each in (each for one in measuring.values() for each in one.sums):
         yield SentError(each.name(held), each.found.numel(), each.error, each.bound(narrow.how))

@@ -60,12 +60,10 @@ class Definition:
         self, flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any, *rng: Any
     ) -> Arrived:
         """The sum, written to ``flat``; what it has not sent stays here until the step ends."""
-        mine = flat.reshape(1, -1).to(torch.float32)  # which raises to float64 where verify does
-        every = mine.new_empty(self.num, mine.numel())
-        self.dist.all_gather_single(every, mine, group=group)
+        mine = flat.flatten().to(torch.float32)  # which raises to float64 where verify does
+        every = of_all_ranks(self.dist, mine, self.num, group)
         if len(self.states) == len(self.sites):
-            shapes = [x.shape for x in among] if isinstance(among, list) else [flat.shape]
-            self.sites.append(Site(self.how, shapes))
+            self.sites.append(Site(self.how, shapes_of(flat, among)))
         site = self.sites[len(self.states)]
         self.states.append(state)
         site.key = self._key(rng[0]) if rng else None
@@ -217,9 +215,7 @@ class Narrow:
         self.role.module.__dict__.update(spoiled)
         held = self.role.tensors(step)
         left = {name: x for name, x in held.items() if is_residual(name)}
-        _drop_gradients(held)
-        for tensor in left.values():
-            tensor.zero_()
+        begin_anew(held)
         first = self.how.start_step + 1  # the steps before it are exact
         for number in range(first, first + STEPS):
             run(number)
@@ -238,6 +234,25 @@ class Narrow:
             kind = f"which are finite, of inf in the {'last' if last else 'first'} sum"
             found |= {(kind, name): x for name, x in _finite(held).items()}
         return found | {("left over behind inf", name): x.clone() for name, x in left.items()}
+
+
+def begin_anew(held: Mapping[str, Tensor]) -> None:
+    """Nothing is added up yet, and nothing left over."""
+    _drop_gradients(held)
+    for name in filter(is_residual, held):
+        held[name].zero_()
+
+
+def shapes_of(flat: Tensor, among: Any) -> list[torch.Size]:
+    """The shapes of the gradients that a sum is given, as a list or as one tensor."""
+    return [x.shape for x in among] if isinstance(among, list) else [flat.shape]
+
+
+def of_all_ranks(dist: Any, mine: Tensor, num: int, group: Any) -> Tensor:
+    """The numbers ``[n]`` of every rank, ``[num, n]``."""
+    every = mine.new_empty(num, mine.numel())
+    dist.all_gather_single(every, mine.view(1, -1), group=group)
+    return every
 
 
 def _drop_gradients(held: Mapping[str, Tensor]) -> None:

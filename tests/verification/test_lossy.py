@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from partc.api import compile
 from partc.cli.main import main
@@ -21,18 +20,12 @@ from partc.verification.defined_sums import Site
 from partc.verification.lossy import BOUNDS, SentError, Sum
 from partc.verification.verification import verify
 from tests.texts import everywhere
+from tests.verification.two_blocks import small
 from tests.zoo import Case
 
 PLAN = 'preset = "{}"\nallow = ["compress"]\n[compress]\nleast_mb = 0.0001\nwire = "{}"\n'
 SIZES = {BLOCK: "block = 64", SHARE: "share = 0.1", RANK: "rank = 1", "": ""}
 OWN = {wire: SIZES[each.entry] for wire, each in WIRES.items()}
-
-
-@cache
-def small() -> Case:
-    layers = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(2)]
-    model = nn.Sequential(*layers, nn.Linear(12, 9))
-    return Case(model, (torch.randn(8, 12),), lambda m, x: m(x).square().mean())
 
 
 @cache

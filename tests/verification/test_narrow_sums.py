@@ -26,6 +26,7 @@ from partc.program import Program
 from partc.verification.defined_sums import Site
 from partc.verification.verification import verify
 from tests.texts import everywhere
+from tests.verification.two_blocks import small
 from tests.zoo import MODELS, Case
 
 PLAN = 'preset = "ddp"\nallow = ["compress"]\n[compress]\nleast_mb = 0.0001\nwire = '
@@ -35,14 +36,6 @@ INT8 = f'{PLAN}"int8"\nblock = 64'
 @cache
 def llama() -> Case:
     return MODELS["llama"]()
-
-
-@cache
-def small() -> Case:
-    """Two equal blocks, whose sums blocks of 64 do not divide."""
-    layers = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(2)]
-    model = nn.Sequential(*layers, nn.Linear(12, 9))
-    return Case(model, (torch.randn(8, 12),), lambda m, x: m(x).square().mean())
 
 
 @cache

@@ -65,7 +65,7 @@ class RankTensors:
         self._elsewhere: dict[str, int] = {}  # what the last load gave for other ranks' tensors
         self._num_loads = 0
         how = Plan.parse(program.plan).compress
-        self.has_directions = how is not None and how.is_direction  # and no gradients
+        self.has_directions = how is not None and how.is_direction  # in place of sums
         self._empty = torch.empty(0, device=device)  # which `.to()` moves
         own = {shard.name: shard for shard in role.shards}
         self.shards = {**own, **self.holders.aside}
