@@ -296,8 +296,8 @@ def first_operand(node: fx.Node) -> fx.Node:
 
 def is_weight(node: fx.Node) -> bool:
     """Whether a value is a parameter, or follows from one parameter alone (a transpose, a cast)."""
-    while node.op == "call_function" and len(tensor_args(node)) == 1:
-        node = tensor_args(node)[0]
+    while node.op == "call_function" and len(read := tensor_args(node)) == 1:
+        node = read[0]
     return node.op == "placeholder" and value(node).kind == "param"
 
 

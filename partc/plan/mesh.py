@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from math import gcd, prod
 from pathlib import Path
@@ -146,7 +146,7 @@ class Mesh:
         """Whether the axes are still to be chosen."""
         return not self.axes and self.topology is not None and self.topology.num_devices > 1
 
-    @property
+    @cached_property  # the cost model asks at each call
     def hardware(self) -> Topology:
         """The machines to plan for; without a topology, CPU processes on one machine."""
         return self.topology or _processes(self.num_ranks)
