@@ -55,9 +55,20 @@ def outcome(run: Callable[[], object]) -> tuple[str, str]:
 
 def style(made: Callable[[], Style]) -> Callable[[], Style]:
     """Add a style under its function's name, with blanks in place of underscores."""
-    STYLES[made.__name__.replace("_", " ")] = made
+    name = made.__name__.replace("_", " ")
+    assert name not in STYLES, f"two styles are called {name!r}"
+    STYLES[name] = made
     return made
 
 
-for _module in ("mixtures", "graphs", "sequences", "losses", "odd_calls"):
+for _module in (
+    "mixtures",
+    "graphs",
+    "sequences",
+    "losses",
+    "odd_calls",
+    "attention",
+    "networks",
+    "aims",
+):
     import_module(f"{__name__}.{_module}")
