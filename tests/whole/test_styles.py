@@ -29,6 +29,8 @@ RIGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("mixture by sort", "pp=2"): {"plan": "auto"},
     ("graph attention", "dp=2"): {"plan": "ddp"},
     ("mixture with capacity", "dp=2"): {"plan": "ddp"},
+    # two parameters are expanded, one of a late gather, before anything is computed
+    ("transformer of sets", "dp=2"): {"plan": "zero1", "microbatches": 2},
     # a mask for each head, where a rank has some of the heads
     ("prefix from lengths", "tp=2"): {"plan": "megatron"},
 }
