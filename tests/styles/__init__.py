@@ -31,6 +31,7 @@ STYLES: dict[str, Callable[[], Style]] = {}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {  # mesh, and what else compile is told
     "ddp": ("dp=2", {"plan": "ddp"}),
     "ddp, microbatches": ("dp=2", {"plan": "ddp", "microbatches": 2}),
+    "zero1, microbatches": ("dp=2", {"plan": "zero1", "microbatches": 2}),
     "fsdp": ("dp=2", {"plan": "fsdp"}),
     "megatron": ("tp=2", {"plan": "megatron"}),
     "pipeline": ("pp=2", {"plan": "ddp", "microbatches": 2}),

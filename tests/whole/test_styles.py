@@ -59,6 +59,13 @@ def test_a_style_is_refused_by_name(name: str) -> None:
         partc.compile(one.model, "dp=2", one.inputs, loss=one.loss, plan="ddp")
 
 
+@pytest.mark.parametrize("how", [{}, {"schedule": "forward-only"}])
+def test_a_loss_that_trains_nothing_is_refused_with_microbatches(how: dict[str, Any]) -> None:
+    one = STYLES["all frozen"]()
+    with pytest.raises(PlanError, match=r"has a loss and trains no parameter.*microbatches=1"):
+        partc.compile(one.model, "dp=2", one.inputs, loss=one.loss, microbatches=2, **how)
+
+
 @pytest.mark.parametrize("axis", ["step", "seed", "stages", "forward", "lambda", "None"])
 def test_an_axis_cannot_have_a_name_of_the_programs(axis: str) -> None:
     model, batch = nn.Linear(4, 4), (torch.randn(4, 4),)
