@@ -38,12 +38,15 @@ def gather_ahead(items: Sequence[Item]) -> list[Item]:
 
 
 def _ahead(calls: Sequence[fx.Node], most: int) -> Iterator[fx.Node]:
-    """The calls between two loops, their gathers started while fewer bytes are on their way."""
+    """The calls between two loops, their gathers started while fewer bytes are on their way.
+
+    Those before a wait for a gather, and that gather, are started in any case.
+    """
     waiting = deque(node for node in calls if gathers_param(node))
     on_their_way: dict[fx.Node, int] = {}
 
-    def starts() -> Iterator[fx.Node]:
-        while waiting and sum(on_their_way.values()) < most:
+    def starts(wanted: fx.Node | None = None) -> Iterator[fx.Node]:
+        while waiting and (wanted in waiting or sum(on_their_way.values()) < most):
             start = waiting.popleft()
             on_their_way[start] = _bytes(start)
             yield start
@@ -53,7 +56,9 @@ def _ahead(calls: Sequence[fx.Node], most: int) -> Iterator[fx.Node]:
         if gathers_param(node):
             continue
         if node.target is collectives.wait:
-            on_their_way.pop(node.all_input_nodes[0], None)
+            started = node.all_input_nodes[0]
+            yield from starts(started)
+            on_their_way.pop(started, None)
             yield from starts()
         yield node
 

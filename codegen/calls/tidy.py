@@ -108,6 +108,8 @@ def _as_repeats(graph: Graph, *, alone: bool) -> None:
         dim = _repeated_dim(*(shape_of(n) for n in (x, view, expand, node)))
         if dim is None or alone != (shape_of(x)[dim] == 1):
             continue
+        if not alone and not _is_one_call_on_all_ranks(x, node, dim):
+            continue
         absorbed |= {known_as(expand): known_as(node), known_as(view): known_as(node)}
         num = shape_of(node)[dim] // shape_of(x)[dim]
         node.target = aten.expand.default if alone else aten.repeat_interleave.self_int
@@ -115,6 +117,15 @@ def _as_repeats(graph: Graph, *, alone: bool) -> None:
     for node in graph.calls():
         if value(node).forward in absorbed:
             update(node, forward=absorbed[value(node).forward])
+
+
+def _is_one_call_on_all_ranks(x: fx.Node, result: fx.Node, dim: int) -> bool:
+    """Whether the same call makes the whole of its result from the whole of what is repeated.
+
+    Where the copies are sharded a rank makes fewer: no rule says so of a single call.
+    """
+    num = shape_of(result)[dim] // shape_of(x)[dim]
+    return value(x).shape[dim] * num == value(result).shape[dim]
 
 
 def _repeat(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -52,7 +52,7 @@ def choose_stages(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:
     like = named_schedule(plan if plan.order else plan.changed(virtual_stages=num))
     if like.stages == 1:
         return plan
-    there = stage_units(graph, plan, mesh)
+    there = stage_units(graph, plan, mesh, stages=like.stages)
     points = balance_ranks(
         there[0], like.rank_of, in_flight=in_flight(like), there=there,
         memory_bytes=memory_limits(mesh, plan.memory_bytes),

@@ -266,7 +266,8 @@ def _check(units: Sequence[Unit], stages: int, in_flight: Sequence[int]) -> None
         raise PlanError(
             where=f"pipeline of {stages} stages",
             what=f"the model has only {few} to cut between",
-            why="every stage needs at least one, and a unit is not cut",
+            why="every stage needs at least one, and a unit, which is a block or a module beside "
+            "the blocks, is not cut",
             do=f"Use at most {most} (fewer pp ranks, or fewer virtual stages per rank).",
         )
 

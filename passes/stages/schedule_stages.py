@@ -254,6 +254,12 @@ def _left_for_activations(graphs: Sequence[Graph], plan: Plan, mesh: Mesh) -> fl
 def _check_kinds(local: Graph, order: Schedule) -> None:
     """PlanError unless a training step has a schedule with backwards, and inference one without."""
     trains = bool(local.grads)
+    if local.loss is not None and not trains:
+        raise PlanError(
+            where=f"schedule={order.name!r}", what="the step has a loss and trains no parameter",
+            why="with microbatches or stages the loss comes with the backwards, and there are none",
+            do="Let a parameter require its gradient, or use one stage and microbatches=1.",
+        )  # fmt: skip
     if trains != bool(order.kinds - {"F"}):
         raise PlanError(
             where=f"schedule={order.name!r}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 from torch import fx
@@ -22,17 +22,20 @@ from partc.graph.graph_edits import copied
 from partc.graph.input_only import input_only
 from partc.machines.devices import Device
 from partc.passes.recompute.choose import recompute
+from partc.passes.stages.buffer_units import inseparable, joined
 from partc.passes.stages.cut_stages import Unit
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 
 
 def stage_units(
-    graph: Graph, plan: Plan, mesh: Mesh, *, optimizer: str = "adamw"
+    graph: Graph, plan: Plan, mesh: Mesh, *, stages: int = 1, optimizer: str = "adamw"
 ) -> list[list[Unit]]:
     """Per pipeline rank the units of an unsharded joint graph with their costs on its devices.
 
-    Equal devices share one list. ``plan`` is complete. Costs are of one rank and microbatch:
+    Equal devices share one list. Units that share a buffer which the step updates are one, with
+    those between them, where that leaves enough for ``stages``: else the refusal of the stages
+    names the buffer. ``plan`` is complete. Costs are of one rank and microbatch:
     computing divided evenly by a stage's ranks, activations by the axes that shard the batch or
     the sequence. A unit's ``parameter_bytes`` are parameters, gradients and optimizer states.
     """
@@ -50,11 +53,11 @@ def stage_units(
         // prod(mesh.size(axis) for axis in plan.stored(name))
         for name, node in graph.params.items()
     }  # fmt: skip
-    crossing = chain.crossing()
+    crossing, together = chain.crossing(), chain.inseparable(graph)
 
     @cache
     def on(device: Device) -> list[Unit]:
-        return [
+        units = [
             Unit(
                 name=name,
                 forward_us=1e6 * chain.seconds(unit.forward, device, turns),
@@ -66,6 +69,8 @@ def stage_units(
             for number, unit in enumerate(chain.units)
             for name in unit_names(graph, unit.name)
         ]
+        one = joined(units, together)
+        return one if len(one) >= stages else units
 
     return [on(mesh.at_place(at).hardware.device) for at in range(mesh.pipeline_ranks)]
 
@@ -136,6 +141,14 @@ class _Chain:
                 forward = named.get(value(node).forward)
                 here = here if forward is None else self.unit_of[forward]
                 self.units[here].backward.append(node)
+
+    def inseparable(self, graph: Graph) -> list[tuple[int, int]]:
+        """The first and last of units that one stage must have, counted with dropped blocks."""
+        calls = ((n, unit.forward + unit.backward) for n, unit in enumerate(self.units))
+        spans = inseparable(graph, {node: number for number, each in calls for node in each})
+        sizes = (len(unit_names(graph, unit.name)) for unit in self.units)
+        ends = list(accumulate(sizes, initial=0))
+        return [(ends[first], ends[last + 1] - 1) for first, last in spans]
 
     def seconds(self, calls: list[fx.Node], device: Device, pieces: int) -> float:
         """Seconds of the calls on one of ``pieces`` pieces.

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import partc
 from partc.errors import PlanError
+from partc.plan import Plan
 
 BATCH = torch.randn(16, 8), torch.randn(16, 8)
 
@@ -155,14 +156,44 @@ def test_what_has_no_one_value_is_refused() -> None:
     partc.verify(program, model, BATCH, loss_of).check()
 
 
-def test_a_norm_that_runs_on_two_stages_is_refused_by_its_buffer() -> None:
-    class Twice(nn.Sequential):
-        def forward(self, x: Any) -> Any:
-            once: Any = super().forward
-            return once(once(x))
+class Twice(nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        once: Any = super().forward
+        return once(once(x))
 
+
+def test_a_norm_that_runs_on_two_stages_is_refused_by_its_buffer() -> None:
     model = Twice(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     with pytest.raises(PlanError, match=r"1.running_mean.*stage 0 reads the buffer, and stage 1"):
         partc.compile(
             model, "pp=2", BATCH, loss=loss_of, plan="ddp", batch_norm="local", stages=["2"]
         )
+
+
+@pytest.mark.parametrize("how", [{}, {"microbatches": 2, "batch_norm": "local"}])
+def test_chosen_stages_do_not_part_the_runs_of_a_norm(how: dict[str, Any]) -> None:
+    model = Twice(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    program = partc.compile(model, "pp=2", BATCH, loss=loss_of, plan="ddp", **how)
+    assert Plan.parse(program.plan).stages == ("1",)
+    partc.verify(program, model, BATCH, loss_of).check()
+
+
+def test_nor_what_reads_a_buffer_from_what_updates_it() -> None:
+    class Back(nn.Sequential):
+        """What the last of the middle layers gave is added to what goes into the first of them."""
+
+        last: Tensor
+
+        def forward(self, x: Any) -> Any:
+            first, *middle, head = cast(Any, self)
+            x = first(x) + 0.1 * self.last.clone()
+            for layer in middle:
+                x = torch.tanh(layer(x))
+            self.last.copy_(x.detach().mean(0))
+            return head(x)
+
+    model = Back(*(nn.Linear(8, 8) for _ in range(4)))
+    model.register_buffer("last", torch.ones(8))
+    program = partc.compile(model, "pp=2", BATCH, loss=loss_of, plan="ddp")
+    assert Plan.parse(program.plan).stages == ("3",)
+    partc.verify(program, model, BATCH, loss_of).check()

@@ -31,6 +31,7 @@ STYLES: dict[str, Callable[[], Style]] = {}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {  # mesh, and what else compile is told
     "ddp": ("dp=2", {"plan": "ddp"}),
     "ddp, microbatches": ("dp=2", {"plan": "ddp", "microbatches": 2}),
+    "zero1, microbatches": ("dp=2", {"plan": "zero1", "microbatches": 2}),
     "fsdp": ("dp=2", {"plan": "fsdp"}),
     "megatron": ("tp=2", {"plan": "megatron"}),
     "pipeline": ("pp=2", {"plan": "ddp", "microbatches": 2}),
@@ -55,9 +56,20 @@ def outcome(run: Callable[[], object]) -> tuple[str, str]:
 
 def style(made: Callable[[], Style]) -> Callable[[], Style]:
     """Add a style under its function's name, with blanks in place of underscores."""
-    STYLES[made.__name__.replace("_", " ")] = made
+    name = made.__name__.replace("_", " ")
+    assert name not in STYLES, f"two styles are called {name!r}"
+    STYLES[name] = made
     return made
 
 
-for _module in ("mixtures", "graphs", "sequences", "losses", "odd_calls"):
+for _module in (
+    "mixtures",
+    "graphs",
+    "sequences",
+    "losses",
+    "odd_calls",
+    "attention",
+    "networks",
+    "aims",
+):
     import_module(f"{__name__}.{_module}")

@@ -29,6 +29,10 @@ RIGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("mixture by sort", "pp=2"): {"plan": "auto"},
     ("graph attention", "dp=2"): {"plan": "ddp"},
     ("mixture with capacity", "dp=2"): {"plan": "ddp"},
+    # two parameters are expanded, one of a late gather, before anything is computed
+    ("transformer of sets", "dp=2"): {"plan": "zero1", "microbatches": 2},
+    # a mask for each head, where a rank has some of the heads
+    ("prefix from lengths", "tp=2"): {"plan": "megatron"},
 }
 
 
@@ -53,6 +57,13 @@ def test_a_style_is_refused_by_name(name: str) -> None:
     one = STYLES[name]()
     with pytest.raises(TraceError, match=REFUSED[name]):
         partc.compile(one.model, "dp=2", one.inputs, loss=one.loss, plan="ddp")
+
+
+@pytest.mark.parametrize("how", [{}, {"schedule": "forward-only"}])
+def test_a_loss_that_trains_nothing_is_refused_with_microbatches(how: dict[str, Any]) -> None:
+    one = STYLES["all frozen"]()
+    with pytest.raises(PlanError, match=r"has a loss and trains no parameter.*microbatches=1"):
+        partc.compile(one.model, "dp=2", one.inputs, loss=one.loss, microbatches=2, **how)
 
 
 @pytest.mark.parametrize("axis", ["step", "seed", "stages", "forward", "lambda", "None"])
