@@ -59,5 +59,6 @@ def style(made: Callable[[], Style]) -> Callable[[], Style]:
     return made
 
 
-for _module in ("mixtures", "graphs", "sequences", "losses", "odd_calls"):
+_MODULES = "mixtures graphs sequences losses odd_calls images patches adapters"
+for _module in _MODULES.split():
     import_module(f"{__name__}.{_module}")
