@@ -265,8 +265,8 @@ class _TooMuch(Exception):
 class _Walk(AxisWalk):
     """A walk that counts the elements that move, and those that every rank computes for itself.
 
-    Neither scalars count nor what follows from inputs alone or from parameters: masks, labels, and
-    samples that a line mixes before the model reads them (``x.flip(0)``, as mixup does).
+    Neither scalars count nor what follows from inputs alone (masks, labels) or from parameters; nor
+    what moves since samples are mixed before the model reads them (``x.flip(0)``, as mixup does).
     """
 
     limit: float = inf
@@ -275,6 +275,7 @@ class _Walk(AxisWalk):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.alone = input_only(self.graph, draws=True)
+        self.mixed: set[fx.Node] = set()  # what inputs alone give by moving some of them
         self.samples = set(self.graph.inputs.values())  # and what is computed with parameters
         for node in self.graph.calls():
             if self.samples.intersection(node.all_input_nodes):
@@ -284,7 +285,10 @@ class _Walk(AxisWalk):
     def _take(self, node: fx.Node, best: Strategy) -> None:
         for operand, want in zip(tensor_args(node), best.ins, strict=True):
             have = self.made[operand]
-            if have[0] != R and want not in have and node not in self.alone:
+            moves = have[0] != R and want not in have
+            if node in self.alone and (moves or operand in self.mixed):
+                self.mixed.add(node)
+            elif moves and operand not in self.mixed:
                 self._pay(transition_cost(have[0], want, 2) or 1.0, value(operand).shape)
         if node in self.samples:
             for fake, layout in zip(results_of(node), best.outs, strict=True):
