@@ -33,6 +33,8 @@ def test_a_number_counts_once(name: str, mesh: str) -> None:
     made, batch = model(), (torch.randn(8, 4),)
     program = partc.compile(made, mesh, batch, loss=LOSSES[name], plan="ddp", microbatches=4)
     partc.verify(program, made, batch, loss=LOSSES[name]).check()
+    again = partc.compile(made, mesh, batch, loss=LOSSES[name], plan=program.plan)
+    assert again.source(rank=0) == program.source(rank=0)
 
 
 def test_without_microbatches_it_stays_a_number() -> None:
