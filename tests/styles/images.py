@@ -260,3 +260,15 @@ def likeness_by_fixed_windows() -> Style:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"), nn.ELU())
     model.append(nn.Conv2d(8, 3, 3, padding=1, padding_mode="circular"))
     return Style(model, (torch.rand(BATCH, 3, 8, 8), torch.rand(BATCH, 3, 8, 8)), loss)
+
+
+@style
+def mixup_of_pictures() -> Style:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        others, share = torch.arange(len(x)).flip(0), 0.3
+        out = model(share * x + (1 - share) * x[others])
+        return share * F.mse_loss(out, y) + (1 - share) * F.mse_loss(out, y[others])
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.append(nn.Linear(4, 8))
+    return Style(model, pictures(), loss)
