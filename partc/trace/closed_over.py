@@ -130,8 +130,8 @@ def _not_trained(tensor: Tensor, places: Iterable[Place]) -> TraceError:
         why="its gradient would be lost",
         do="Make it a parameter of the module that is traced, or detach it."
         if "[" not in name
-        else "Keep modules in an nn.ModuleList or nn.ModuleDict, not in a list or a dict: the "
-        "model knows no others.",
+        else "Keep modules in an nn.ModuleList or nn.ModuleDict, and tensors in an "
+        "nn.ParameterList or nn.ParameterDict, not in a list or a dict: the model knows no others.",
     )
 
 

@@ -138,17 +138,22 @@ def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[Repeat
         if fits and alike not in changed and type(buffer) is Tensor and not buffer.is_meta:
             graph.constants[name] = buffer.detach().cpu().clone()
         if alike in decided and alike in changed:
-            raise _decides_and_changes(name, decided[alike])
+            raise _decides_and_changes(model, name, decided[alike])
         if alike in decided:
             graph.decided[name] = decided[alike]
 
 
-def _decides_and_changes(name: str, line: str) -> TraceError:
+def _decides_and_changes(model: nn.Module, name: str, line: str) -> TraceError:
+    """The error for a buffer that decides what is recorded and that the step changes."""
+    owner = model.get_submodule(name.rpartition(".")[0])
     return TraceError(
         where=f"{name} ({line})" if line else name,
         what="the step asks for the value of this buffer, and changes it",
         why="a program does in every step what followed from the value when it was compiled",
-        do="Compute with the tensor itself, without item(), a branch or a selection by it.",
+        # torch itself divides by the number of batches then, as a number
+        do=f"Give the {type(owner).__name__} a momentum: without one torch divides by this value."
+        if getattr(owner, "momentum", 0) is None
+        else "Compute with the tensor itself, without item(), a branch or a selection by it.",
     )
 
 

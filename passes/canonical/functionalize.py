@@ -270,12 +270,15 @@ def _keep_changes(graph: Graph, rewrite: _Rewrite) -> None:
 
 
 def _refuse_if_written(node: fx.Node, rewrite: _Rewrite) -> None:
-    if rewrite.views[node].memory.version:
+    memory = rewrite.views[node].memory
+    if memory.version:
+        name, line = f"{value(node).kind} {value(node).name}", value(memory.node).source
         raise TraceError(
-            where=f"{value(node).kind} {value(node).name}",
+            where=f"{name} ({line})" if line else name,
             what="the step writes to it in place",
             why="a step returns the loss, gradients and new buffers, and changes nothing else",
-            do="Clone it before the write, or make it a buffer.",
+            do="Clone it before the write, make it a buffer, or change it between steps (an "
+            "embedding's max_norm changes its weight too).",
         )
 
 

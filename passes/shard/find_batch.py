@@ -265,7 +265,8 @@ class _TooMuch(Exception):
 class _Walk(AxisWalk):
     """A walk that counts the elements that move, and those that every rank computes for itself.
 
-    Neither scalars count nor what follows from inputs alone (masks, labels) or from parameters.
+    Neither scalars count nor what follows from inputs alone (masks, labels) or from parameters; nor
+    what moves since samples are mixed before the model reads them (``x.flip(0)``, as mixup does).
     """
 
     limit: float = inf
@@ -273,17 +274,21 @@ class _Walk(AxisWalk):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        alone = input_only(self.graph)
+        self.alone = input_only(self.graph, draws=True)
+        self.mixed: set[fx.Node] = set()  # what inputs alone give by moving some of them
         self.samples = set(self.graph.inputs.values())  # and what is computed with parameters
         for node in self.graph.calls():
             if self.samples.intersection(node.all_input_nodes):
                 self.samples.add(node)
-        self.samples -= alone
+        self.samples -= input_only(self.graph)
 
     def _take(self, node: fx.Node, best: Strategy) -> None:
         for operand, want in zip(tensor_args(node), best.ins, strict=True):
             have = self.made[operand]
-            if have[0] != R and want not in have:
+            moves = have[0] != R and want not in have
+            if node in self.alone and (moves or operand in self.mixed):
+                self.mixed.add(node)
+            elif moves and operand not in self.mixed:
                 self._pay(transition_cost(have[0], want, 2) or 1.0, value(operand).shape)
         if node in self.samples:
             for fake, layout in zip(results_of(node), best.outs, strict=True):

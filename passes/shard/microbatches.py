@@ -49,6 +49,9 @@ def check_microbatches(local: Graph) -> None:
             name = value(node).name or node.name
             if is_backward(node) and node.target is collectives.all_reduce:
                 raise _no_sum(_place(node), name)
+            buffers = [n for n, new in local.outputs.buffers.items() if new is node]
+            if buffers:
+                raise _whole_buffer(_place(node), buffers[0])
             raise _whole_batch(node, _reader(node), name)
 
 
@@ -88,6 +91,17 @@ def _whole_batch(node: fx.Node, reader: fx.Node, name: str) -> WholeBatchError:
         do="Use microbatches=1, or change this line to look at each sample by itself; of "
         "what is only returned beside the loss, return its sums and go on with these "
         "behind the step.",
+    )
+
+
+def _whole_buffer(where: str, buffer: str) -> WholeBatchError:
+    """The error for a buffer that gets what all microbatches give together."""
+    return WholeBatchError(
+        where=where,
+        what=f"the new value of buffer {buffer} needs the whole batch, not one microbatch",
+        why="microbatches run one after the other, and programs update no buffer behind the last",
+        do="Use microbatches=1, or return beside the loss what the buffer is made of and update "
+        "the buffer behind the step.",
     )
 
 

@@ -34,6 +34,7 @@ from partc.graph.input_only import input_only
 from partc.passes.shard.cut_given import cut_given
 from partc.passes.shard.decompose_ops import decompose_op, decomposes
 from partc.passes.shard.local_batch_norm import of_each_microbatch
+from partc.passes.shard.open_numbers import adds_number, open_number
 from partc.passes.shard.pieces_first import PiecesFirst
 from partc.passes.shard.price import Choices, Prices
 from partc.passes.shard.value_names import value_names
@@ -170,6 +171,9 @@ class AxisWalk:
                 if decomposes(node) and self._pin(node) is None and self._gathers(node, best):
                     node, self.decomposed = decompose_op(self.graph, node), True
                     continue
+                if adds_number(node) and self._needs_all_microbatches(node, best):
+                    node, self.decomposed = open_number(node), True
+                    continue
                 self._take(node, best)
                 self._at_hand_too(node)
             node = node.next
@@ -283,6 +287,15 @@ class AxisWalk:
         return any(
             self.made[o][0].kind == "cut" and want not in self.made[o]
             for o, want in zip(tensor_args(node), best.ins, strict=True)
+        )
+
+    def _needs_all_microbatches(self, node: fx.Node, best: Strategy) -> bool:
+        """Whether even the best strategy has to finish a sum over microbatches."""
+        operand = tensor_args(node)[0]
+        return (
+            self.axis == MICROBATCH_AXIS
+            and self.made[operand][0] == U
+            and best.ins[0] not in self.made[operand]
         )
 
 

@@ -25,6 +25,26 @@ def test_dim_0_wins() -> None:
     assert found(views()) is None  # batch norm and a loss over pairs move something
 
 
+@pytest.mark.parametrize("mixed", ["flip", "roll", "permutation", "in a given order"])
+def test_samples_that_are_mixed_before_the_model(mixed: str) -> None:
+    order = torch.tensor([3, 1, 4, 0, 5, 7, 2, 6])
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        others = {
+            "flip": lambda: x.flip(0),
+            "roll": lambda: x.roll(1, 0),
+            "permutation": lambda: x[torch.randperm(len(x))],
+            "in a given order": lambda: x[order],
+        }[mixed]()
+        return F.cross_entropy(model(x + others), y)
+
+    layers = nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 8)
+    batch = torch.randn(8, 3, 8, 8), torch.randint(8, (8,))
+    assert found((nn.Sequential(*layers), batch, loss)) is None
+    program = partc.compile(nn.Sequential(*layers), "dp=2", batch, loss=loss, plan="ddp")
+    assert "x dim 0 over dp" in program.source(rank=0)
+
+
 def test_sequence_first() -> None:
     assert found(words()) == {"data": cut(1), "target": cut(0, 7)}
     assert found(words(state=True)) == {

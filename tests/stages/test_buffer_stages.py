@@ -136,6 +136,13 @@ def test_averages_of_activations_in_a_pipeline() -> None:
     partc.verify(program, model, BATCH, loss_of).check()
 
 
+def test_averages_of_microbatches_are_refused_by_their_buffer() -> None:
+    with pytest.raises(
+        PlanError, match=r"new value of buffer layers\.\d\.\w+ needs the whole batch"
+    ):
+        partc.compile(Averages(), "dp=2", BATCH, loss=loss_of, plan="ddp", microbatches=2)
+
+
 def test_what_has_no_one_value_is_refused() -> None:
     class First(Averages):
         def forward(self, x: Tensor) -> Tensor:

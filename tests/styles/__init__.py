@@ -63,13 +63,7 @@ def style(made: Callable[[], Style]) -> Callable[[], Style]:
 
 
 for _module in (
-    "mixtures",
-    "graphs",
-    "sequences",
-    "losses",
-    "odd_calls",
-    "attention",
-    "networks",
-    "aims",
-):
+    "mixtures", "graphs", "sequences", "losses", "odd_calls",
+    "attention", "networks", "aims", "images", "patches", "adapters",
+):  # fmt: skip
     import_module(f"{__name__}.{_module}")

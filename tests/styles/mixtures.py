@@ -207,3 +207,42 @@ class Cross(nn.Module):
 @style
 def deep_and_cross() -> Style:
     return Style(Cross(), features(), mse)
+
+
+class Exits(nn.Module):
+    """Heads after every layer; each sample leaves at the first that is sure of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.exits = nn.ModuleList(nn.Linear(16, 8) for _ in range(3))
+        self.sure = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = torch.zeros(len(x), dtype=torch.bool)
+        total = x.new_zeros(len(x), 8)
+        for layer, leave in zip(self.layers, self.exits, strict=True):
+            x = x + torch.relu(layer(x))
+            out = leave(x)
+            now = (out.detach().softmax(-1).max(-1).values > self.sure) & ~left
+            total = torch.where(now[:, None], out, total)
+            left = left | now
+        return torch.where(left[:, None], total, out)
+
+
+@style
+def exits_where_sure() -> Style:
+    return Style(Exits(), features(), mse)
+
+
+@style
+def exits_of_sure_samples_alone() -> Style:
+    class Leaving(Exits):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x).relu()
+            out = self.exits[0](x)
+            unsure = out.softmax(-1).amax(-1) < self.sure
+            out[unsure] = self.exits[1](self.layers[1](x[unsure]).relu())
+            return out
+
+    return Style(Leaving(), features(), mse)

@@ -102,6 +102,12 @@ def test_a_buffer_that_decides_and_changes_is_refused() -> None:
     assert "return h / float(m.count)" in got.value.where
 
 
+def test_a_norm_without_a_momentum_is_told_of_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(TraceError, match="Give the BatchNorm1d a momentum"):
+        trace(model, (torch.randn(2, 8),), square)
+
+
 def drawn(m: Any, h: Tensor) -> Tensor:
     return h[:, torch.rand(4) > 0.5]
 

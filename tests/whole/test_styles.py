@@ -27,6 +27,10 @@ RIGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("equal blocks and a head", "pp=4"): {"plan": "ddp", "microbatches": 4},
     # of the candidates some need what the model does not allow
     ("mixture by sort", "pp=2"): {"plan": "auto"},
+    # a number that is added to a mean of the batch
+    ("likeness by fixed windows", "pp=2"): {"plan": "ddp", "microbatches": 2},
+    # samples that are mixed before the model reads them
+    ("mixup of pictures", "dp=2"): {"plan": "ddp"},
     ("graph attention", "dp=2"): {"plan": "ddp"},
     ("mixture with capacity", "dp=2"): {"plan": "ddp"},
     # two parameters are expanded, one of a late gather, before anything is computed
