@@ -235,6 +235,10 @@ def test_what_no_trace_can_carry_is_told_with_what_helps(name: str) -> None:
 
 
 # other calls -----------------------------------------------------------------------------------
+def shifted(x: Tensor) -> Tensor:
+    return x.sub_(x.mean(0))
+
+
 def plan_of(entry: str) -> Callable[[], Any]:
     return lambda: partc.Plan.parse(entry)
 
@@ -242,6 +246,32 @@ def plan_of(entry: str) -> Callable[[], Any]:
 def loaded_loosely(names: str) -> Any:
     stage: Any = compiled(mesh="dp=1").module()
     return stage.load_full({names: torch.ones(8, 4)}, strict=False)
+
+
+class Table(nn.Module):
+    """An embedding that shortens its rows while it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, max_norm=0.5)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.table(ids)
+
+
+def normed() -> None:
+    compiled(model=Table(), inputs=(torch.arange(8), Y))
+
+
+def named_rows() -> None:
+    """A batch in which each row has a name."""
+
+    def loss(model: nn.Module, x: Tensor, target: Tensor, names: list[str]) -> Tensor:
+        return loss_of(model, x, target)
+
+    batch = {"x": X, "target": Y, "names": ["a"] * 8}
+    stage: Any = compiled(mesh="dp=1", inputs=batch, loss=loss).module()
+    stage.step(**{**batch, "names": ["b"] * 8})
 
 
 CALLS: dict[str, Mistake] = {
@@ -259,6 +289,11 @@ CALLS: dict[str, Mistake] = {
         lambda: api.Controller(compiled()), ("a Program", "stage = program.module()"),
     ),
     "a controller of a model": (lambda: api.Controller(Net()), ("a Net", "program.module()")),
+    "an input that is written to": (
+        lambda: compiled(model=Does(shifted)), ("input x (", "x.sub_(x.mean(0))", "Clone it"),
+    ),
+    "a norm of rows": (normed, ("param table.weight", "leave max_norm out")),
+    "names of rows": (named_rows, ("step, names.0", "Leave it out of the batch")),
     "a variant without a name": (
         lambda: api.with_variants(compiled(), "fsdp"), ("with_variants(program, int8=plan)",),
     ),
