@@ -62,6 +62,8 @@ _ALSO = {  # other words for these
 }  # fmt: skip
 _OF_REPORTS = "what it gives compares with one: partc.verify(...).check(tolerance=...)"
 _INSTEAD = {  # the same, where one call has another word for it
+    ("load", "mesh"): "a program is that of one mesh, and partc.compile makes one for another",
+    ("load", "plan"): "a program is that of one plan, and partc.compile makes one for another",
     ("verify", "tol"): _OF_REPORTS,
     ("verify", "tolerance"): _OF_REPORTS,
     ("sampler", "batch_size"): "rows_per_step=... counts the rows of all data ranks together, and "
@@ -82,6 +84,7 @@ _SURPLUS = {  # what somebody means who passes more by place than there is
     "loss=loss_of), and what follows them goes by name",
     "verify": "Inputs are one argument, a tuple: verify(program, model, (x, y), loss_of), and what "
     "follows goes by name",
+    "with_variants": "Each plan goes by the name of its variant: with_variants(program, int8=plan)",
     "graph_pass": '@graph_pass(after="insert_collectives") says behind which pass yours runs',
     "parallelize": "The first step compiles for its batch, parallelize(model, mesh, "
     "loss=loss_of), and what follows goes by name",

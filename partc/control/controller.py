@@ -18,6 +18,7 @@ from partc.control.meter import Meter
 from partc.control.prices import Prices
 from partc.control.told import (
     check_alike,
+    check_is_stage,
     check_stage,
     checked_log,
     checked_standing,
@@ -83,6 +84,7 @@ class Controller:
             for batch in data:
                 loss = stage.step(*batch)
         """
+        check_is_stage(stage)
         family = stage._own
         self._programs = variants_of(family.first.program)
         check_stage(self._programs)

@@ -10,6 +10,7 @@ from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program import Program
 from partc.program.ranks.same_choice import SameChoice
+from partc.program.stage.runtime import Stage
 from partc.wrong_calls import check_whole_number, did_you_mean, quoted
 
 Row = Mapping[str, Any]
@@ -40,6 +41,16 @@ def known_variant(programs: Collection[str], name: object, argument: str) -> str
         why=f"the stage has {', '.join(programs)}",
         do=did_you_mean(name, programs) or "Name one of them.",
     )  # fmt: skip
+
+
+def check_is_stage(given: object) -> None:
+    """UsageError for what is no stage: a program, a model."""
+    if not isinstance(given, Stage):
+        raise UsageError(
+            where="Controller", what=f"the stage is {quoted(given)}",
+            why="a controller watches the steps of this rank's stage",
+            do="Make it, stage = program.module(), and pass partc.Controller(stage).",
+        )  # fmt: skip
 
 
 def check_stage(programs: Collection[str]) -> None:

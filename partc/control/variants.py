@@ -18,11 +18,12 @@ from partc.program import Program
 from partc.program.recipes import recipe_of
 from partc.program.role import Shard
 from partc.program.wanted import is_name
-from partc.wrong_calls import quoted
+from partc.wrong_calls import known_arguments, quoted
 
 FIRST = "compiled"  # the variant that the program itself is
 
 
+@known_arguments
 def with_variants(program: Program, **plans: str | Path | Plan) -> Program:
     """A program with variants of its step: the same gradients, sent by other plans.
 

@@ -202,6 +202,8 @@ class Plan:
             text = file_text(as_path(path, "Plan.load"))
         except Unreadable as error:
             do = "Name a plan.toml, as program.save writes it."
+            if Path(path).name == str(path) and not Path(path).suffix:
+                do += f" A preset is no file: compile(plan={str(path)!r}), or Plan(preset=...)."
             if Path(path).is_dir():
                 do = f"Name the plan in it: {Path(path) / 'plan.toml'}."
             raise plan_error(str(path), "the plan cannot be read", str(error), do) from None

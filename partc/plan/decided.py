@@ -35,10 +35,21 @@ def flaw_of(name: str, given: Any) -> str:
     return _FLAWS[name](given)
 
 
+_EXAMPLES = {  # by entry, with an axis and a size for ``{}``
+    "hierarchical": "{ dp_shard = { dp_replicate = 0.25 } }",
+    "bucket_copy_mb": "{ dp = { all_gather = 0.3, reduce_scatter = 0.25 } }",
+    "grad_parts": "{ dp = 2 }",
+    "flops_per_byte": "{ memory = 60, dp = 900 }",
+    "sends": "{ forward = 1, backward = 1 }",
+    "early_sums": "[0, 1]",
+}
+
+
 def meant_by(name: str, given: Any) -> str:
     """What to write instead of a wrong entry; "" if nobody knows."""
     if name != "bucket_copy_mb" or _sizes_flaw(given):
-        return ""
+        example = _EXAMPLES.get(name)
+        return f"Write {name} = {example}, or leave it out: it is then chosen." if example else ""
     if {*given} & {*KINDS}:
         return f"Axes come first: {name} = {{ dp = {{ {next(iter(given))} = 0.3 }} }}."
     return did_you_mean(_strange_kind(given), KINDS)

@@ -96,6 +96,20 @@ def check_names(matched: Matched) -> None:
     )
 
 
+def check_any(matched: Matched) -> None:
+    """LoadError if names were given, and none is one of the model's: ``strict`` or not."""
+    if matched.found or not matched.unexpected:
+        return
+    lines = [f"given       {name}" for name in matched.unexpected[:3]]
+    lines += [f"the model's {name}" for name in matched.missing[:3]]
+    raise LoadError(
+        where="weights",
+        what=f"none of the {len(matched.unexpected)} names is one of the model's",
+        why="with strict=False names without a partner are left out, so nothing would be loaded",
+        do=f"{_hint(matched) or 'Rename them as in the model'}:{table(lines)}",
+    )
+
+
 def _hint(matched: Matched) -> str:
     """What was done to a state dict so that its names differ; "" if nobody knows."""
     for name in matched.unexpected:

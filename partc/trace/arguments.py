@@ -303,7 +303,7 @@ def _unbound(
     inner = ", ".join([*(type(a).__name__ for a in args), *(f"{name}=..." for name in kwargs)])
     taken = ", ".join(map(str, signature.parameters.values()))
     do = "Let the loss take the model and then the inputs." if loss is not None else (
-        "Give inputs that the model takes, or a loss that does."
+        "Give inputs that the model takes, or loss=, a function of the model and these inputs."
     )  # fmt: skip
     by_name = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
     if args and by_name and "positional" in str(error):

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
@@ -123,15 +123,23 @@ def _no_view(param: str) -> TraceError:
 
 def _not_trained(tensor: Tensor, places: Iterable[Place]) -> TraceError:
     shape = f"a tensor of shape {tuple(tensor.shape)}"
-    name = next((place.name for place in places if place.value is tensor), shape)
+    place = next((place for place in places if place.value is tensor), None)
+    name, do = shape, "Make it a parameter of the module that is traced, or detach it."
+    if place is not None:
+        name = place.name
+        if "[" in name:
+            do = "Keep modules in an nn.ModuleList or nn.ModuleDict, and tensors in an "
+            do += "nn.ParameterList or nn.ParameterDict, not in a list or a dict: the model knows "
+            do += "no others."
+        elif isinstance(place.root.value, nn.Module):
+            do = "Call the model that the loss is given, loss(model, ...), in place of this one; "
+            do += "make a module that is trained too a part of the model; freeze a teacher, "
+            do += "requires_grad_(False)."
     return TraceError(
         where=name,
         what="the loss reads a trainable tensor that is no parameter of the model",
         why="its gradient would be lost",
-        do="Make it a parameter of the module that is traced, or detach it."
-        if "[" not in name
-        else "Keep modules in an nn.ModuleList or nn.ModuleDict, and tensors in an "
-        "nn.ParameterList or nn.ParameterDict, not in a list or a dict: the model knows no others.",
+        do=do,
     )
 
 

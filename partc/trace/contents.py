@@ -135,7 +135,7 @@ class Contents:
         """What a tensor's memory holds."""
         known = self.at.get(memory_of(tensor))
         if known is None:
-            known = Content(_value_digest(tensor), 0)
+            known = Content(value_digest(tensor), 0)
             self._put(tensor, known)
         return known
 
@@ -203,7 +203,7 @@ def _overwrites(func: Any) -> bool:
     return name.partition(".")[0] in _OVERWRITE or name.endswith((".out", "_out"))
 
 
-def _value_digest(tensor: Tensor) -> str:
+def value_digest(tensor: Tensor) -> str:
     """The digest of a constant: of its values, or of some where it is large."""
     known = tuple(tensor.shape), str(tensor.dtype)
     if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout is not torch.strided:

@@ -2,8 +2,8 @@
 
 A program holds them as literals. In the process that compiled, a run looks now and then whether the
 script has changed one, as by ``model.temperature = 0.5``. Looked at like numbers are arrays, sets,
-the lengths of lists, which function an attribute or a variable is, and which modules and hooks a
-model has.
+tensors from outside of the step, the lengths of lists, which function an attribute or a variable
+is, and which modules and hooks a model has.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from functools import partial
 from types import CellType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from partc.trace.contents import memory_of
+from partc.trace.frozen_tensors import HeldTensor
 from partc.trace.owners import ABSENT, getattr_dict, look
 from partc.trace.places import STATELESS, Reach, told
 from partc.trace.reachable import Place, Reads, class_keys, is_ours
@@ -27,6 +29,7 @@ from partc.trace.untouched import hooks_of
 NAMED = 3  # numbers of one variable that a note names one by one
 AT_ONCE = 100  # numbers that one step looks at, which takes some 50 us
 SAME = "the same object"
+_NO_TIES = "as compiled"
 BYTES = 1 << 12  # of an array that take as long as a number
 
 
@@ -60,6 +63,8 @@ class Number(NamedTuple):
         """Whether what is there now is something else."""
         if self.state is SAME:
             return now is not self.value()
+        if isinstance(self.state, HeldTensor):
+            return self.state.differs(now)
         try:
             return now is ABSENT or state_of(now) != self.state
         except Unknown:
@@ -78,18 +83,21 @@ class FrozenNumbers:
 
     @classmethod
     def of(
-        cls, model: nn.Module, reach: Reach, reads: Reads, own: Collection[str]
-    ) -> FrozenNumbers:
+        cls, model: nn.Module, reach: Reach, reads: Reads, own: Collection[str],
+        outside: Collection[int] = (),
+    ) -> FrozenNumbers:  # fmt: skip
         """The numbers that a step reads, of those that it can reach, as they are now.
 
         ``reads``: class and name of the attributes that the step has read. ``own``: the names of
-        those that the step itself sets, as it may do again elsewhere.
+        those that the step itself sets, as it may do again elsewhere. ``outside``: the memory of
+        tensors that it reads and that are constants of the program.
         """
         taken = [p for p in reach.places if _is_read(p, reads, reach) and told(p) not in own]
         root = weakref.ref(model)
         found = [number for place in taken if (number := _number(place)) is not None]
         unseen = (*(_described(place) for place in taken if _is_unseen(place)), *reach.unseen)
-        found += (*_submodules(model), *_hook_sets(model))
+        found += _tensors(taken, outside)
+        found += (*_submodules(model), *_hook_sets(model), _ties(model))
         return cls(tuple(found), lambda: _mode(root()), model.training, unseen=unseen)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -175,15 +183,28 @@ def _number(place: Place) -> Number | None:
     except (Unknown, TypeError):
         return None
     inside = place.root.name if isinstance(place.owner, list | dict) and place.outer else ""
+    owner, keys = _way(place)
+    text = shown(value) if state is not SAME else ""
+    kept = value if state is SAME or isinstance(value, FIXED) else ABSENT
+    name, cost = place.name if state is SAME else told(place), 1 + _size(state) // BYTES
+    return Number(name, owner, keys, kept, state, text, inside, cost)
+
+
+def _way(place: Place) -> tuple[Callable[[], Any], tuple[Any, ...]]:
+    """The object from which a value is found again, and the keys that lead from there to it."""
     first, keys = place, [place.key]
     while first.outer and not isinstance(first.owner, nn.Module):
         first = first.outer
         keys.insert(0, first.key)
-    text = shown(value) if state is not SAME else ""
-    kept = value if state is SAME or isinstance(value, FIXED) else ABSENT
-    owner, cost = _reference(first.owner), 1 + _size(state) // BYTES
-    name = place.name if state is SAME else told(place)
-    return Number(name, owner, tuple(keys), kept, state, text, inside, cost)
+    return _reference(first.owner), tuple(keys)
+
+
+def _tensors(places: list[Place], outside: Collection[int]) -> Iterator[Number]:
+    """The tensors over this memory, looked at like numbers."""
+    for place in places:
+        if isinstance(place.value, Tensor) and memory_of(place.value) in outside:
+            state = HeldTensor(place.value)
+            yield Number(place.name, *_way(place), ABSENT, state, "", "", 1)
 
 
 def _submodules(model: nn.Module) -> Iterator[Number]:
@@ -202,6 +223,32 @@ def _hook_sets(model: nn.Module) -> Iterator[Number]:
         owner = partial(_hook_set, weakref.ref(module))
         name = f"the set of hooks of {f'model.{path}' if path else 'model'}"
         yield Number(name, owner, (0,), ABSENT, state_of(_hook_set(owner.args[0])[0]), "", "", 1)
+
+
+def _ties(model: nn.Module) -> Number:
+    """Which parameters have become one since, looked at like a text."""
+    owner = partial(_new_ties, weakref.ref(model), frozenset(tied_pairs(model)))
+    cost = sum(1 for _ in model.parameters())
+    name = "the set of tied parameters of model"
+    return Number(name, owner, (0,), ABSENT, state_of(_NO_TIES), repr(_NO_TIES), "", cost)
+
+
+def _new_ties(model: Callable[[], nn.Module | None], before: frozenset[str]) -> Any:
+    """A list of the ties that a model had not; None once it is gone."""
+    there = model()
+    if there is None:
+        return None
+    new = [each for each in tied_pairs(there) if each not in before]
+    return [", ".join(new) or _NO_TIES]
+
+
+def tied_pairs(model: nn.Module) -> Iterator[str]:
+    """The parameters that a model has under several names, as ``head.weight = embed.weight``."""
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        if known != name:
+            yield f"{name} = {known}"
 
 
 def _hook_set(module: Callable[[], nn.Module | None]) -> Any:

@@ -76,5 +76,5 @@ def _refusal(name: str, what: str, where: str) -> TraceError:
         what=what,
         why="a program computes a step from weights, buffers and inputs, whatever gradients are",
         do="Use torch.autograd.grad, or a hook of the parameter; keep what a later step reads in a "
-        "buffer, and call backward() and zero_grad() outside of the step.",
+        "buffer, and clip, step an optimizer, and call backward() and zero_grad() behind the step.",
     )

@@ -7,7 +7,7 @@ structure that the loss returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,9 @@ class Returns:
             do = "Give loss=fn(model, *inputs) with a 0-d result; the tensor itself may be an "
             do += "extra, (loss, extras). For a forward program compile under torch.no_grad() and "
             do += "without loss=."
+        elif isinstance(outcome, Generator | Coroutine):
+            outcome.close()  # which would tell that nobody has waited for it
+            do = "Write an ordinary function: return in place of yield, and def without async."
         elif isinstance(outcome, tuple | list) and outcome:
             what += f", and its first entry {_told(outcome[0])}"
             do = "Return the loss first, and what else the step is to give back behind it: "

@@ -144,7 +144,8 @@ class History:
         reads = self.reads.found
         reach = Reach.of(self.model, self.objective, reads, self.reads.watched, self.ran)
         own = [n for n, now in reach.states().items() if self.states.get(n, now).state != now.state]
-        return FrozenNumbers.of(self.model, reach, reads, own)
+        outside = {at for at, each in self.contents.outside.items() if not each.written}
+        return FrozenNumbers.of(self.model, reach, reads, own, outside)
 
     def notes(self) -> list[str]:
         """Sentences on attributes and variables that the step sets, and a program does not."""

@@ -16,6 +16,12 @@ from partc.trace.source_lines import module_of, source_of
 _VALUE = "Python code asks for the value of a tensor"
 # By what torch says, or by its class: what happened, and what to do. The first that fits counts.
 _KNOWN = (
+    ("'(generator|coroutine|async_generator)' object|not (generator|coroutine|async_generator)",
+     "a function with yield or async gives no tensor when it is called",
+     "Write an ordinary function: return in place of yield, and def without async."),
+    (r"no autograd formula was registered", "a custom op has no derivative",
+     "Register one, torch.library.register_autograd(name, backward, setup_context=...); or give it "
+     "what needs no gradient, x.detach()."),
     (r"item\(\)|numpy|DataDependentOutputException", _VALUE,
      "Use torch.where instead of a branch; to print or log it, return the tensor itself beside the "
      "loss, (loss, extras), and do that behind the step; or move this code out of the step."),
@@ -23,8 +29,9 @@ _KNOWN = (
      "Use a mask or a fixed capacity instead of selecting elements."),
     ("use_reentrant", "a reentrant checkpoint cannot be traced",
      "Call torch.utils.checkpoint.checkpoint with use_reentrant=False."),
-    ("UnsupportedOperatorException", "an op has no shape function",
-     "Register one with torch.library.register_fake."),
+    ("UnsupportedOperatorException|no fake impl", "an op has no shape function",
+     "Register one with torch.library.register_fake: a function of the same arguments, which "
+     "returns empty tensors of the results' shapes, torch.empty_like(x)."),
     ('missing the required "forward"', "the model is no module that is called",
      "Give it a forward, or pass nn.Sequential(*layers)."),
     ("backward through the graph a second time", "the loss computes gradients by itself",
@@ -61,6 +68,23 @@ _KNOWN = (
     (r"Expected (dtype|tensor).*(int64|Long)|scalar type Long", "whole numbers are needed",
      "Give class numbers and indices as whole numbers: labels.long()."),
 )  # fmt: skip
+# By the line that asks for a value, what to do there. The first that fits counts.
+_ASKED = (
+    (r"^\s*return\b.*\.item\(\)\)?\s*$|lambda[^:]*:.*\.item\(\)\)?\s*$",
+     "If this is the loss, return the tensor itself, without .item(); of a number to look at "
+     "return the tensor beside the loss, (loss, extras)."),
+    (r"numpy\(|\bnp\.|\.tolist\(",
+     "Write it with functions of torch; or compute it outside of the step, and give the result as "
+     "an input."),
+    (r"^\s*assert\b|isnan|isfinite|isinf|anomaly",
+     "Leave the check out, and look at the loss behind the step, loss.isfinite(); or return the "
+     "tensor that is checked beside the loss, (loss, extras). A value is chosen by torch.where."),
+    (r"\[[^\]]*:[^\]]*\b(max|sum|item|int)\(|topk\(|range\(|narrow\(",
+     "A size is part of a program: keep one size and mask what is too much; or cut the batch "
+     "before it is given to the step, as each shape has a program of its own."),
+    (r"^\s*while\b",
+     "Repeat a fixed number of times, and keep what is done by then: torch.where(done, x, new)."),
+)  # fmt: skip
 _OF_PYTHON = ("AttributeError", "NameError", "KeyError", "UnboundLocalError", "ImportError")
 _SHAPES = re.compile(
     r"size|shape|dim\b|dimension|broadcast|expand|channels|must match|numel|elements", re.I
@@ -86,7 +110,9 @@ def explained(
             what = "the model stands where its result is needed"
             do = "Let the loss call it: lambda model, x, y: criterion(model(x), y)."
     if what == _VALUE:
-        reason += ": while tracing, tensors have shapes but no values"
+        reason = reason.rstrip(".") + ": while tracing, tensors have shapes but no values"
+        line = (source or "").partition(": ")[2]
+        do = next((each for words, each in _ASKED if re.search(words, line)), do)
         if is_wanted_check(error):
             what = "a distribution checks the values of its arguments"
             do = "Leave validate_args=True out: while tracing, the check is off by default."

@@ -272,13 +272,16 @@ def _keep_changes(graph: Graph, rewrite: _Rewrite) -> None:
 def _refuse_if_written(node: fx.Node, rewrite: _Rewrite) -> None:
     memory = rewrite.views[node].memory
     if memory.version:
-        name, line = f"{value(node).kind} {value(node).name}", value(memory.node).source
+        line = value(memory.node).source  # of the latest write
+        do = "Clone it before the write, or make it a buffer."
+        if value(node).kind == "param":
+            do = "Write to stage.parameters() behind the optimizer's step, under torch.no_grad(); "
+            do += "leave max_norm out of an nn.Embedding, which shortens its rows in the forward."
         raise TraceError(
-            where=f"{name} ({line})" if line else name,
+            where=f"{value(node).kind} {value(node).name}" + (f" ({line})" if line else ""),
             what="the step writes to it in place",
             why="a step returns the loss, gradients and new buffers, and changes nothing else",
-            do="Clone it before the write, make it a buffer, or change it between steps (an "
-            "embedding's max_norm changes its weight too).",
+            do=do,
         )
 
 

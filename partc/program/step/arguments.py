@@ -113,7 +113,10 @@ def _by_name(arguments: Arguments) -> str:
 
 def _differs(error: TreeError, call: str) -> RunError:
     do = "Pass what was compiled, or compile again."
-    if "the number" in error.what or "the string" in error.what or "None" in error.what:
+    if "the string" in error.what:
+        do = "Leave it out of the batch, for which the loss then needs no argument; or pass what "
+        do += "was compiled, or compile for it."
+    elif "the number" in error.what or "None" in error.what:
         do = "Pass what was compiled, make it a tensor and compile again, or compile for it."
     if "is a ndarray now" in error.what or "is a list now" in error.what:
         do = "Pass a tensor, torch.as_tensor(...), or compile for it."

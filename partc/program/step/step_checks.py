@@ -89,7 +89,7 @@ class StepChecks:
             raise RunError(
                 where="step",
                 what="; ".join(changes[:4]),
-                why="a program has the numbers of the model as they were when it was compiled",
+                why="a program has numbers, and tensors from outside, as they were when compiled",
                 do="Compile again, make it an input of the step, or a buffer.",
             )
 

@@ -27,7 +27,7 @@ from partc.program.tensors.holders import Holders, from_first
 from partc.program.tensors.homes import Home, HomeTensor, whole_of
 from partc.program.tensors.shown import Layouts
 from partc.program.tensors.stage_tensors import StageTensor
-from partc.program.weights import check_names, check_shapes, match
+from partc.program.weights import check_any, check_names, check_shapes, match
 
 
 class Unmatched(NamedTuple):
@@ -153,6 +153,7 @@ class RankTensors:
         matched = replace(matched, missing=[n for n in matched.missing if n in needed])
         if strict:
             check_names(matched)
+        check_any(matched)
         every = self.all_shards.values()
         shapes, dtypes = {s.name: s.shape for s in every}, {s.name: s.dtype for s in every}
         check_shapes(given, matched, shapes, dtypes)
