@@ -19,7 +19,7 @@ MACHINE = """name = "own"
 [[devices]]
 name = "a"
 count = 2
-memory_bytes = 1e10
+memory_bytes = 10_000_000_000
 memory_bytes_per_s = 1e10
 watts = 100
 {device}
@@ -71,7 +71,7 @@ def test_mistakes_are_refused_in_words(case: str) -> None:
 def test_figures_by_kind_are_tables(tmp_path: Path) -> None:
     assert machine(tmp_path).mesh == Mesh.of("dp=2")
     number = "flops_per_s = 1e12"
-    words = ("device a", "flops_per_s = 1e12", "Write flops_per_s = { bf16 = 400e12, f32 = 60e12 }")
+    words = ("device a", "is no table", "Write flops_per_s = { bf16 = 400e12, f32 = 60e12 }")
     check((lambda: machine(tmp_path, number), words))
     level = "factors = 1.2"
     words = ("level net", "factors = 1.2", "Write factors = { all_reduce = [1.2, 1.1] }")
