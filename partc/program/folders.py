@@ -35,6 +35,7 @@ def if_of_torch(folder: Path) -> str:
     if saved is None:
         return ""
     return (
-        f"{saved} is of torch.distributed.checkpoint: state = stage.state_dict(), "
-        f'dcp.load(..., checkpoint_id="{saved}") into what was saved, stage.load_state_dict(state).'
+        f"{saved} is of torch.distributed.checkpoint. Load it by that: state = stage.state_dict(), "
+        f'dcp.load({{"model": state}}, checkpoint_id="{saved}"), by the keys of that save, '
+        "and stage.load_state_dict(state)."
     )
