@@ -108,7 +108,7 @@ class Recipe:
         RunError if the model is not what it was.
         """
         plan = plan_of(first, wanted)
-        with self.as_wanted(wanted.mode, first):
+        with _beside(wanted, first), self.as_wanted(wanted.mode, first):
             given = self._given(wanted, first)
             cuts = first.forward_batch.entries(given.names, wanted)
             step = Traced(self.model, given, self.loss, wanted.kind)
@@ -238,6 +238,21 @@ class Recipe:
             yield
         finally:
             self._set(now, trained)
+
+
+@contextmanager
+def _beside(wanted: Wanted, first: Program) -> Iterator[None]:
+    """Say of other shapes that cannot be traced what the program was compiled for."""
+    try:
+        yield
+    except TraceError as error:
+        if wanted.kind != first.wanted.kind or wanted.inputs == first.wanted.inputs:
+            raise
+        took = ", ".join(f"{n} {dtype}{[*shape]}" for n, (shape, dtype) in first.inputs.items())
+        raise TraceError(
+            where=error.where, what=error.what, why=error.why,
+            do=f"{error.do} It was compiled for {took}: is an input in the place of another?",
+        ) from error  # fmt: skip
 
 
 def made_by(

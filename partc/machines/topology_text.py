@@ -13,11 +13,15 @@ from partc.file_text import Unreadable, file_text, toml_table
 from partc.machines.devices import Device, Points
 from partc.machines.topology import Level, Topology
 from partc.machines.topology_checks import check_keys, check_unit, refusal
-from partc.wrong_calls import as_path, did_you_mean
+from partc.wrong_calls import as_path, did_you_mean, quoted
 
 T = TypeVar("T", Device, Level)
 NUMBERS = ("start_s", "contention", "skew", "sharing")
 _SEVERAL = ("devices", "levels")
+_TABLES = {  # of a device, and what one looks like
+    "flops_per_s": "{ bf16 = 400e12, f32 = 60e12 }",
+    "efficiency": "{ matmul = [[1e9, 0.5], [1e12, 0.8]] }",
+}
 TOPOLOGY_KEYS = ("name", "library", *NUMBERS, "notes", "devices", "levels")
 
 
@@ -109,12 +113,20 @@ def _as_axes(table: Mapping[str, Any]) -> str:
     return f"Sizes of axes stand below a line [axes]: {lines}."
 
 
+def _check_table(where: str, own: Mapping[str, Any], key: str, example: str) -> None:
+    """PlanError for a number or a list in the place of a table; ``example``: such a table."""
+    if not isinstance(own.get(key, {}), Mapping):
+        raise refusal(
+            where, f"{key} = {quoted(own[key])} is no table",
+            "it has a figure for each kind, by name", f"Write {key} = {example}.",
+        )  # fmt: skip
+
+
 def _group(entry: Mapping[str, Any]) -> tuple[Device, int]:
     count = entry.get("count", 1)
     own = {key: value for key, value in entry.items() if key != "count"}
-    for key in ("flops_per_s", "efficiency"):
-        if not isinstance(own.get(key, {}), Mapping):
-            raise refusal(f"device {own.get('name', '')}", f"{key} is not a table", "it is one")
+    for key, example in _TABLES.items():
+        _check_table(f"device {own.get('name', '')}", own, key, example)
     own["efficiency"] = {work: _points(p) for work, p in own.get("efficiency", {}).items()}
     where = f"device {own.get('name', '')}".strip()
     for dtype, peak in own.get("flops_per_s", {}).items():
@@ -125,8 +137,7 @@ def _group(entry: Mapping[str, Any]) -> tuple[Device, int]:
 
 def _level(entry: Mapping[str, Any]) -> Level:
     own = dict(entry)
-    if not isinstance(own.get("factors", {}), Mapping):
-        raise refusal(f"level {own.get('name', '')}", "factors is not a table", "it is one")
+    _check_table(f"level {own.get('name', '')}", own, "factors", "{ all_reduce = [1.2, 1.1] }")
     _check_units(f"level {own.get('name', '')}".strip(), own)
     own["factors"] = {kind: _pair(pair) for kind, pair in own.get("factors", {}).items()}
     return _made(Level, own)

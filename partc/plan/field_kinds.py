@@ -68,7 +68,8 @@ def check_places(table: Mapping[str, Any], where: str) -> None:
     """
     for name in _TABLES:
         own = _entries_of(name)
-        for key, given in table.get(name, {}).items():
+        entries = table.get(name, {})
+        for key, given in entries.items() if isinstance(entries, Mapping) else ():
             if key in FIELDS - own and given != "whole" and _fits(key, given):
                 raise plan_error(
                     where, f"{key!r} stands in the table [{name}]",

@@ -48,8 +48,8 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
             where, f"there is no field {unknown[0]!r}", f"fields are {', '.join(sorted(FIELDS))}",
             _no_table(table[unknown[0]], unknown[0]) or did_you_mean(unknown[0], FIELDS),
         )  # fmt: skip
-    check_fields(table, where)
     check_places(table, where)
+    check_fields(table, where)
     _check_reduce(table, where)
     mesh = Mesh(tuple(table["mesh"].items())) if "mesh" in table else None
     for name in ("params", "inputs"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PROGRAM, CHECKPOINT = "program.json", "checkpoint.json"  # the file that each has
+DCP = ".metadata"  # the file that torch.distributed.checkpoint writes
 CONSTANTS = "constants.safetensors"  # of a program
 
 
@@ -25,4 +26,16 @@ def if_program(folder: Path) -> str:
     return (
         "It has a program, without weights: partc.load(folder) reads it. Name the weights, or "
         "what save_checkpoint wrote."
+    )
+
+
+def if_of_torch(folder: Path) -> str:
+    """What to do with a folder of torch.distributed.checkpoint, or above some; "" for another."""
+    saved = next((p for p in (folder, *sorted(folder.glob("*"))) if (p / DCP).is_file()), None)
+    if saved is None:
+        return ""
+    return (
+        f"{saved} is of torch.distributed.checkpoint. Load it by that: state = stage.state_dict(), "
+        f'dcp.load({{"model": state}}, checkpoint_id="{saved}"), by the keys of that save, '
+        "and stage.load_state_dict(state)."
     )

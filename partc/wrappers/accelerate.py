@@ -31,6 +31,7 @@ from partc.wrappers.said import (
     in_our_words,
 )
 from partc.wrappers.stray import not_prepared, trained_beside
+from partc.wrappers.undivided import Watched
 from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
 
 OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "deepspeed_plugins")
@@ -58,6 +59,8 @@ class Accelerator(OnMesh):
         accelerator = Accelerator(mesh="dp=2,tp=2", plan="fsdp+megatron")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
+
+    divides = False  # a loss, while ``backward`` runs
 
     @known_arguments
     def __init__(
@@ -106,7 +109,7 @@ class Accelerator(OnMesh):
         if known is None:
             super().prepare_model(model, device_placement=False, evaluation_mode=True)
             self._models.pop()
-            known = Prepared(model, self.how, self.device.type)
+            known = Watched(model, self.how, self.device.type, self)
             self._prepared.add(known)
         if not any(each is known for each in self._models):
             self._models.append(known)
@@ -155,7 +158,11 @@ class Accelerator(OnMesh):
         stray = trained_beside(loss, self._prepared)
         if stray is not None:
             raise not_prepared(stray)
-        super().backward(loss, **named)
+        self.divides = True
+        try:
+            super().backward(loss, **named)
+        finally:
+            self.divides = False
 
     def save_state(self, *args: Any, **named: Any) -> Any:
         """As accelerate's; UsageError for a folder where nothing can be written."""

@@ -29,10 +29,10 @@ _OWN = ("module", "model", "how", "device_type", "stage", "evaluated", "moved", 
 
 class AsModel(Prepared):
     """What a script asks of a model that is wrapped: of the model before its first step, and of its
-    stage behind it. ``program`` is what was compiled.
+    stage behind it. ``program`` is what was compiled, from the first step on.
     """
 
-    program: Program | None = None
+    program: Program
 
     @property
     def module(self) -> Any:  # type: ignore[override]
@@ -52,7 +52,7 @@ class AsModel(Prepared):
 
     def _division(self) -> Division:
         """As the program divides its batch; before there is one, over all axes of data."""
-        if self.program is not None:
+        if "program" in vars(self):
             return division_of(self.program)
         mesh = Mesh.of(self.how.mesh)
         if mesh.is_open:
@@ -139,7 +139,9 @@ class AsModel(Prepared):
         except AttributeError:
             if name.startswith("_ddp_"):  # which DistributedDataParallel asks for first
                 raise wrapped_again("DistributedDataParallel") from None
-            if self.stage is None and not name.startswith("_") and hasattr(Stage, name):
+            if name == "program" or (
+                self.stage is None and not name.startswith("_") and hasattr(Stage, name)
+            ):
                 raise no_stage_yet(name) from None
             raise
 

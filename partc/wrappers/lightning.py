@@ -20,7 +20,7 @@ from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program.optimizer.optimizers import check_of_stage
 from partc.program.start import group_backend
-from partc.wrappers.lightning_errors import default_dtype, manual, other_division
+from partc.wrappers.lightning_errors import check_devices, default_dtype, manual, other_division
 from partc.wrappers.lightning_module import Compiled
 from partc.wrappers.lightning_served import ServedByStage
 from partc.wrappers.lightning_step import loss_of, replay
@@ -83,6 +83,7 @@ class Strategy(ServedByStage):
         """Compile the step for the first batch, and give the module the stage's parameters."""
         if not self.lightning_module.automatic_optimization:
             raise manual(self.lightning_module)
+        check_devices(self._mesh, self.world_size)
         precision = str(self.precision_plugin.precision)
         if precision.endswith("-true") and precision != "32-true":
             raise default_dtype(precision)

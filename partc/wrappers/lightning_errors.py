@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from partc.errors import RunError, TraceError, UsageError
+from partc.plan.mesh import Mesh
 
 
 def manual(module: Any) -> UsageError:
@@ -15,6 +16,18 @@ def manual(module: Any) -> UsageError:
         why="training_step would call optimizers and backward in the middle of what is one program",
         do="Return the loss from training_step, or write the loop with partc.compile.",
     )
+
+
+def check_devices(mesh: Mesh, world: int) -> None:
+    """RunError unless a Trainer has started as many processes as the mesh has ranks."""
+    if not mesh.is_open and world != mesh.num_ranks:
+        raise RunError(
+            where=f"Strategy, mesh {mesh}",
+            what=f"the Trainer runs {world} processes, and the mesh has {mesh.num_ranks} ranks",
+            why="each process is one rank",
+            do=f"Write Trainer(devices={mesh.num_ranks}), or on several machines devices times "
+            f"num_nodes; or a mesh of {world}.",
+        )  # fmt: skip
 
 
 def default_dtype(precision: str) -> UsageError:

@@ -104,14 +104,13 @@ def parallelize(
 class Parallel(AsModel):
     """A model whose ``stage`` is made at its first step; before, it is the model as it was.
 
-    ``program`` is what was compiled. Parameters, modules and attributes are those of the model, or
-    of the stage once there is one, under their names in the model.
+    ``program`` is what was compiled, once there is a stage. Parameters, modules and attributes are
+    those of the model, or of the stage once there is one, under their names in the model.
     """
 
     def __init__(self, model: nn.Module, how: How, device: str | None) -> None:
         super().__init__(model, how, "cpu" if device is None else device)
         self._device = device
-        self.program: Program | None = None
         self.losses: dict[Any, Any] = {}  # by a loss of the script, what steps by it
         self.moved.append(_follow)
 
@@ -183,7 +182,6 @@ class Parallel(AsModel):
         may have been frozen during the first step, as a GAN's critic is.
         """
         program, stage = self.program, self.stage
-        assert program is not None
         assert stage is not None
         recipe, shown = program.recipe, dict(stage.named_parameters())
         if not isinstance(recipe, Recipe) or stage.stand_ins():

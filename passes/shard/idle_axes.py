@@ -10,6 +10,11 @@ from partc.plan import Cuts, Plan, fold_names
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 
 IDLE = "so that its ranks all compute the same"  # in the notes of axes that divide nothing
+NO_ROWS = "no batch is a multiple of its ranks: take a size that divides the rows of the batch"
+NO_PRODUCTS = (
+    "the preset found no products that it divides, to cut by column and by row: take a size that "
+    "divides heads and widths of hidden layers, or leave the axis out"
+)
 MUCH = 0.25  # of the elements of all matrices
 MOST_NAMES = 6
 
@@ -21,13 +26,8 @@ def idle_axes(
     """A note for each axis of several ranks that divides no work between them, or little of it."""
     named = {axis for lies in plan.values.values() for axis in lies}
     for axes, table, kind, why in (
-        (data, inputs, "input", "no batch is a multiple of its ranks"),
-        (
-            tensor,
-            params,
-            "weight",
-            "the preset found no products that it divides, to cut by column and by row",
-        ),
+        (data, inputs, "input", NO_ROWS),
+        (tensor, params, "weight", NO_PRODUCTS),
     ):
         cut_axes = named.union(*table.values())
         for axis in axes:

@@ -79,6 +79,23 @@ def stepped(*, models: bool, optimizers: bool) -> None:
     stepping.step()
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_backward_past_the_accelerator(factor: float) -> None:
+    made = accelerator(mesh="dp=1", plan="ddp", cpu=True, gradient_accumulation_steps=2)
+    model = made.prepare(Labelled()).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.backward(model(*batch_of()).loss)
+        divided = model.head.weight.grad.full_tensor().clone()
+        model.zero_grad()
+        if factor < 1:
+            (factor * model(*batch_of()).loss).backward()
+    if factor == 1:
+        with pytest.warns(UserWarning, match=r"steps=2 .* Call accelerator\.backward\(loss\)"):
+            model(*batch_of()).loss.backward()
+    assert torch.equal(model.head.weight.grad.full_tensor(), divided / (0.5 / factor))
+
+
 def penalty() -> Any:
     """A loss of the step, and one of the weights beside it."""
     made = accelerator(mesh="dp=1", plan="ddp")

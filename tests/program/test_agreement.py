@@ -142,10 +142,9 @@ def later(of: Program) -> list[str]:
     stage.agreement.every = 3
     said = []
     for number in range(4):
-        if dist.get_rank() == 1 and number == 1:  # compared at step 3
+        if dist.get_rank() == 1 and number == 2:  # behind the first two steps; compared at step 3
             stage.pieces()["head.bias"][1].data += 0.1
-        if dist.get_rank() == 1 and number == 2:  # as rounding would
-            stage.pieces()["head.weight"][1].data.mul_(1 + 1e-7)
+            stage.pieces()["head.weight"][1].data.mul_(1 + 1e-7)  # as rounding would
         said.append(outcome(lambda: stage.step(*batch)))
     return said
 

@@ -47,7 +47,7 @@ from partc.program.checkpoints.saved_checkpoint import (
     sha256_of,
 )
 from partc.program.checkpoints.saved_position import go_to_position, islands_go_on
-from partc.program.folders import if_program
+from partc.program.folders import if_of_torch, if_program
 from partc.program.optimizer.optimizers import check_of_stage
 from partc.program.optimizer.same_optimizer import (
     CLASS,
@@ -190,7 +190,7 @@ def latest(folder: str | Path) -> Path:
         if path.is_file():
             why = "it is a file, and a checkpoint is the folder that save_checkpoint makes"
             do = "Name that folder; weights alone go through stage.load_full(torch.load(path))."
-        do = if_program(path) or do
+        do = if_program(path) or if_of_torch(path) or do
         if cut_off := [each.name for each in path.glob("step-*")]:
             why += f": {cut_off[0]} has no {MANIFEST}"
             do = "Copy the checkpoint with all of its files, or name another."

@@ -1,15 +1,16 @@
 """Compare what ranks must hold alike: batch, weights, buffers, and the seed of random numbers.
 
 A program gives plausible losses on ranks that were given different batches, so that nobody would
-notice. At the first step of each program, and at every ``every``-th step, each rank makes a number
-of all that it has (``tensor_hash.py``), and one small collective over the default group shows every
-rank the numbers of all. Where they differ a second one finds the tensors, and all ranks raise.
+notice. At the first step of each program, soon behind the first steps of an optimizer, and at every
+``every``-th step, each rank makes a number of all that it has (``tensor_hash.py``), and one small
+collective over the default group shows every rank the numbers of all. Where they differ a second
+one finds the tensors, and all ranks raise.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.plan.mesh import ISLAND, PP, Mesh
+from partc.program.optimizer.same_steps import NAMES, numbers_of_steps, watch_steps
 from partc.program.ranks.disagreement import Found, disagreement, equal_pieces, refused_elsewhere
 from partc.program.ranks.tensor_hash import hashes_of, joined, sketch_of
 from partc.program.role import Role, Shard
@@ -27,6 +29,7 @@ from partc.wrong_calls import check_whole_number
 
 EVERYWHERE = ("random", "source")  # kinds that islands have alike too
 EVERY = 100  # steps from one comparison to the next
+EARLY = (1, 10)  # steps that are compared too: optimizers of unlike numbers have then stepped
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class Sources:
 class Alike:
     """Things of one kind that the same ranks hold alike.
 
-    ``kind``: input, parameter, buffer, source or random. A source is the whole tensor that a rank
-    took its piece from, since pieces say nothing of each other; 0 where it is not known.
+    ``kind``: input, parameter, buffer, source, optimizer or random. A source is the whole tensor
+    that a rank took its piece from, as pieces say nothing of each other; 0 where it is not known.
     ``apart``: the mesh axes along which ranks have different pieces. ``places``: the coordinates on
     ``pp`` of the ranks that have them. ``everywhere``: whether islands have them alike too.
     """
@@ -80,12 +83,15 @@ class Agreement:
         self,
         holders: Holders,
         sources: Callable[[], Sources],
+        shown: Callable[[], Collection[Tensor]],
         *,
         draws: bool,
         own_rows: bool = False,
     ) -> None:
         self._every, self.num_steps, self.own_rows = EVERY, 0, own_rows
         self._holders, self._draws, self.sources = holders, draws, sources
+        self.shown = shown  # the parameters that optimizers of the script step on
+        watch_steps()
         self._seen: dict[int, Role] = {}  # of the programs that have run
 
     @property
@@ -115,7 +121,7 @@ class Agreement:
         number, self.num_steps = self.num_steps, self.num_steps + 1
         new = id(role) not in self._seen
         self._seen[id(role)] = role
-        due = new or (self.every > 0 and number % self.every == 0)
+        due = new or (self.every > 0 and (number % self.every == 0 or number in EARLY))
         if due and role.mesh.num_ranks > 1:
             comparison = _Comparison(self, role, inputs, held, drawn, device)
             refused = True
@@ -153,6 +159,7 @@ class Agreement:
             kinds.setdefault((kind, apart, places), []).append(name)
             if apart or len(every) > 1:
                 kinds.setdefault(("source", frozenset(), every), []).append(name)
+        kinds["optimizer", frozenset({PP}), every] = [*NAMES]  # its groups are of a rank's stages
         if self._draws:
             kinds["random", frozenset(), every] = ["seed", "number of steps"]
         return [
@@ -185,6 +192,8 @@ class _Comparison:
         unlike = [each for each, i in columns if [*self._odd(each, [row[i] for row in rows])]]
         every = [one for each in unlike for one in self._found(each, first)]
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
+        steps = {key: x for key, x in found.items() if x.kind == "optimizer"}
+        found = steps or found  # weights differ because of it
         if found:
             raise disagreement([*reversed(found.values())], self.role, own_rows=self.of.own_rows)
         if new and not self.role.is_inference:  # who evaluates may give all ranks the same
@@ -204,6 +213,10 @@ class _Comparison:
         return self.of.sources()
 
     @cached_property
+    def _steps(self) -> list[int]:
+        return numbers_of_steps(self.of.shown())
+
+    @cached_property
     def _hashes(self) -> dict[tuple[str, str], int]:
         """The hash of every tensor that this rank has, by kind and name."""
         batch = zip(self.role.batch, self.inputs or (), strict=False)
@@ -217,6 +230,8 @@ class _Comparison:
         """This rank's number of each of some things; 0 for what it has not."""
         if of.kind == "random":
             return [each & (1 << 63) - 1 for each in self.drawn]
+        if of.kind == "optimizer":
+            return self._steps
         if of.kind == "source":
             told = self._sources
             return [*(told.numbers.get(name, 0) for name in of.names), told.num_loads]

@@ -26,6 +26,8 @@ _DO = {
     "source": "Load the same weights on all ranks: each takes its piece of the model or state dict "
     "that it is given (stage.load_full, stage.load_state_dict).",
     "buffer": "Load the same buffers on all ranks (stage.load_full, stage.load_state_dict).",
+    "optimizer": "Make the optimizer alike on all ranks, and step it and its scheduler alike: a "
+    "learning rate that follows a loss takes that of all ranks (stage.eval_step).",
     "random": "Call stage.seed with the same numbers on all ranks, and take the same steps on all.",
 }
 
@@ -34,8 +36,8 @@ _DO = {
 class Found:
     """One thing that differs: ``odd`` ranks have another one than rank ``usual``.
 
-    ``kind``: input, parameter, buffer, source or random. ``values`` of the two, where they say
-    something.
+    ``kind``: input, parameter, buffer, source, optimizer or random. ``values`` of the two, where
+    they say something.
     """
 
     kind: str

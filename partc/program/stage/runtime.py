@@ -99,6 +99,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         agreement = Agreement(
             self._tensors.holders,
             self._tensors.sources,
+            lambda: [shown.param for shown in self._shown.values()],
             draws=bool(program.draws) or residuals.draws(program.plan),
             own_rows=Plan.parse(program.plan).batch == "local",
         )

@@ -1,0 +1,54 @@
+"""Optimizers that differ by rank: every rank names who differs, also where weights are pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import partc
+from partc.errors import RunError
+from partc.verification.processes import Processes
+from tests.mistakes.things import Net, loss_of
+
+pytestmark = pytest.mark.gloo
+
+
+def trained(plan: str, how: str, mesh: str = "dp=2") -> str:
+    """What two or more steps end with, where rank 1 makes its optimizer in another way."""
+    rank = dist.get_rank()
+    other = how if rank == 1 else ""
+    model = partc.parallelize(Net(), mesh, loss=loss_of, plan=plan, batch="global")
+    rate = 0.2 if other == "rate" else 0.1
+    made: Any = torch.optim.SGD(
+        model.parameters(), rate, momentum=0.9, nesterov=other == "nesterov"
+    )
+    numbers = torch.Generator().manual_seed(0)
+    try:
+        for _ in range(12):
+            x, y = torch.randn(2, 8, 4, generator=numbers)
+            made.zero_grad()
+            model.step(x, y)
+            if other != "never":
+                made.step()
+    except RunError as error:
+        return str(error)
+    return "alike"
+
+
+@pytest.mark.parametrize("how", ["rate", "nesterov", "never", ""])
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_who_differs_is_named(world: Processes, plan: str, how: str) -> None:
+    for said in world.run(trained, plan, how, num=2):
+        if not how:
+            assert said == "alike"
+            continue
+        what = "hyperparameters" if how == "nesterov" else "learning rate"
+        assert f"rank 1: another {what} of the optimizer than rank 0" in said
+        assert "Make the optimizer alike on all ranks" in said
+
+
+def test_ranks_of_other_stages_have_other_groups(world: Processes) -> None:
+    assert world.run(trained, "ddp", "rate", "pp=2", num=2) == ["alike", "alike"]
