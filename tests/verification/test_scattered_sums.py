@@ -172,6 +172,17 @@ def test_the_first_steps_are_exact() -> None:
         verified(everywhere(program, "self.rng.step > 2", "self.rng.step > 1"))
 
 
+@pytest.mark.parametrize("start", ["", "start_step = 1\n"])
+def test_a_gradient_that_leaves_alone(start: str) -> None:
+    """Its dict keeps its name where the line that sends it reads it twice."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    x, plan = torch.randn(8, 16), plan_of("int8", more="bucket_mb = 0.00001\n") + start
+    program = compile(model, "dp=4", (x,), loss=loss, plan=plan)
+    assert "{self._2_bias: d_m2.sum(0)}" in program.source()
+    assert "scattered({" not in program.source()
+    verify(program, model, (x,), loss=loss).check()
+
+
 # bytes and seconds --------------------------------------------------------------------------------
 @pytest.mark.parametrize("wire", PIECES)
 def test_what_a_piece_takes(wire: str) -> None:
