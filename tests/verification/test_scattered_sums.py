@@ -18,7 +18,7 @@ from partc.api import compile
 from partc.audit.audit import audit
 from partc.checks.local_graph import check
 from partc.cost.collective_cost import collective_seconds
-from partc.errors import CheckError
+from partc.errors import CheckError, RunError
 from partc.graph.moves import kind_of, wire_of
 from partc.lowering import partition
 from partc.plan import Plan
@@ -272,7 +272,11 @@ def trains(mesh: str, wire: str) -> None:
     torch.testing.assert_close(float(whole), float(norm), rtol=1e-5, atol=0)
     close(stage, {name: 0.5 * grad for name, grad in wanted.items()})
     stage.zero_grad()
-    scales(stage, wanted)
+    if wire != "fp16":
+        scales(stage, wanted)
+        return
+    with pytest.raises(RunError, match="multiplied by 64, and the program computes in float16"):
+        scales(stage, wanted)
 
 
 def close(stage: Any, wanted: dict[str, Tensor]) -> None:
