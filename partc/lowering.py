@@ -33,9 +33,10 @@ from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
 from partc.passes.canonical.dedupe_layers import Unfolded, check_plan
 from partc.passes.canonical.functionalize import functionalize
 from partc.passes.overlap.bucket_collectives import bucket_collectives
+from partc.passes.overlap.check_compress import check_compress
 from partc.passes.overlap.choose_buckets import choose_bucket_copies
 from partc.passes.overlap.choose_hierarchical import choose_hierarchical
-from partc.passes.overlap.compress_sums import check_compress, compress_sums
+from partc.passes.overlap.compress_sums import compress_sums
 from partc.passes.overlap.hierarchical_all_reduce import hierarchical_all_reduce
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.overlap_clock import choose_overlap_clock

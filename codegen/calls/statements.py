@@ -85,7 +85,7 @@ def _sent_at_once(lines: Sequence[Line]) -> list[Line]:
     """The lines with no name for a dict of one gradient that is sent right away.
 
     ``grads = {w: d_w}``, ``reduced.append(sum_grads(grads, ...))``, ``del grads`` become
-    ``reduced.append(sum_grads({w: d_w}, ...))``.
+    ``reduced.append(sum_grads({w: d_w}, ...))``, where the last call reads the name once.
     """
     kept: list[Line] = []
     for line in lines:
@@ -93,13 +93,18 @@ def _sent_at_once(lines: Sequence[Line]) -> list[Line]:
         name = line.code.removeprefix("del ") if _is_del(line) else ""
         # what is computed in the dict has no place in the range of the transfer
         ours = made and made.code.startswith(f"{name} = {{") and sent and not sent.range
-        if made and sent and ours and f"({name}, " in sent.code:
+        if made and sent and ours and _reads_once(name, sent.code):
             held = made.code.removeprefix(f"{name} = ")
             code = sent.code.replace(f"({name}, ", f"({held}, ", 1)
             kept[-2:] = [replace(sent, code=code, remark=sent.remark or made.remark)]
         else:
             kept.append(line)
     return kept
+
+
+def _reads_once(name: str, code: str) -> bool:
+    """Whether a name is the first argument of a call, and nothing else in the line."""
+    return f"({name}, " in code and len(re.findall(rf"\b{name}\b", code)) == 1
 
 
 def _with_few_dels(lines: Sequence[Line]) -> list[Line]:

@@ -166,7 +166,7 @@ class Transfers(Expressions):
         if grads in self.joint.rooms:
             done = self._summed(node, self.joint.rooms[grads], f"[*{grads}.values()]")
             return Statement([*lines, Line(f"reduced.append(({grads}, {done}))")])
-        if wire_of(node):
+        if wire_of(node) and kind_of(node) == "all_reduce":
             return self._joined(node, grads, lines)
         lines += self._laid_out(node, grads)
         call = self._moved(node, grads)
@@ -203,6 +203,8 @@ class Transfers(Expressions):
 
     def _moved(self, node: fx.Node, grads: str) -> str:
         """The call that starts to reduce the dict of gradients named ``grads``."""
+        if wire_of(node):
+            return c10d.narrow_scatter(node, grads, self._key_of(node), self.helpers)
         return c10d.transfer(node, grads, self.helpers)
 
     def _laid_out(self, node: fx.Node, grads: str) -> Iterator[Line]:

@@ -24,8 +24,8 @@ from partc.codegen.files.spelling import read
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.own_names import own_name
 from partc.codegen.text import Line
-from partc.graph import value
-from partc.graph.moves import wire_of
+from partc.graph import collectives, value
+from partc.graph.moves import kind_of, wire_of
 from partc.plan.wires import OWN, WIRES
 from partc.quoting import literal
 
@@ -47,7 +47,19 @@ class NarrowEnd:
     def how(self) -> tuple[object, ...]:
         """What is equal for sums that one line of a loop starts."""
         known = self.node.kwargs
-        return tuple(known.get(name) for name in ("wire", "size", "start", "axis", "num"))
+        words = ("wire", "size", "start", "axis", "num")
+        return (*(known.get(name) for name in words), *self.cuts)
+
+    @property
+    def cuts(self) -> list[dict[str, int]]:
+        """How each gradient is scattered: on which dim, and how many parts that has; else empty."""
+        k: dict[str, Any] = dict(self.node.kwargs)
+        if kind_of(self.node) != "reduce_scatter":
+            return []
+        if self.node.target not in collectives.JOINED:
+            return [{name: k[name] for name in ("num", "dim", "outer") if name in k}]
+        pairs = zip(k["dims"], k["outers"], strict=True)
+        return [{"num": k["num"], "dim": dim, "outer": outer} for dim, outer in pairs]
 
 
 @dataclass(frozen=True)
@@ -121,25 +133,43 @@ class NarrowEnds:
         """The lines that start one sum outside of a loop."""
         params = [read(self.attributes[self.params[name]]) for name in end.params]
         state = [read(self.attributes[node]) for node in end.state]
-        yield from self._start(end, params, state, self.literal_of(value(end.node).site))
+        yield from self._start(end, params, params, state, self.literal_of(value(end.node).site))
 
     def _start(
         self,
         end: NarrowEnd,
         params: Sequence[str],
+        each: Sequence[str],
         state: Sequence[str],
         site: str,
         indent: int = 0,
     ) -> Iterator[Line]:
-        """The lines that start one sum, of the texts of its parameters, buffers and name."""
+        """The lines that start one sum, of the texts of its parameters, buffers and name.
+
+        ``params``: as they are taken together, ``each``: one by one.
+        """
         taken = f"self.partials.take([{', '.join(params)}])"
-        yield Line(f"flat, grads = {self.helpers.use('joined')}({taken})", indent=indent)
         drawn = WIRES[wire_of(end.node)].drawn
         own = [f"self.{end.node.kwargs['axis']}_rank"] * (drawn == OWN)
         key = f"self.rng.of_step({', '.join([site, *own])})" if drawn else ""
+        if end.cuts:
+            yield Line(f"grads = {taken}", indent=indent)
+            yield from self._laid_out(end, each, indent)
+            call = c10d.narrow_scatter(end.node, "grads", key, self.helpers)
+            yield Line(f"reduced.append({call})", indent=indent)
+            return
+        yield Line(f"flat, grads = {self.helpers.use('joined')}({taken})", indent=indent)
         call = c10d.narrow_sum(end.node, ["flat", "[*grads.values()]", key], state, self.helpers)
         yield Line(f"done = {call}", indent=indent)
         yield Line("reduced.append((grads, done))", indent=indent)
+
+    def _laid_out(self, end: NarrowEnd, each: Sequence[str], indent: int) -> Iterator[Line]:
+        """The lines before a reduce-scatter for gradients that are not sharded on dim 0."""
+        for param, cut in zip(each, end.cuts, strict=True):
+            entry = f"grads[{param}]"
+            laid_out = c10d.laid_out(entry, cut, self.helpers)
+            if laid_out != entry:
+                yield Line(f"{entry} = {laid_out}", indent=indent)
 
     # loops ---------------------------------------------------------------------------------------
     def _by_list(self) -> dict[str, dict[int, Block]]:
@@ -183,10 +213,11 @@ class NarrowEnds:
         yield Line(f"for layer in self.{listed}:")
         for place, end in blocks[min(blocks)]:
             whole = names[place.number] == {*place.params}
-            params = ["*layer.parameters()"] if whole else [f"layer.{n}" for n in place.params]
+            each = [f"layer.{name}" for name in place.params]
+            params = ["*layer.parameters()"] if whole else each
             state = [f"layer.{name}" for name in place.state]
             site = "f" + literal("{layer.name}." + _escaped(place.site))
-            yield from self._start(end, params, state, site, 1)
+            yield from self._start(end, params, each, state, site, 1)
 
 
 def _escaped(text: str) -> str:

@@ -137,11 +137,23 @@ class Finish:
             yield from params_lines([self.attributes[self.graph.params[n]] for n in names])
             yield Line(f"for bucket in self.partials.buckets(params, {self.bucket_bytes:_}):")
             grads = "self.partials.take(bucket)"
+            if self._is_cut(chain[0]):
+                yield Line(f"grads = {grads}", indent=1)
+                grads = "grads"
             for node in chain:
-                yield Line(f"grads, done = {self._summed(node, grads, names[0])}", indent=1)
-                yield Line("done.wait()", indent=1)
+                yield from self._awaited(node, names[0], grads)
                 grads = "grads"
             yield Line("self.partials.update(grads)", indent=1)
+
+    def _awaited(self, node: fx.Node, param: str, grads: str) -> Iterator[Line]:
+        """The lines that start one collective of a chain and wait for what it brings."""
+        if node.target is collectives.all_to_all:
+            yield Line(f"grads = {self._moved(node, grads)}", indent=1)
+            return
+        yield Line(f"grads, done = {self._summed(node, grads, param)}", indent=1)
+        yield Line("done.wait()", indent=1)
+        if node.target is collectives.reduce_scatter and self.helpers.in_pieces:
+            yield Line(f"grads = {self.helpers.use('summed')}(grads)", indent=1)
 
     def _finished_exactly(
         self, sorted_groups: Sequence[Group], early: Sequence[Group]
@@ -181,17 +193,12 @@ class Finish:
         That handle goes into ``reduced``.
         """
         grads = "self.partials.take(bucket)"
-        if chain[0].target is collectives.reduce_scatter and self._is_cut(chain[0]):
+        if self._is_cut(chain[0]):
             yield Line(f"grads = {grads}", indent=1)
             grads = "grads"
         for node in chain:
-            if node.target is collectives.all_to_all:
-                yield Line(f"grads = {self._moved(node, grads)}", indent=1)
-            elif node is not chain[-1]:
-                yield Line(f"grads, done = {self._summed(node, grads, param)}", indent=1)
-                yield Line("done.wait()", indent=1)
-                if node.target is collectives.reduce_scatter and self.helpers.in_pieces:
-                    yield Line(f"grads = {self.helpers.use('summed')}(grads)", indent=1)
+            if node.target is collectives.all_to_all or node is not chain[-1]:
+                yield from self._awaited(node, param, grads)
             else:
                 call = self._summed(node, grads, param)
                 yield Line(f"{self._reduced}.append({call})", indent=1)
@@ -202,7 +209,8 @@ class Finish:
 
     def _is_cut(self, node: fx.Node) -> bool:
         """Whether gradients are scattered along another dim than 0."""
-        return (node.kwargs["dim"], node.kwargs.get("outer", 1)) != (0, 1)
+        scatters = node.target is collectives.reduce_scatter
+        return scatters and (node.kwargs["dim"], node.kwargs.get("outer", 1)) != (0, 1)
 
     def _moved(self, node: fx.Node, grads: str) -> str:
         """The call that shards gradients on another dim, an all_to_all."""

@@ -79,6 +79,7 @@ class Reduced(list[tuple[dict[nn.Parameter, Tensor], dist.Work]]):
         done.wait()
         self.arrived += [done] if isinstance(done, NarrowSum) else []
         for param, grad in grads.items():
+            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
             self.finite.append(grad.isfinite().all())
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 

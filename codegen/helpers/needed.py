@@ -29,6 +29,7 @@ from partc.codegen.helpers import (
     picked_sums,
     printed,
     rounded_sums,
+    scattered_sums,
     servers,
     voted_sums,
 )
@@ -37,7 +38,9 @@ from partc.graph import ops
 
 # In which functions are printed: `arrived` needs what `links` has, and that needs `Reduced`.
 # These send less than all numbers.
-NARROW = (narrow_sums, rounded_sums, picked_sums, low_rank_sums, voted_sums)
+NARROW = (
+    narrow_sums, rounded_sums, scattered_sums, picked_sums, low_rank_sums, voted_sums,
+)  # fmt: skip
 ORDER = (
     printed, draws, nccl, messages, *NARROW, links, arrived, attention, kernels, islands, servers,
     ops,

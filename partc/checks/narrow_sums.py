@@ -16,7 +16,7 @@ from torch import fx
 from partc.checks.calls import wrong
 from partc.errors import CheckError
 from partc.graph import Graph, collectives, fake_of, typed, value
-from partc.graph.moves import cut_over, moved, state_of, wire_of
+from partc.graph.moves import cut_over, kind_of, moved, state_of, wire_of
 from partc.plan.sharding import Sharding, cut
 from partc.plan.wires import ALIKE, WIRES, Kept, is_residual
 
@@ -39,6 +39,9 @@ def check_narrow_sums(graph: Graph) -> None:
 def _check_sum(node: fx.Node, graph: Graph) -> None:
     if wire_of(node) not in WIRES:
         raise wrong(node, f"there is no scheme {wire_of(node)!r}", f"Take one of {[*WIRES]}.")
+    if kind_of(node) == "reduce_scatter" and not WIRES[wire_of(node)].scatter:
+        scattered = [name for name, wire in WIRES.items() if wire.scatter]
+        raise wrong(node, f"{wire_of(node)} has no reduce-scatter", f"Take one of {scattered}.")
     if len({frozenset(dict(value(x).sharding.cuts())) for x in moved(node)}) > 1:
         why = "some of its gradients are cut over an axis, and others are not"
         raise wrong(node, why, "Sum them apart: what is not cut has to be rounded alike there.")
@@ -86,7 +89,9 @@ def layout_of(kept: Kept, node: fx.Node, graph: Graph) -> Sharding:
 
 
 def _wanted(node: fx.Node) -> dict[str, Kept]:
-    """A sum's buffers."""
+    """A sum's buffers; none where ranks keep pieces of it."""
+    if kind_of(node) == "reduce_scatter":
+        return {}
     num, size = int(str(node.kwargs["num"])), int(str(node.kwargs["size"]))
     shapes = [fake_of(x).shape for x in moved(node)]
     return WIRES[wire_of(node)].kept(shapes, num, size)

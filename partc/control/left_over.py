@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.plan.compress import Compress
-from partc.plan.wires import HELPERS, OWN, PIECE, WIRES, is_residual
+from partc.plan.wires import HELPERS, OWN, PIECE, SCATTERS, WIRES, is_residual
 from partc.program.role import Role
 from partc.verification.narrow_sums import Arrived
 
@@ -64,7 +64,8 @@ class LeftOver:
 def sending_all(role: Role, how: Compress) -> Iterator[LeftOver]:
     """Inside, a rank's text sums exactly, with all that its buffers have."""
     module = role.module.__dict__
-    before = {name: module[name] for name in HELPERS if name in module}
+    sums = HELPERS - SCATTERS  # nothing is left over of a sum that is scattered
+    before = {name: module[name] for name in sums if name in module}
     stand_in = LeftOver(module["dist"], how)
     module.update(dict.fromkeys(before, stand_in))
     try:

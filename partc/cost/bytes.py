@@ -61,17 +61,20 @@ def transfers(node: fx.Node) -> list[tuple[str, int]]:
     if wire := wire_of(node):
         shapes = [fake_of(x).shape for x in moved(node)]
         num, size = int(str(node.kwargs["num"])), int(str(node.kwargs["size"]))
-        return [*WIRES[wire].sent(shapes, num, size)]
+        how = WIRES[wire]
+        sent = how.scattered if kind_of(node) == "reduce_scatter" else how.sent
+        assert sent is not None, f"{wire} has no reduce-scatter"
+        return [*sent(shapes, num, size)]
     return [(kind_of(node), put_in_bytes(node))]
 
 
 def put_in_bytes(node: fx.Node) -> int:
     """Bytes that one rank puts into a collective: its operands, in the dtype that is sent.
 
-    For a sum that is sent with fewer bytes these are the bytes of an all-reduce that sends as many.
+    For a sum that is sent with fewer bytes these are the bytes of an exact one that sends as many.
     """
     if wire_of(node):
-        top, bottom = sent_share("all_reduce", int(str(node.kwargs["num"])))
+        top, bottom = sent_share(kind_of(node), int(str(node.kwargs["num"])))
         return int(sent_bytes(node) * bottom // top)
     sent: torch.dtype | None = node.kwargs.get("dtype")  # type: ignore[assignment]
     fakes = map(fake_of, tensor_args(node))
@@ -97,8 +100,12 @@ def packed_bytes(node: fx.Node) -> int:
 
 
 def _coded_bytes(node: fx.Node) -> int:
-    """Bytes read and written to encode what a sum with fewer bytes sends, or to decode it."""
-    return WIRES[wire_of(node)].coding * sum(_num_bytes(fake_of(x)) for x in moved(node))
+    """Bytes read and written to encode what a sum with fewer bytes sends, or to decode it.
+
+    A reduce-scatter encodes and decodes each number once, an all-reduce decodes it twice.
+    """
+    coded = WIRES[wire_of(node)].coding * sum(_num_bytes(fake_of(x)) for x in moved(node))
+    return coded * 2 // 3 if kind_of(node) == "reduce_scatter" else coded
 
 
 def _cast_bytes(node: fx.Node) -> int:

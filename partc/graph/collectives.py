@@ -43,7 +43,10 @@ def all_gather(
     return x.new_empty(shape, dtype=dtype)
 
 
-def reduce_scatter(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
+def reduce_scatter(
+    x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1, wire: str = "", size: int = 0,
+    start: int = 0,
+) -> Tensor:  # fmt: skip
     """Sum over the axis and keep this rank's piece: ``f32[8]{U:axis} -> f32[8@axis]``."""
     return torch.empty_like(
         take_piece(x, dim, outer, num, 0), memory_format=torch.contiguous_format
@@ -78,8 +81,9 @@ def all_gather_joined(
 
 
 def reduce_scatter_joined(
-    xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int]
-) -> tuple[Tensor, ...]:
+    xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int],
+    wire: str = "", size: int = 0, start: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """A bucket of reduce_scatters; result i is sharded along ``dims[i]``."""
     cuts = zip(xs, dims, outers, strict=True)
     pieces = [reduce_scatter(x, axis=axis, num=num, dim=d, outer=o) for x, d, o in cuts]

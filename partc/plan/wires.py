@@ -8,6 +8,9 @@ A *rounded* sum takes two transfers. Each rank has ``n`` elements, seen as one p
 decodes and adds them in float32; its sum is encoded once more and goes to all ranks. All ranks
 decode what was sent, the one that made it too, so that all have the same bits.
 
+Where gradients are scattered, so that rank ``i`` keeps the sum of piece ``i``, a rounded sum takes
+the first of these transfers alone. A piece then has the pieces of all gradients side by side.
+
 A *picked* sum takes one: of a few elements of each rank, which all ranks add in the same order.
 
 Random numbers of a sum follow from seed, step, the name of its first parameter, and, where ranks
@@ -25,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 BLOCK, SHARE, RANK = "block", "share", "rank"  # entries of [compress], of which a scheme has one
 BYTES_OF_SCALE = 4  # float32, one for each block
@@ -74,6 +78,8 @@ class Wire:
     drawn: str = ""  # random numbers: ALIKE on all ranks that sum, or each rank's OWN
     takes_grads: bool = False  # whether the class is given the gradients, and not their number
     is_direction: bool = False  # whether +1 or -1 arrives: of no such sum is anything left over
+    scatter: str = ""  # the class that is printed for sums of which ranks keep pieces; "": none
+    scattered: Callable[[Shapes, int, int], Sent] | None = None  # what these send
 
 
 def elements(shapes: Shapes) -> int:
@@ -88,18 +94,25 @@ def padded(shapes: Shapes, num: int, block: int) -> int:
     return -(-elements(shapes) // unit) * unit
 
 
-def _rounded(helper: str, bits: int, coding: int, *, blocks: bool = True, drawn: str = "") -> Wire:
+def _rounded(helper: str, bits: int, coding: int, *, blocks: bool = True, **more: Any) -> Wire:
+    def coded(size: int, block: int) -> int:
+        return size * bits // 8 + (BYTES_OF_SCALE * (size // block) if blocks else 0)
+
     def sent(shapes: Shapes, num: int, block: int) -> Sent:
-        size = padded(shapes, num, block)
-        whole = size * bits // 8 + (BYTES_OF_SCALE * (size // block) if blocks else 0)
+        whole = coded(padded(shapes, num, block), block)
         return ("all_to_all", whole), ("all_gather", whole // num)
+
+    def scattered(shapes: Shapes, num: int, block: int) -> Sent:
+        return (("all_to_all", coded(padded(shapes, num, block), block)),)
 
     def kept(shapes: Shapes, num: int, block: int) -> dict[str, Kept]:
         size = padded(shapes, num, block)
         return {RESIDUAL: Kept((num, size)), OF_SUM: Kept((num, size // num), PIECE)}
 
     entry = BLOCK if blocks else ""
-    return Wire(helper, entry, sent, kept, coding, casts=not blocks, drawn=drawn)
+    return Wire(
+        helper, entry, sent, kept, coding, casts=not blocks, scattered=scattered, **more
+    )  # fmt: skip
 
 
 # picked sums --------------------------------------------------------------------------------------
@@ -147,11 +160,13 @@ def _kept_nothing(shapes: Shapes, num: int, size: int) -> dict[str, Kept]:
 
 
 WIRES: Mapping[str, Wire] = {
-    "bf16": _rounded("BFloat16Sum", 16, 15, blocks=False),
-    "fp16": _rounded("Float16Sum", 16, 15, blocks=False),
-    "fp8": _rounded("Float8Sum", 8, 28),
-    "int8": _rounded("Int8Sum", 8, 25),
-    "int8-stochastic": _rounded("RandomInt8Sum", 8, 27, drawn=OWN),
+    "bf16": _rounded("BFloat16Sum", 16, 15, blocks=False, scatter="BFloat16Scatter"),
+    "fp16": _rounded("Float16Sum", 16, 15, blocks=False, scatter="Float16Scatter"),
+    "fp8": _rounded("Float8Sum", 8, 28, scatter="Float8Scatter"),
+    "int8": _rounded("Int8Sum", 8, 25, scatter="Int8Scatter"),
+    "int8-stochastic": _rounded(
+        "RandomInt8Sum", 8, 27, drawn=OWN, scatter="RandomInt8Scatter"
+    ),
     "sign": _rounded("SignSum", 1, 43),
     "top-k": Wire("TopSum", SHARE, _sent_top, _kept_whole, 43),
     "random-k": Wire("RandomSum", SHARE, _sent_at_random, _kept_whole, 56, drawn=ALIKE),
@@ -161,8 +176,9 @@ WIRES: Mapping[str, Wire] = {
     # no GPU has measured it: what its calls read and write, beside what those of bf16 do
     "majority-sign": Wire("MajoritySum", "", _sent_votes, _kept_nothing, 10, is_direction=True),
 }  # fmt: skip
-HELPERS = frozenset(wire.helper for wire in WIRES.values())
-BASES = ("NarrowSum", "RoundedSum", "BlockSum")  # printed classes that those are made from
+SCATTERS = frozenset(wire.scatter for wire in WIRES.values() if wire.scatter)
+HELPERS = frozenset(wire.helper for wire in WIRES.values()) | SCATTERS
+BASES = ("NarrowSum", "RoundedSum", "BlockSum", "ScatteredSum")  # that those are made from
 
 
 def is_residual(name: str) -> bool:

@@ -1,8 +1,8 @@
 """What sums with fewer bytes have to give, by the definitions of their schemes.
 
-In: the numbers of all ranks, ``[num, n]``. Out: their sum ``[n]`` as a scheme makes it, and what
-each rank has not sent. Never: the printed classes, or what prints them, whose mistakes it would
-share.
+In: the numbers of all ranks, ``[num, n]``. Out: their sum ``[n]`` as a scheme makes it, or the
+piece of it that a rank keeps, and what each rank has not sent. Never: the printed classes, or what
+prints them, whose mistakes it would share.
 """
 
 from __future__ import annotations
@@ -50,6 +50,29 @@ class Site:
         if self.how.wire == "majority-sign":
             return _voted(parts)
         return self._add_rounded(parts)
+
+    def add_piece(self, parts: Tensor, index: int) -> Tensor:
+        """Of the sum of numbers ``[num, num * n]`` the piece ``[n]`` of the rank ``index``: ranks
+        round each of the pieces apart, from whole blocks, and the piece's own rank adds them up.
+        """
+        num, block = len(parts), 1 if self.how.wire in CASTS else self.how.block
+        pieces = parts.view(num, num, -1)
+        size = pieces.shape[2]
+        whole = torch.cat([pieces, pieces.new_zeros(num, num, -size % block)], 2)
+        total = parts.new_zeros(size)
+        for rank, own in enumerate(whole.flatten(1)):
+            up = self._drawn(rank, own) if self.key else torch.full_like(own, 0.5)
+            arrived = rounded(own, self.how, own.numel(), up)
+            total += arrived.view(num, -1)[index, :size]
+        return total
+
+    def _drawn(self, rank: int, like: Tensor) -> Tensor:
+        """A random number for each of a rank's, as the rank draws them."""
+        assert self.key is not None
+        drawn: Tensor = torch.rand(
+            like.numel(), generator=self.key(rank), dtype=like.dtype, device=like.device
+        )
+        return drawn
 
     def keep(self) -> None:
         """The step is not skipped; without error feedback nothing is left over."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.plan.compress import Compress
-from partc.plan.wires import elements, thick
+from partc.plan.wires import SCATTERS, elements, thick
 from partc.verification.narrow_sums import Narrow, begin_anew, of_all_ranks, shapes_of
 
 SLACK = 1e-5  # of all norms: schemes compute in float32
@@ -35,6 +35,7 @@ class Sum:
     every: Tensor
     shapes: Sequence[Sequence[int]]
     found: Tensor
+    bounds: Mapping[str, Bound] = field(default_factory=lambda: BOUNDS)
 
     @property
     def error(self) -> float:
@@ -46,7 +47,7 @@ class Sum:
     def bound(self, how: Compress) -> float:
         """What the error may be at most."""
         norms = float(self.every.norm(dim=1).sum())
-        most = BOUNDS[how.wire](self.every, how, self.shapes) + SLACK * norms
+        most = self.bounds[how.wire](self.every, how, self.shapes) + SLACK * norms
         return _relative(most, float(self.every.sum(0).norm()))
 
     def name(self, params: Mapping[str, Tensor]) -> str:
@@ -62,11 +63,16 @@ class Sum:
 
 @dataclass
 class Measuring:
-    """A class of sums that notes what all ranks put in, and where the sum will be."""
+    """A class of sums that notes what all ranks put in, and where the sum will be.
+
+    ``scatters``: whether ranks keep pieces of it, this one that of ``place``.
+    """
 
     dist: Any
     made: Callable[..., Any]
     num: int
+    place: int
+    scatters: bool
     sums: list[Sum] = field(default_factory=list)
 
     def __call__(
@@ -74,8 +80,13 @@ class Measuring:
     ) -> Any:
         mine = flat.detach().flatten().double()
         every = of_all_ranks(self.dist, mine, self.num, group)
-        self.sums.append(Sum(every, shapes_of(flat, among), flat))
-        return self.made(flat, among, size, state, group, *rng)
+        done = self.made(flat, among, size, state, group, *rng)
+        if self.scatters:
+            piece = every.view(self.num, self.num, -1)[:, self.place]
+            self.sums.append(Sum(piece, [piece.shape[1:]], done.total, BOUNDS_OF_PIECES))
+        else:
+            self.sums.append(Sum(every, shapes_of(flat, among), flat))
+        return done
 
 
 def sent_errors(
@@ -84,7 +95,8 @@ def sent_errors(
     """The errors of one rank's sums in the first step that has any; ``run`` takes it."""
     module, held = narrow.role.module.__dict__, narrow.role.tensors(step)
     measuring = {
-        n: Measuring(module["dist"], each, narrow.num) for n, each in narrow.classes.items()
+        n: Measuring(module["dist"], each, narrow.num, narrow.place, n in SCATTERS)
+        for n, each in narrow.classes.items()
     }
     module.update(measuring)
     begin_anew(held)
@@ -98,8 +110,9 @@ def _relative(size: float, whole: float) -> float:
 
 
 # bounds -------------------------------------------------------------------------------------------
-def _rounded(step: Callable[[Tensor], Tensor], of_blocks: bool = True) -> Bound:
-    """Of two roundings: of each rank's numbers, and of their sum, which the first one has moved.
+def _rounded(step: Callable[[Tensor], Tensor], of_blocks: bool = True, twice: bool = True) -> Bound:
+    """Of each rank's numbers, and, where that is rounded ``twice``, of their sum, which the first
+    rounding has moved.
 
     ``step``: of numbers, of which a scheme's scales are taken block by block, how far each of them
     is at most from what arrives.
@@ -107,11 +120,11 @@ def _rounded(step: Callable[[Tensor], Tensor], of_blocks: bool = True) -> Bound:
 
     def bound(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) -> float:
         size = every.shape[1]
-        unit = len(every) * (how.block if of_blocks else 1)
+        unit = (len(every) if twice else 1) * (how.block if of_blocks else 1)
         x = torch.nn.functional.pad(every, (0, -size % unit))
         x = x.unflatten(1, (-1, how.block if of_blocks else 1))
         first = step(x).sum(0)
-        second = step((x.sum(0).abs() + first)[None])[0]
+        second = step((x.sum(0).abs() + first)[None])[0] if twice else 0
         return float((first + second).flatten()[:size].norm())
 
     return bound
@@ -170,12 +183,19 @@ def _norm_of_thick(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]
     return float(torch.cat(parts).norm()) if parts else 0.0
 
 
+def _of_roundings(twice: bool) -> dict[str, Bound]:
+    return {
+        "bf16": _rounded(_nearest(8, 2.0**-133), of_blocks=False, twice=twice),
+        "fp16": _rounded(_nearest(11, 2.0**-24), of_blocks=False, twice=twice),
+        "fp8": _rounded(_float8, twice=twice),
+        "int8": _rounded(_whole_numbers(0.5), twice=twice),
+        "int8-stochastic": _rounded(_whole_numbers(1.0), twice=twice),
+    }
+
+
+BOUNDS_OF_PIECES = _of_roundings(twice=False)
 BOUNDS: Mapping[str, Bound] = {
-    "bf16": _rounded(_nearest(8, 2.0**-133), of_blocks=False),
-    "fp16": _rounded(_nearest(11, 2.0**-24), of_blocks=False),
-    "fp8": _rounded(_float8),
-    "int8": _rounded(_whole_numbers(0.5)),
-    "int8-stochastic": _rounded(_whole_numbers(1.0)),
+    **_of_roundings(twice=True),
     "sign": _signs,
     "top-k": _largest,
     "random-k": _norm_of_sum,

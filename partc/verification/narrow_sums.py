@@ -7,7 +7,7 @@ sums, with which the rest of the text is compared with the model, and those of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, nan
 from typing import Any
@@ -19,7 +19,7 @@ from partc.graph.draws import seed_of
 from partc.plan import Plan
 from partc.plan.compress import Compress
 from partc.plan.mesh import ISLAND, PP, TP
-from partc.plan.wires import HELPERS, OWN, WIRES, is_residual
+from partc.plan.wires import HELPERS, OWN, SCATTERS, WIRES, is_residual
 from partc.program.role import Role
 from partc.verification.defined_sums import Key, Site
 from partc.verification.same_draws import SEED
@@ -32,7 +32,12 @@ Compared = tuple[str, str, float]  # of which kind, of which tensor, and its err
 
 
 class Arrived:
-    """The handle of a sum that is complete already."""
+    """The handle of a sum that is complete already; ``total`` is this rank's piece of it, where
+    ranks keep pieces.
+    """
+
+    def __init__(self, total: Tensor | None = None) -> None:
+        self.total = total
 
     def wait(self) -> bool:
         return True
@@ -60,6 +65,24 @@ class Definition:
         self, flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any, *rng: Any
     ) -> Arrived:
         """The sum, written to ``flat``; what it has not sent stays here until the step ends."""
+        every, site = self._begun(flat, among, state, group, rng)
+        total = every.new_full(every[0].shape, nan) if rng and not site.key else site.add(every)
+        flat.copy_(total.view(flat.shape))
+        return Arrived()
+
+    def scatter(
+        self, rows: Tensor, num: int, size: int, state: list[Tensor], group: Any, *rng: Any
+    ) -> Arrived:
+        """The piece of a sum that this rank keeps, as ``total``; ``rows``: those of all ranks."""
+        every, site = self._begun(rows, num, state, group, rng)
+        if rng and not site.key:
+            return Arrived(rows.new_full(rows[0].shape, nan))
+        return Arrived(site.add_piece(every, self.rank).to(rows.dtype))
+
+    def _begun(
+        self, flat: Tensor, among: Any, state: list[Tensor], group: Any, rng: Sequence[Any]
+    ) -> tuple[Tensor, Site]:
+        """The numbers of all ranks for the next sum of the step, and what is known of that sum."""
         mine = flat.flatten().to(torch.float32)  # which raises to float64 where verify does
         every = of_all_ranks(self.dist, mine, self.num, group)
         if len(self.states) == len(self.sites):
@@ -67,9 +90,7 @@ class Definition:
         site = self.sites[len(self.states)]
         self.states.append(state)
         site.key = self._key(rng[0]) if rng else None
-        total = every.new_full(every[0].shape, nan) if rng and not site.key else site.add(every)
-        flat.copy_(total.view(flat.shape))
-        return Arrived()
+        return every, site
 
     def _key(self, mine: torch.Generator) -> Key:
         """The generators of all ranks, on the same device, for the sum whose generator has this
@@ -131,7 +152,19 @@ def sum_exactly(role: Role) -> None:
     ) -> Any:
         return module["dist"].all_reduce(flat, group=group, async_op=True)
 
-    module.update(dict.fromkeys(classes_of(role), exact))
+    def piece(
+        rows: Tensor, num: int, size: int, state: list[Tensor], group: Any, *rng: Any
+    ) -> Arrived:
+        total = torch.empty_like(rows[0])
+        module["dist"].reduce_scatter_single(total, rows.flatten(), group=group)
+        return Arrived(total)
+
+    module.update(for_each(classes_of(role), exact, piece))
+
+
+def for_each(classes: Iterable[str], whole: Any, piece: Any) -> dict[str, Any]:
+    """Stand-ins for classes, by name: of sums, and of those of which ranks keep pieces."""
+    return {name: piece if name in SCATTERS else whole for name in classes}
 
 
 @dataclass(frozen=True)
@@ -157,10 +190,10 @@ class Narrow:
             return None
         stored = {axis for shard in role.params for axis, *_ in shard.cuts}
         axes = [a for a, size in role.mesh.axes if size > 1 and a not in (ISLAND, PP, TP)]
-        [axis] = [a for a in axes if a not in stored]
+        [axis] = [a for a in axes if a not in stored] or axes  # one, over which they are scattered
         place, num = role.mesh.coords(rank)[axis], role.mesh.size(axis)
-        name = WIRES[how.wire].helper
-        classes = {n: made for n, made in classes_of(role).items() if n == name}
+        names = WIRES[how.wire].helper, WIRES[how.wire].scatter
+        classes = {n: made for n, made in classes_of(role).items() if n in names}
         others = {**role.mesh.coords(rank), ISLAND: 0}  # a rank of each island
         return cls(role, classes, how, place, num, spoils=not any(others.values()))
 
@@ -186,7 +219,8 @@ class Narrow:
             run(number)
 
         mine = self._after(step, at, self.classes, lambda finite: None)
-        wanted = self._after(step, at, dict.fromkeys(self.classes, defined), defined.end)
+        by_definition = for_each(self.classes, defined, defined.scatter)
+        wanted = self._after(step, at, by_definition, defined.end)
         for (kind, name), tensor in wanted.items():
             # what one sum has left over may be rounding noise, beside what others have
             beside = [tensor] if kind == GRADIENT else _of_kind(wanted, kind)

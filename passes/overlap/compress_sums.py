@@ -15,7 +15,12 @@ buffers that the scheme names (``partc/plan/wires.py``); of rounded sums
 Where gradients are cut over ``tp`` each piece is summed apart, and the buffers have the pieces side
 by side: ``f32[2@dp,16896@tp]``.
 
-All begin as zeros. Runs behind bucketing, as a bucket is one sum, and before waits are placed.
+All begin as zeros. Where all parameters are sharded over the one data axis, ranks keep pieces of
+the sums: reduce-scatters are compressed there too, and nothing is kept of what they lose.
+
+    reduce_scatter(d_w, dp, dim=0)  -->  reduce_scatter(d_w, dp, dim=0, wire="int8", size=256)
+
+Runs behind bucketing, as a bucket is one sum, and before waits are placed.
 """
 
 from __future__ import annotations
@@ -43,98 +48,20 @@ from partc.graph import (
     value,
 )
 from partc.graph.graph_edits import fake_like
-from partc.graph.moves import cut_over, moved, results, wire_of
+from partc.graph.moves import cut_over, moved, moves, results, wire_of
 from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
+from partc.passes.overlap.check_compress import refused, summed_axis
 from partc.plan import Plan
-from partc.plan.batch import DATA_AXES
-from partc.plan.compress import COMPRESS, Compress
-from partc.plan.field_kinds import plan_error
-from partc.plan.mesh import ISLAND, PP, TP, Mesh
-from partc.plan.servers import SERVERS
+from partc.plan.compress import Compress
+from partc.plan.mesh import Mesh
 from partc.plan.sharding import Sharding, cut
-from partc.plan.stale import STALE
-from partc.plan.uneven import UNEVEN
 from partc.plan.wires import ALIKE, BLOCK, MARK, WIRES, Kept
 
 MOST_PLACES = 2**31 - 1
-DIRECTIONS = (
-    "gradients that {} sends arrive as +1 and -1, a direction: their learning rate is another, and "
-    "their norm says nothing"
-)
 SUMS = (collectives.all_reduce, collectives.all_reduce_joined)
+SCATTERED = (collectives.reduce_scatter, collectives.reduce_scatter_joined)
 
 
-# what is refused ----------------------------------------------------------------------------------
-def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> Plan | None:
-    """PlanError for a plan that compresses without being allowed to, or where that is not built.
-
-    Gives the plan a note where gradients are directions.
-    """
-    if COMPRESS not in plan.allow:
-        raise _refused(
-            "the plan has [compress], and nothing allows it", "rounded sums change what a step "
-            "computes, so that it is never done silently", f'Write allow = ["{COMPRESS}"].',
-        )  # fmt: skip
-    if graph.loss is None:
-        return None  # a forward has no gradients; it shares its stage with a program that has
-    axes = [axis for axis, size in mesh.axes if size > 1]
-    data = [axis for axis in axes if axis in DATA_AXES and axis in plan.batch_axes]
-    over = compressed_axes(plan, mesh)
-    if not data and not axes:
-        raise _refused(
-            f"the mesh {mesh} has one rank", "nothing is sent that could be compressed",
-            "Leave it out, or compile for more ranks.",
-        )  # fmt: skip
-    if data and not over:
-        raise _refused(
-            f"parameters or their optimizer states are sharded over {' and '.join(data)}",
-            "a rank would keep whole residuals beside its piece, which none of zero1, zero2 and "
-            "fsdp is for", 'Take preset = "ddp"; or shard inside of machines alone, and compress '
-            'between them: preset = "hsdp" on a mesh such as "dp_replicate=2,dp_shard=8".',
-        )  # fmt: skip
-    if len(over) != 1 or {*axes} - {ISLAND, PP, TP, *data}:
-        raise _refused(
-            f"the mesh is {mesh}", "sums are compressed over one data axis, beside which there may "
-            "be tp, pp, and data axes over which parameters are sharded",
-            'Use such a mesh, with preset = "hsdp" for two data axes, or leave it out.',
-        )  # fmt: skip
-    if plan.reduce == "microbatch" and plan.microbatches > 1:
-        raise _refused(
-            "gradients are summed in every microbatch", "sums are compressed once a step, as each "
-            "loses something", 'Write reduce = "step", or leave [compress] out.',
-        )  # fmt: skip
-    return _with_directions(plan)
-
-
-def _with_directions(plan: Plan) -> Plan | None:
-    """The plan with a note if gradients are directions; PlanError where islands would add them."""
-    if plan.compress is None or not plan.compress.is_direction:
-        return None
-    wire = plan.compress.wire
-    for table in (STALE, UNEVEN, SERVERS):
-        if getattr(plan, table) is not None:
-            raise _refused(
-                f"the plan has [{table}], and gradients in {wire} are directions", "islands would "
-                "take their mean, which is no direction", f"Take another wire, or leave [{table}] "
-                "out; islands with [local_steps] share parameters.",
-            )  # fmt: skip
-    return plan.changed(notes=tuple(dict.fromkeys((*plan.notes, DIRECTIONS.format(wire)))))
-
-
-def compressed_axes(plan: Plan, mesh: Mesh) -> list[str]:
-    """The data axes of several ranks over which nothing is sharded: of these one is compressed."""
-    stored = {axis for cuts in plan.params.values() for axis in cuts} | {*plan.gather}
-    return [
-        axis for axis, size in mesh.axes
-        if size > 1 and axis in DATA_AXES and axis in plan.batch_axes and axis not in stored
-    ]  # fmt: skip
-
-
-def _refused(what: str, why: str, do: str) -> PlanError:
-    return plan_error(f"plan, {COMPRESS}", what, why, do)
-
-
-# rewriting ----------------------------------------------------------------------------------------
 def compress_sums(
     graph: Graph, plan: Plan, mesh: Mesh, stages: Sequence[Graph] = ()
 ) -> Graph | None:
@@ -143,13 +70,13 @@ def compress_sums(
     assert how is not None
     graphs = stages or [graph]
     if plan.stages and not all(each.grads for each in graphs):
-        raise _refused(
+        raise refused(
             "a stage has no parameters that are trained", "it sees no sums, and so not whether "
             "those of a step are finite", "Move the stages' beginnings, or leave [compress] out.",
         )  # fmt: skip
     if how.is_direction:
         _check_in_one_stage(graphs, how)
-    [axis] = compressed_axes(plan, mesh)
+    axis = summed_axis(plan, mesh)
     sums = [[*_sums(each, axis)] for each in graphs]
     chosen = [[node for node in nodes if _is_chosen(node, how)] for nodes in sums]
     one_of_many = bool(plan.stages) and len(graphs) == 1  # a trial of it alone
@@ -158,6 +85,7 @@ def compress_sums(
     for each, nodes in zip(graphs, chosen, strict=True):
         for node in nodes:
             _compress(each, node, how)
+        _take_apart(each)
         each.fx.lint()
     return None if stages else graph
 
@@ -166,7 +94,7 @@ def _check_in_one_stage(graphs: Sequence[Graph], how: Compress) -> None:
     """PlanError for a gradient of which several stages have a part: each would be a direction."""
     times = Counter(name for each in graphs for name in each.grads)
     for name in (name for name, count in times.items() if count > 1):
-        raise _refused(
+        raise refused(
             f"several stages have a part of the gradient of {name}",
             f"each part would arrive as a direction in {how.wire}, and their sum is none",
             "Take another wire, or a mesh without pp.",
@@ -181,12 +109,12 @@ def _nothing_chosen(how: Compress, sizes: Sequence[int]) -> PlanError:
         remedy = f"Write {'another' if entry == BLOCK else 'a smaller'} {entry}" if entry else (
             "Take another wire"
         )  # fmt: skip
-        return _refused(
+        return refused(
             "no sum of gradients is compressed", f"{how.wire} has to send fewer bytes than the "
             "numbers themselves, and by what the table says it sends more",
             f"{remedy}, or leave [compress] out.",
         )  # fmt: skip
-    return _refused(
+    return refused(
         "no sum of gradients is compressed",
         f"the largest has {most_mb:g} MB, and least_mb is {how.least_mb:g}",
         "Write a smaller least_mb, or leave [compress] out.",
@@ -198,7 +126,27 @@ def _compress(graph: Graph, node: fx.Node, how: Compress) -> None:
     node.kwargs = {**node.kwargs, **_named(node, how)}
     update(node, site=_first_param(graph, node))
     if how.keeps_rest:
+        assert node.target in SUMS
         node.kwargs = {**node.kwargs, "state": _state(graph, node)}
+
+
+def _take_apart(graph: Graph) -> None:
+    """Make exact reduce-scatters behind all microbatches one for each gradient again, in place: the
+    program makes buckets of them where it runs.
+    """
+    joined = collectives.reduce_scatter_joined
+    for node in [n for n in graph.calls() if n.target is joined and value(n).phase == "E"]:
+        if wire_of(node):
+            continue
+        for move in (each for each in moves(node) if each.result is not None):
+            assert move.result is not None
+            with graph.fx.inserting_before(node):
+                made = graph.fx.call_function(move.target, (move.operand,), move.kwargs)
+            set_value(made, value(move.result))
+            set_fake(made, fake_of(move.result))
+            move.result.replace_all_uses_with(made)
+            graph.fx.erase_node(move.result)
+        graph.fx.erase_node(node)
 
 
 def _is_chosen(node: fx.Node, how: Compress) -> bool:
@@ -231,12 +179,15 @@ def _sends_less(node: fx.Node, how: Compress) -> bool:
 
 
 def _sums(graph: Graph, axis: str) -> Iterator[fx.Node]:
-    """The sums over an axis whose results are gradients that nothing but the optimizer reads."""
+    """The sums over an axis whose results are gradients that nothing but the optimizer reads.
+
+    Of a rank's pieces of sums only those over the one data axis are on it.
+    """
     outputs, end = graph.outputs, graph.fx.output_node()
     times = Counter(outputs.grads.values())
     others = {outputs.loss, *outputs.buffers.values(), *outputs.results.values()}
     for node in graph.calls():
-        if node.target not in SUMS or node.kwargs.get("op", "sum") != "sum":
+        if node.target not in (*SUMS, *SCATTERED) or node.kwargs.get("op", "sum") != "sum":
             continue
         if node.kwargs["axis"] != axis:
             continue

@@ -104,6 +104,20 @@ def test_bytes_are_those_that_are_sent(wire: str, own: str) -> None:
     assert f"all_reduce in {wire} over dp" in program.source()
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int8-stochastic"])
+@pytest.mark.parametrize("preset", ["fsdp", "zero1"])
+def test_pieces_have_the_bytes_that_are_sent(wire: str, preset: str) -> None:
+    own = "block = 32" if WIRES[wire].entry else ""
+    plan = f"{plan_of(wire, own)}error_feedback = false\n".replace("ddp", preset)
+    program = compiled(plan)
+    traffic = {each["kind"]: each["sent_bytes"] for each in program.cost.as_json()["traffic"]}
+    assert counted(program).total() == sum(traffic.values())
+    exact = compiled(preset).cost.as_json()["traffic"]
+    [before] = [each["sent_bytes"] for each in exact if each["kind"] == "reduce_scatter"]
+    share = 0.5 if wire == "bf16" else 0.3  # of one in four bytes, beside scales and padding
+    assert traffic[f"reduce_scatter in {wire}"] <= share * before
+
+
 @pytest.mark.parametrize("wire", ["int8", "power-sgd", "majority-sign"])
 def test_several_microbatches_send_as_much_as_one(wire: str) -> None:
     """Their gradients are added up first, and are sent once, in the same sums."""
@@ -186,7 +200,26 @@ REFUSED = {
         "a smaller share",
     ),
     "two data axes beside pp": (PLAN, "pp=2,dp_replicate=2,dp_shard=2", "over one data axis"),
-    "fsdp": (PLAN.replace("ddp", "fsdp"), "dp=4", "sharded over dp"),
+    "what fsdp has left over": (
+        PLAN.replace("ddp", "fsdp"),
+        "dp=4",
+        "Write error_feedback = false",
+    ),
+    "a scheme that fsdp has not": (
+        plan_of("top-k").replace("ddp", "fsdp"),
+        "dp=4",
+        "Take one of 'bf16', 'fp16', 'fp8', 'int8', 'int8-stochastic'",
+    ),
+    "directions in fsdp": (
+        plan_of("majority-sign").replace("ddp", "fsdp"),
+        "dp=4",
+        "majority-sign is for sums that all ranks have whole",
+    ),
+    "fsdp in every microbatch": (
+        f"microbatches = 2\n{PLAN.replace('ddp', 'fsdp')}error_feedback = false\n",
+        "dp=4",
+        'with preset = "zero1" in place of',
+    ),
     "zero1": (PLAN.replace("ddp", "zero1"), "dp=4", "sharded over dp"),
     "hsdp in every microbatch": (
         f"microbatches = 2\n{PLAN.replace('ddp', 'hsdp')}",

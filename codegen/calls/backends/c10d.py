@@ -85,6 +85,22 @@ def narrow_sum(
     return f"{call} if self.rng.step > {k['start']} else {exact}" if "start" in k else call
 
 
+def narrow_scatter(node: fx.Node, grads: str, key: str, helpers: Helpers) -> str:
+    """The call that starts a reduce-scatter with fewer bytes of a dict of gradients:
+    ``scattered(grads, Int8Scatter(in_rows(grads, 4), 4, 256, [], self.dp))``. ``key``: the text of
+    a generator, or "".
+    """
+    wire, k = WIRES[wire_of(node)], dict(node.kwargs)
+    operands = [f"{helpers.use('in_rows')}({grads}, {k['num']})", str(k["num"]), str(k["size"])]
+    operands += ["[]", f"self.{k['axis']}", *([key] if key else [])]
+    made = f"{helpers.use(wire.scatter)}({', '.join(operands)})"
+    call = f"{helpers.use('scattered')}({grads}, {made})"
+    if "start" not in k:
+        return call
+    exact = f"{helpers.use('scatter_grads')}({grads}, {k['num']}, self.{k['axis']})"
+    return f"{call} if self.rng.step > {k['start']} else {exact}"
+
+
 def all_reduce(node: fx.Node, name: str, *, at_once: bool = True) -> str:
     """The call of an all_reduce, a sum or a maximum; ``at_once`` it also waits for the result."""
     assert not wire_of(node), "a sum with fewer bytes is no all_reduce of c10d"
