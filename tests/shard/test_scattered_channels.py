@@ -19,17 +19,19 @@ LABELS = torch.arange(8) % 4
 
 
 class Net(nn.Module):
-    """A product by column and one by row, the second with a norm of the channels behind it."""
+    """Products by column, by row and by column, each with a norm of the channels behind it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
         self.conv2, self.norm2 = nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16)
-        self.head = nn.Linear(16, 4)
+        self.conv3, self.norm3 = nn.Conv2d(16, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm1(self.conv1(x)))
-        head: Tensor = self.head(F.relu(self.norm2(self.conv2(x))).mean((2, 3)))
+        x = F.relu(self.norm2(self.conv2(x)))
+        head: Tensor = self.head(F.relu(self.norm3(self.conv3(x))).mean((2, 3)))
         return head
 
 
@@ -63,6 +65,16 @@ def test_a_sum_that_is_not_scattered_leaves_the_norm_whole() -> None:
 def test_weights_behind_a_scattered_sequence_are_whole() -> None:
     plan = partc.compile(words(), "tp=2", plan="megatron-sp").plan
     assert '"blocks.*.down.bias" = {}' in plan
+
+
+@pytest.mark.parametrize("size", [6, 24])
+def test_a_sum_is_scattered_before_the_gradient_of_an_activation(size: int) -> None:
+    """To pass the sum on saves no transfer: small images are cut as large ones are."""
+    images = torch.zeros(8, 4, size, size)
+    program = partc.compile(model(), "tp=2", (images, LABELS), loss=loss_of, plan="megatron-sp")
+    lines = [line for line in program.source(0).splitlines() if "threshold_backward" in line]
+    assert lines
+    assert not any("{U:tp}" in line for line in lines)
 
 
 @pytest.mark.parametrize(
