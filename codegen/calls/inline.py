@@ -14,7 +14,7 @@ from torch import fx
 
 from partc.codegen.calls.storage import VIEWS, num_bytes, owner
 from partc.codegen.helpers.needed import Outlined
-from partc.graph import collectives, is_tensor, tensor_args, value
+from partc.graph import collectives, is_tensor, ops, tensor_args, value
 from partc.passes.shard.zeros import is_zero
 
 DEPTH = 3  # how many views, or pointwise ops, may stand inside each other in one expression
@@ -40,7 +40,8 @@ def inlined(
 
     - every view, up to DEPTH of them;
     - a pointwise value inside a pointwise call of the same module, unless the user's code has a
-      variable for it (``named``), or it would then be computed at a worse time (``_Time``);
+      variable for it (``named``), or it would then be computed at a worse time (``_Time``); what
+      a dropout leaves of a value needs no name of its own: ``x + o * mask``;
     - a cast inside the views of it that follow;
     - a product, or the result of a printed function, inside the ``+=`` that follows (``sums`` has
       each sum with the value that it is written over).
@@ -65,7 +66,7 @@ def inlined(
                 views[node] = 0
         elif _is_next(node, user, following, sums) or _is_cast(node, user, kept):
             chosen.add(node)
-        elif node not in named and is_pointwise(node) and is_pointwise(user):
+        elif (node not in named or _is_dropout(node)) and is_pointwise(node) and is_pointwise(user):
             depth[node] = 1 + max((depth.get(n, 0) for n in node.all_input_nodes), default=0)
             fits = depth[node] <= DEPTH and _together(node, user)
             if fits and (following.get(node) is user or time.may_pass(node, user, chosen)):
@@ -174,6 +175,12 @@ def is_free(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a call reads well inside a pointwise expression, and other such calls inside it."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in _LIGHT
+
+
+def _is_dropout(node: fx.Node) -> bool:
+    """Whether a call multiplies a value with the mask of a dropout."""
+    product = node.target is torch.ops.aten.mul.Tensor
+    return product and any(n.target is ops.dropout_mask for n in node.all_input_nodes)
 
 
 def _together(node: fx.Node, user: fx.Node) -> bool:

@@ -115,8 +115,11 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
     }
     params: dict[str, dict[str, Layout]] = {name: dict(plan.stored(name)) for name in graph.params}
     pinned = {name for name in params if any(fits(p, name) for p in plan.params)}
+    said = said_of(words, shard, tensor)
+    scatter = {**said["scatter"], **plan.scatter}
     for axis in tensor:
-        for name, layout in cut_weights(graph, mesh, axis, params, pinned).items():
+        cuts = cut_weights(graph, mesh, axis, params, pinned, scatter.get(axis))
+        for name, layout in cuts.items():
             params[name][axis] = layout
     nodes = graph.params
     # After the tensor axes: a data axis shards the first dim that still divides.
@@ -130,13 +133,12 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
             for name in fold_names(whole, apart=params.keys() - whole.keys())
         ]
     notes += idle_axes(plan, graph, params, inputs, data, tensor, mesh)
-    said = said_of(words, shard, tensor)
     filled = plan.changed(
         params=params,
         inputs=inputs,
         reduce=said.get("reduce", plan.reduce),
         gather={**said["gather"], **plan.gather},
-        scatter={**said["scatter"], **plan.scatter},
+        scatter=scatter,
         notes=tuple(dict.fromkeys(notes)),
     )
     cutting = [axis for axis in data if mesh.size(axis) > 1]

@@ -5,6 +5,9 @@ One walk over the forward graph. A weight that meets a replicated activation is 
 or the loss's softmax. That next weight is sharded by row (its contracted dim), and its partial sum
 is all-reduced once. An embedding table that the model's inputs index is sharded by vocabulary rows.
 All other weights stay replicated on the axis (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
+
+Where sequence parallelism scatters the sum of a row-wise product along a dim that weights have too,
+such as the channels of images, the weights that meet its pieces are sharded like them.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ from torch import fx
 from partc.graph import Graph, is_weight, picked, results_of, tensor_args, value
 from partc.graph.casts import is_cast
 from partc.plan.mesh import Mesh
-from partc.plan.sharding import Layout, R, Sharding, cut
+from partc.plan.sharding import Layout, R, Sharding, U, cut
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
 
 _LOSS_SOFTMAX = torch.ops.aten._log_softmax.default  # decomposed where the vocabulary is sharded
 _OUTERS = (1, 3, 2)  # plain weights, fused q k v, fused k v or gate and up
+_ONE_EACH = 2  # dims of a value with one row for each sample, which has nothing to scatter
 
 
 def cut_weights(
@@ -33,12 +37,14 @@ def cut_weights(
     axis: str,
     params: Mapping[str, Mapping[str, Layout]],
     pinned: Collection[str],
+    scatter: int | None = None,
 ) -> dict[str, Layout]:
     """Choose a layout on ``axis`` per parameter name; parameters without an entry stay replicated.
 
     ``params`` has the layouts on other axes. Parameters in ``pinned`` keep the user's layout.
+    ``scatter``: the dim along which unfinished sums are scattered, if they are.
     """
-    walk = _Walk(graph, mesh, axis, params)
+    walk = _Walk(graph, mesh, axis, params, scatter)
     for name in pinned:
         walk.at[graph.params[name]] = params[name].get(axis, R)
     for node in graph.calls():
@@ -53,13 +59,18 @@ def cut_weights(
 @dataclass
 class _Walk:
     """The walk along the forward. ``at`` has the layout on the axis of every value decided so far;
-    a parameter is decided at the first call that reads it with an activation.
+    a parameter is decided at the first call that reads it with an activation. ``pieces`` has the
+    layout of what sequence parallelism scatters, and of what is made of the pieces, where ``at``
+    has R; ``in_pieces`` the layouts of all results of such a call.
     """
 
     graph: Graph
     mesh: Mesh
     axis: str
     params: Mapping[str, Mapping[str, Layout]]
+    scatter: int | None = None
+    pieces: dict[fx.Node, Layout] = field(default_factory=dict)
+    in_pieces: dict[fx.Node, tuple[Layout, ...]] = field(default_factory=dict)
     at: dict[fx.Node, Layout] = field(default_factory=dict)
     results: dict[fx.Node, tuple[Layout, ...]] = field(default_factory=dict)
     known_flows: dict[tuple[fx.Node, Layout], bool] = field(default_factory=dict)
@@ -75,18 +86,49 @@ class _Walk:
         if node.target is operator.getitem:
             call, index = picked(node)
             self.at[node] = self.results[call][index]
+            if (outs := self.in_pieces.get(call)) and outs[index].kind == "cut":
+                self.pieces[node] = outs[index]
             return
         if self._derived(node):
             return  # decided with its parameter, where it meets an activation
         for operand in tensor_args(node):
             self._follow(operand)
         best = self._best(node)
+        self._meet_pieces(node, best)
         for operand, layout in zip(tensor_args(node), best.ins, strict=True):
             if operand not in self.at:
                 self._fix(operand, layout)
         finished = tuple(R if out.kind in "UM" else out for out in best.outs)
         self.results[node] = finished
         self.at[node] = finished[0] if finished else R
+
+    def _meet_pieces(self, node: fx.Node, best: Strategy) -> None:
+        """Note the layouts of a scattered sum, or of what a call makes of pieces of one.
+
+        Weights that such a call reads in pieces are sharded like the pieces.
+        """
+        operands = tensor_args(node)
+        met = [(i, self.pieces[o]) for i, o in enumerate(operands) if o in self.pieces]
+        sums, dims = best.outs[:1] == (U,), len(value(node).shape)
+        if self.scatter is not None and sums and dims > _ONE_EACH:
+            self.pieces[node] = cut(self.scatter)
+        elif met and all(layout == R for layout in best.ins):
+            if (kept := self._kept(node, operands, met)) is None:
+                return
+            self.in_pieces[node], self.pieces[node] = kept.outs, kept.outs[0]
+            for operand, layout in zip(operands, kept.ins, strict=True):
+                if operand not in self.at and layout.kind == "cut":
+                    self._fix(operand, layout)
+
+    def _kept(
+        self, node: fx.Node, operands: list[fx.Node], met: list[tuple[int, Layout]]
+    ) -> Strategy | None:
+        """The first strategy that reads the pieces as they are, and whose result is in pieces."""
+        for strategy in strategies_for(node, self.num, met):
+            keeps = all(strategy.ins[i] == layout for i, layout in met)
+            if keeps and strategy.outs[0].kind == "cut" and self._meets(operands, strategy):
+                return strategy
+        return None
 
     def _best(self, node: fx.Node) -> Strategy:
         """The first strategy that keeps an arriving sharding or shards a weight, or whole."""

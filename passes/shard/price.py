@@ -172,9 +172,20 @@ class Prices:
             # Breaks ties: a partial sum of partial sums stays unfinished, any other is finished at
             # once.
             tilt = 0.999 if all(i.kind == "U" for i in strategy.ins) else 1.001
+            cost += _LATENCY_BYTES if self._passes_on(node, layout, strategy) else 0.0
             sized = self._narrowest(node) if layout.kind == "U" else node
             cost += ratio * tilt * self._bytes(sized) if layout.kind in "UM" or final else 0.0
         return cost
+
+    def _passes_on(self, node: fx.Node, layout: Layout, strategy: Strategy) -> bool:
+        """Whether a call passes on an activation's partial sum that could be scattered before.
+
+        That saves no transfer, however small the sum is: an activation's gradient is computed of
+        pieces in small models as in large ones.
+        """
+        sums = [i.kind == "U" for i in strategy.ins]
+        activation = self.scatter is not None and len(value(node).shape) > 2
+        return activation and layout.kind == "U" and any(sums) and not all(sums)
 
     def _narrowest(self, node: fx.Node) -> fx.Node:
         """The value whose bytes price an unfinished sum: of a gradient that is cast upwards, the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 
@@ -144,6 +145,24 @@ class Dropped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.dropout(self.w(x)).sum()
         return out
+
+
+class Residual(nn.Module):
+    """Adds what a dropout leaves of a branch, as blocks of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.dropout = nn.Linear(6, 6), nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.dropout(self.w(x))
+        out: Tensor = (y * y).sum()
+        return out
+
+
+def test_what_a_dropout_leaves_has_no_line_of_its_own() -> None:
+    source = emit(traced(Residual(), (torch.randn(4, 6),)), header="")
+    assert re.search(r"\by = x \+ w \* \w+_mask\b", source)
 
 
 def test_dropout_follows_the_seed() -> None:
