@@ -176,7 +176,7 @@ def refuse(folder: Path) -> None:
             checkpoints.load_latest(stage, optimizer)
     for wrong in ({"interval": 0}, {"keep_latest_k": 0}, {"keep_time": 3}, {"async_save": "no"}):
         with pytest.raises(UsageError):
-            partc.Checkpoints(folder, **wrong)  # type: ignore[arg-type]
+            partc.Checkpoints(folder, **wrong)
 
 
 def test_wrong_calls_and_damage_are_refused(world: Processes, tmp_path: Path) -> None:
