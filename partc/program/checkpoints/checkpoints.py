@@ -152,11 +152,6 @@ class Checkpoints:
         """
         self._staging.wait()
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way on this rank."""
-        return self._running is not None and not self._running.done()
-
     def wait(self) -> None:
         """Wait until the save under way is done; RunError on all ranks if it failed."""
         running, self._running = self._running, None
