@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from partc.plan.mesh import Mesh
     from partc.program import Program, load
     from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+    from partc.program.checkpoints.checkpoints import Checkpoints
     from partc.recipe import with_model
     from partc.traced import Traced
     from partc.verification.precision import Raised
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     from partc.wrappers.parallel import parallelize
 
 __all__ = [
-    "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced",
-    "compile", "graph_pass", "load", "load_checkpoint", "parallelize", "partition",
+    "Checkpoints", "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology",
+    "Traced", "compile", "graph_pass", "load", "load_checkpoint", "parallelize", "partition",
     "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
 # module may bear a name of this table, since importing it would then hide the function.
 _MODULES = {
+    "Checkpoints": "program.checkpoints.checkpoints",
     "Controller": "control.controller",
     "Mesh": "plan.mesh",
     "PartcError": "errors",

@@ -39,28 +39,43 @@ def write_tensors(
 
     ``notes``: texts that ``TensorFile.notes`` gives back.
     """
+    with Path(path).open("wb") as file:
+        for data in parts_of(tensors, notes):
+            file.write(data)
+
+
+def parts_of(
+    tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, in order: its header, then each tensor's memory, of which no copy is
+    made where the tensor is contiguous and on the CPU.
+    """
+    yield _header_of(tensors, notes)
+    for _, tensor in sorted(tensors.items()):
+        yield _bytes_of(tensor)
+
+
+def _header_of(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None) -> bytes:
     header: dict[str, Any] = {}
-    chunks, end, others = [], 0, {}
+    end, others = 0, {}
     for name, tensor in sorted(tensors.items()):
-        data = _bytes_of(tensor)
-        start, end = end, end + len(data)
+        start, end = end, end + tensor.numel() * tensor.element_size()
         entry = {"dtype": NAMES.get(tensor.dtype, "U8"), "shape": list(tensor.shape)}
         if tensor.dtype not in NAMES:
             entry["shape"] = [*tensor.shape, tensor.dtype.itemsize]
             others[name] = str(tensor.dtype).removeprefix("torch.")
         header[name] = {**entry, "data_offsets": [start, end]}
-        chunks.append(data)
     said = {**(notes or {}), **({OTHER_DTYPES: json.dumps(others)} if others else {})}
     header |= {"__metadata__": said} if said else {}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, as the format asks
-    Path(path).write_bytes(len(text).to_bytes(8, "little") + text + b"".join(chunks))
+    return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
+def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().flatten()
-    data: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return data
+    memory: Any = flat.view(torch.uint8).numpy()
+    return memoryview(memory)
 
 
 class TensorFile(Mapping[str, Tensor]):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from partc.errors import LoadError, RunError
-from partc.program.checkpoints import checkpoint
+from partc.program.checkpoints import writing
 from partc.program.checkpoints.checkpoint import latest, load_checkpoint, save_checkpoint
 from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
@@ -41,7 +41,8 @@ def test_training_resumes_on_any_mesh(world: Processes, tmp_path: Path) -> None:
     (expected, *_) = world.run(run_and_save, 2, 2, tmp_path)
     names = sorted(path.name for path in tmp_path.rglob("*"))
     assert names == [
-        "checkpoint.json", *(f"rank-0000{r}.safetensors" for r in range(4)), "step-00000002"
+        "checkpoint.json", "rank-00000.frozen.safetensors",
+        *(f"rank-0000{r}.safetensors" for r in range(4)), "step-00000002",
     ]  # fmt: skip
     for dp, tp in ((2, 2), (4, 1), (1, 3), (1, 1)):
         for step, loss in world.run(resume, dp, tp, tmp_path, num=dp * tp):
@@ -155,7 +156,7 @@ def cut_off(folder: Path) -> None:
     """A save that dies before its commit leaves the older step the newest; the next save works."""
     stage, _ = begin(1, 2, seed=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_tensors", interrupt)
+        patch.setattr(writing, "write_file", interrupt)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(folder, stage, step=30)
     assert latest(folder).name == "step-00000012"

@@ -16,7 +16,6 @@ from partc.errors import LoadError, PartcError, RunError, UsageError
 from partc.program.checkpoints.checkpoint import latest, load_checkpoint, save_checkpoint
 from partc.program.checkpoints.saved_checkpoint import Saved
 from partc.program.optimizer.same_optimizer import plain_values, take_values
-from partc.program.tensorfile import TensorFile
 from partc.verification.processes import Processes
 from tests.example_program import example_model
 from tests.program.trained import begin, rewrite, train
@@ -34,6 +33,7 @@ def flipped(fields: dict[str, Any]) -> None:
     fields["tensors"]["model/up.weight"][2][0][2] = 1  # of 2: the halves of a fused weight
 
 
+FILE = "rank-00003.safetensors"
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other rows": (flipped, "are not sharded as checkpoint.json says"),
     "an axis twice": (
@@ -42,7 +42,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an unknown axis": (
         lambda f: f["tensors"]["model/up.weight"][2].append(["x", 1, 1]), "cannot be sharded over"
     ),
-    "a size": (lambda f: f["tensors"]["model/shift"].__setitem__(0, [9]), "another shape"),
+    "a size of a dim": (lambda f: f["tensors"]["model/shift"].__setitem__(0, [9]), "another shape"),
     "a dtype": (lambda f: f["tensors"]["model/shift"].__setitem__(1, "int32"), "another shape"),
     "a tensor more": (
         lambda f: f["tensors"].update({"model/new": [[8], "float32", []]}), "differ in model/new"
@@ -62,8 +62,14 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a table as lr": (lambda f: f["optimizer"][0].update(lr={}), "lr is no plain value"),
     "an lr without end": (lambda f: f["optimizer"][0].update(lr=1e300), "more than float32 holds"),
     "an entry": (lambda f: f.update(run="rm"), "its entries differ in"),
-    "a file": (lambda f: f["files"].pop(), "does not name a file for each rank"),
-    "a digest": (lambda f: f["files"].__setitem__(0, "../x"), "ValueError"),
+    "a file": (lambda f: f["files"].pop(FILE), "does not name a file for each rank"),
+    "a digest": (lambda f: f["files"][FILE].__setitem__(1, "../x"), "ValueError"),
+    "a size": (lambda f: f["files"][FILE].__setitem__(0, -1), "is below 0"),
+    "a file elsewhere": (lambda f: f["files"].update({"../x": [1, "00" * 32]}), "no.* rank's file"),
+    "a rank too many": (
+        lambda f: f["files"].update({"rank-00004.safetensors": [1, "00" * 32]}), "rank's file"
+    ),
+    "no plan": (lambda f: f.update(plan=None), "is no text"),
 }  # fmt: skip
 
 
@@ -79,7 +85,7 @@ def test_a_damaged_or_forged_list_is_refused(world: Processes, tmp_path: Path) -
         if damaged.split() != text.split():
             with pytest.raises(LoadError, match="step-00000003"):
                 Saved.read(path)
-    for text_of_all in ("", "[]", "null", "[" * 100_000, "\x00", '{"schema": 2}', "1e999"):
+    for text_of_all in ("", "[]", "null", "[" * 100_000, "\x00", '{"schema": 3}', "1e999"):
         (path / "checkpoint.json").write_text(text_of_all)
         with pytest.raises(LoadError, match="step-00000003"):
             Saved.read(path)
@@ -95,8 +101,7 @@ def test_a_damaged_or_forged_list_is_refused(world: Processes, tmp_path: Path) -
 def prove_all(path: Path) -> None:
     saved = Saved.read(path)
     for rank in range(saved.mesh.num_ranks):
-        file = path / f"rank-{rank:05d}.safetensors"
-        saved._prove(file, TensorFile(file), saved.mesh.coords(rank))
+        saved.prove(rank)
 
 
 def refused(match: str, act: Callable[[], Any], kind: type[PartcError] = LoadError) -> None:

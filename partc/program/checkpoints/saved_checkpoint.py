@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -23,15 +24,16 @@ from partc.errors import LoadError, PartcError
 from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.plan.sharding import cut, join_pieces
 from partc.plan.wires import is_residual
+from partc.program.checkpoints.files import NAME, FileEntry, file_name, has_size, sha256_of
 from partc.program.checkpoints.residuals import MET, fitted
 from partc.program.folders import CHECKPOINT
 from partc.program.optimizer.same_optimizer import CLASS
 from partc.program.role import Shard, dtype_of
 from partc.program.stage.runtime import Stage
-from partc.program.tensorfile import TensorFile, has_its_size
+from partc.program.tensorfile import TensorFile
 
 MANIFEST = CHECKPOINT
-SCHEMA = 2
+SCHEMA = 3
 MAX_BYTES = 512_000_000
 SUMS, ISLANDS = "sums", "islands"  # entries that not every checkpoint has
 CUTS = "partc.cuts"  # a rank's file says here how its tensors are sharded
@@ -40,7 +42,9 @@ _DAMAGE = (
     RecursionError, PartcError,
 )  # fmt: skip
 LARGEST = torch.finfo(torch.float32).max
-_ENTRIES = {"schema", "step", "mesh", "random", "tensors", "files", "optimizer", "data", "sha256"}
+_ENTRIES = {
+    "schema", "step", "mesh", "plan", "random", "tensors", "files", "optimizer", "data", "sha256",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,9 @@ class Saved:
     mesh: Mesh
     shards: Mapping[str, Shard]
     stages: Mapping[str, int]  # by tensor the pipeline rank whose files have it
-    digests: tuple[str, ...]  # by rank
+    files: Mapping[str, FileEntry]  # by name
     groups: tuple[dict[str, Any], ...]
-    files: dict[int, TensorFile]
+    opened: dict[str, TensorFile]
     digest: str  # of all the rest
     random: tuple[int, int]  # the seed of random numbers, and the steps since
     data: dict[str, Any] | None = None  # the state of a loader
@@ -84,13 +88,15 @@ class Saved:
             do = "Restore the folder, or load an older step."
             refuse(path, f"{MANIFEST} was changed or damaged: its digest differs", do)
         mesh = Mesh(tuple((name, _whole(size)) for name, size in fields["mesh"]))
-        tensors, digests = fields["tensors"], tuple(map(_digest, fields["files"]))
-        if len(digests) != mesh.num_ranks:
+        tensors = fields["tensors"]
+        files = {name: _file(name, mesh, *entry) for name, entry in fields["files"].items()}
+        if not {*map(file_name, range(mesh.num_ranks))} <= files.keys():
             refuse(path, "it does not name a file for each rank", "Restore it.")
+        _text(fields["plan"])
         shards = {key: _shard(mesh, key, *entry[:3]) for key, entry in tensors.items()}
         stages = {key: _stage(mesh, *entry[3:]) for key, entry in tensors.items()}
         return cls(
-            path, _whole(fields["step"]), mesh, shards, stages, digests,
+            path, _whole(fields["step"]), mesh, shards, stages, files,
             tuple(map(_group, fields["optimizer"])), {}, fields["sha256"],
             (_int(fields["random"]["seed"]), _whole(fields["random"]["step"])), fields["data"],
             dict(fields.get(SUMS, {})), _met(fields.get(ISLANDS, {})),
@@ -103,28 +109,51 @@ class Saved:
 
         ``wanted``: how this rank's tensors are cut, by key.
         """
-        share = range(dist.get_rank(), len(self.digests), dist.get_world_size())
+        share = range(dist.get_rank(), self.mesh.num_ranks, dist.get_world_size())
         reads = (rank for key, shard in wanted.items() for rank in self._ranks(key, shard, stage))
         for rank in sorted({*share, *reads}):
-            file = self.path / file_name(rank)
-            whole = file.is_file() and not file.is_symlink() and has_its_size(file)
-            if not whole or sha256_of(file) != self.digests[rank]:
-                refuse(file, "it is missing or damaged", "Restore it, or load an older step.")
-            self._prove(file, TensorFile(file), self.mesh.coords(rank))
+            for name in self._names(rank):
+                file = self.path / name
+                whole = has_size(file, self.files[name])
+                if not whole or sha256_of(file) != self.files[name].sha256:
+                    refuse(file, "it is missing or damaged", "Restore it, or load an older step.")
+            self.prove(rank)
 
-    def _prove(self, path: Path, file: TensorFile, coords: Mapping[str, int]) -> None:
-        """LoadError unless a rank's file has what it has to, in these shapes, dtypes and cuts."""
+    def prove(self, rank: int) -> None:
+        """LoadError unless a rank's files have what they have to, in these shapes, dtypes and cuts;
+        the files' digests are another matter.
+        """
+        coords = self.mesh.coords(rank)
         mine = {key: s for key, s in self.shards.items() if self._is_of(key, s, coords)}
-        odd = sorted(file.keys() ^ mine.keys())
-        if odd:
-            refuse(path, f"it and {MANIFEST} differ in {odd[0]}", "Restore the folder.")
-        for key, shard in mine.items():
+        left = {**mine}
+        for name in self._names(rank):
+            path, file = self.path / name, self._open(name)
+            here = {key: left.pop(key) for key in file if key in left}
+            if odd := sorted(file.keys() - here.keys()):
+                refuse(path, f"it and {MANIFEST} differ in {odd[0]}", "Restore the folder.")
+            self._prove_tensors(path, file, here)
+        if left:
+            path = self.path / file_name(rank)
+            refuse(path, f"it and {MANIFEST} differ in {min(left)}", "Restore the folder.")
+
+    def _prove_tensors(self, path: Path, file: TensorFile, here: Mapping[str, Shard]) -> None:
+        for key, shard in here.items():
             if file.typed(key) != (shard.local_shape(self.mesh), shard.dtype):
                 refuse(
                     path, f"{key} has another shape or dtype than {MANIFEST} says", "Restore it."
                 )
-        if file.notes.get(CUTS) != cuts_text(mine):
+        if file.notes.get(CUTS) != cuts_text(here):
             refuse(path, f"its tensors are not sharded as {MANIFEST} says", "Restore the folder.")
+
+    def _names(self, rank: int) -> list[str]:
+        """The names of a rank's files."""
+        every = [file_name(rank), file_name(rank, frozen=True)]
+        return [name for name in every if name in self.files]
+
+    def _open(self, name: str) -> TensorFile:
+        if name not in self.opened:
+            self.opened[name] = TensorFile(self.path / name)
+        return self.opened[name]
 
     def _is_of(self, key: str, shard: Shard, coords: Mapping[str, int]) -> bool:
         """Whether the rank at ``coords`` has its island's first copy of its shard of a tensor."""
@@ -203,25 +232,14 @@ class Saved:
         return join_pieces(parts, cut(dim, outer), outer)
 
     def _read(self, key: str, at: Mapping[str, int]) -> Tensor:
-        """Read a shard from the file of the first rank that holds it."""
-        rank = self._rank(key, at)
-        if rank not in self.files:
-            self.files[rank] = TensorFile(self.path / file_name(rank))
-        return self.files[rank][key]
+        """Read a shard from a file of the first rank that holds it."""
+        files = map(self._open, self._names(self._rank(key, at)))
+        return next(file for file in files if key in file)[key]
 
 
 def cuts_text(shards: Mapping[str, Shard]) -> str:
     """How tensors are sharded, as text: `{"model/w": [["dp", 0, 1]]}`."""
     return json.dumps({key: shard.cuts for key, shard in sorted(shards.items())})
-
-
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def digest_of(fields: Mapping[str, Any]) -> str:
@@ -284,10 +302,18 @@ def _group(entry: Any) -> dict[str, Any]:
     return dict(entry)
 
 
-def _digest(entry: Any) -> str:
-    if len(bytes.fromhex(_text(entry))) != 32:
-        raise ValueError(f"{entry!r} is no digest")
-    return str(entry)
+def _file(name: str, mesh: Mesh, size: Any, digest: Any) -> FileEntry:
+    """A file's entry; ValueError for a name that is no rank's."""
+    found = NAME.match(name)
+    if found is None or not int(found[1]) < mesh.num_ranks or name != _own_name(found):
+        raise ValueError(f"{name!r} is not the name of a rank's file")
+    if len(bytes.fromhex(_text(digest))) != 32:
+        raise ValueError(f"{digest!r} is no digest")
+    return FileEntry(_whole(size), digest)
+
+
+def _own_name(found: re.Match[str]) -> str:
+    return file_name(int(found[1]), frozen=found[2] is not None)
 
 
 def _text(entry: Any) -> str:

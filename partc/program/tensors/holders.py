@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -90,7 +91,7 @@ def from_first(
 
 def exchange_texts(text: str, group: Any, device: torch.device) -> list[str]:
     """Gather one text from every rank of a group, in rank order."""
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    mine = bytes_of(text, device)
     size = torch.tensor([mine.numel()], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
@@ -99,4 +100,13 @@ def exchange_texts(text: str, group: Any, device: torch.device) -> list[str]:
     found = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(found, padded, group=group)
     pairs = zip(found, sizes, strict=True)
-    return [bytes(each[: int(num)].tolist()).decode() for each, num in pairs]
+    return [text_of(each[: int(num)]) for each, num in pairs]
+
+
+def bytes_of(text: str, device: torch.device) -> Tensor:
+    """A text as a tensor that can be sent, `u8[n]`."""
+    return torch.from_numpy(np.frombuffer(bytearray(text.encode()), np.uint8)).to(device)
+
+
+def text_of(data: Tensor) -> str:
+    return data.cpu().numpy().tobytes().decode()
