@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from partc.program import Program, load
     from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from partc.recipe import with_model
+    from partc.reports.report import report
     from partc.traced import Traced
     from partc.verification.precision import Raised
     from partc.verification.verification import verify
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced",
     "compile", "graph_pass", "load", "load_checkpoint", "parallelize", "partition",
-    "save_checkpoint", "verify", "with_model", "with_variants",
+    "report", "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -48,6 +49,7 @@ _MODULES = {
     "load_checkpoint": "program.checkpoints.checkpoint",
     "parallelize": "wrappers.parallel",
     "partition": "lowering",
+    "report": "reports.report",
     "save_checkpoint": "program.checkpoints.checkpoint",
     "verify": "verification.verification",
     "with_model": "recipe",
