@@ -15,7 +15,7 @@ from partc.plan.mesh import PP
 from partc.program import Program
 from partc.reports.linked import NO_LINE, Bar, Point
 from partc.reports.saved_step import SavedStep, saved_step
-from partc.reports.timeline import RANKS, Stream, Timeline, held_lines
+from partc.reports.timeline import RANKS, TRANSFERS, Stream, Timeline, held_lines
 from partc.schedules.actions import Action
 from partc.schedules.programs import COMPUTE, FINISHED, RECEIVE, RECEIVED, SEND, SENT
 from partc.schedules.programs import START as STARTS
@@ -24,6 +24,7 @@ from partc.schedules.queues import operation
 METHOD_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 WORDS = {SEND: "send", RECEIVE: "receive", STARTS: "collective"}
 OPTIMIZER = "optimizer"
+NEIGHBOURS = 2  # of a pipeline rank, at most
 Turn = tuple[int, str, int]  # which of the rank's stages, method, microbatch
 
 
@@ -92,9 +93,12 @@ def _ranks(program: Program, saved: SavedStep, fullest: int) -> Iterator[_Rank]:
 
 
 def _streams(rank: _Rank) -> Iterator[Stream]:
-    yield Stream(f"rank {rank.number}", RANKS, rank.file, tuple(_actions(rank)))
-    if moved := tuple(_transfers(rank)):
-        yield Stream("messages", "transfers", rank.file, moved, PP)
+    """What a rank computes, with the collectives that close its step, and its messages."""
+    moved = [*_transfers(rank)]
+    closing = [bar for bar in moved if bar.box.stream == RANKS]
+    yield Stream(f"rank {rank.number}", RANKS, rank.file, (*_actions(rank), *closing))
+    if messages := tuple(bar for bar in moved if bar.box.stream == PP):
+        yield Stream("messages", TRANSFERS, rank.file, messages, PP)
 
 
 def _actions(rank: _Rank) -> Iterator[Bar]:
@@ -123,8 +127,9 @@ def _transfers(rank: _Rank) -> Iterator[Bar]:
         line = lines.get((word, counts[word]), NO_LINE)
         counts[word] += 1
         if end > begin:
-            name = str(what) if code == STARTS else f"{word} {what}"
-            yield Bar(Box(PP, name, "", begin, end - begin), line, waits.get(done, 0.0))
+            box = Box(PP, f"{word} {what}", "", begin, end - begin)
+            closes = Box(RANKS, word, str(what), begin, end - begin)
+            yield Bar(closes if code == STARTS else box, line, waits.get(done, 0.0))
 
 
 def _waits(rank: _Rank) -> dict[int, float]:
@@ -142,14 +147,18 @@ def _waits(rank: _Rank) -> dict[int, float]:
 
 
 def _message_lines(rank: _Rank) -> Mapping[tuple[str, int], int]:
-    """The line of the n-th send and receive; none where another number of them is simulated."""
+    """The line of the n-th send and receive; none where another number of them is simulated.
+
+    Before its first step a rank exchanges a message with each neighbour, which is no part of it.
+    """
     found: dict[tuple[str, int], int] = {}
     events = rank.saved.step.programs[rank.number].events
     for code, word in ((SEND, "send"), (RECEIVE, "receive")):
         started = [each for each in rank.trace.done if each.kind == START and each.name == word]
         mine = [each for each in started if each.axis not in rank.trace.sizes or each.axis == PP]
-        if len(mine) == sum(event[0] == code for event in events):
-            found |= {(word, i): each.line for i, each in enumerate(mine)}
+        num = sum(event[0] == code for event in events)
+        if 0 < num <= len(mine) <= num + NEIGHBOURS:
+            found |= {(word, i): each.line for i, each in enumerate(mine[-num:])}
     return found
 
 

@@ -21,6 +21,7 @@ from partc.reports.other_machines import stage_step
 from partc.reports.step_streams import waits_of
 
 NS_PER_S = 1e9
+TRANSFERS = "transfers"
 RANKS = "ranks"  # of streams with the actions of a pipeline rank
 MOST_POINTS = 4000  # of a memory curve: more than a screen has columns
 Json = dict[str, Any]
@@ -129,8 +130,8 @@ def _streams(step: LinkedStep, axes: Sequence[str], file: str) -> Iterator[Strea
     for name in (BLOCKS, COMPUTE, *axes):
         bars = tuple(bar for bar in step.bars if bar.box.stream == name)
         if bars:
-            kind = name if name in (BLOCKS, COMPUTE) else "transfers"
-            axis = name if kind == "transfers" else ""
+            kind = name if name in (BLOCKS, COMPUTE) else TRANSFERS
+            axis = name if kind == TRANSFERS else ""
             yield Stream(f"over {name}" if axis else name, kind, file, bars, axis)
 
 
@@ -151,8 +152,8 @@ def _columns(stream: Stream, calls: _Numbers) -> Json:
         "file": stream.file,
         "begin_ns": _steps([bar.box.begin_s for bar in bars]),
         "ns": [_ns(bar.box.seconds) for bar in bars],
-        "waits_ns": [_ns(bar.waits_s) for bar in bars] if stream.kind == "transfers" else [],
-        "bytes": [bar.box.num_bytes for bar in bars] if stream.kind == "transfers" else [],
+        "waits_ns": [_ns(bar.waits_s) for bar in bars] if stream.kind in (TRANSFERS, RANKS) else [],
+        "bytes": [bar.box.num_bytes for bar in bars] if stream.kind == TRANSFERS else [],
         "line": [bar.line for bar in bars] if stream.kind != BLOCKS else [],
         "layer": [_layer(bar) for bar in bars],
         "call": [calls.of(_call(bar)) for bar in bars],
@@ -182,7 +183,7 @@ def _by_line(streams: Sequence[Stream]) -> Iterator[Json]:
     """Per line of the program its transfers: how many, over which axis, how long and exposed."""
     found: dict[tuple[str, int], list[Bar]] = {}
     for stream in streams:
-        for bar in stream.bars if stream.kind == "transfers" else ():
+        for bar in stream.bars if stream.kind == TRANSFERS else ():
             found.setdefault((stream.file, bar.line), []).append(bar)
     for (file, line), bars in sorted(found.items()):
         yield {
