@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from partc.program import Program, load
     from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from partc.recipe import with_model
-    from partc.reports.report import report
+    from partc.reports.report import Report, report
     from partc.traced import Traced
     from partc.verification.precision import Raised
     from partc.verification.verification import verify
     from partc.wrappers.parallel import parallelize
 
 __all__ = [
-    "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced",
-    "compile", "graph_pass", "load", "load_checkpoint", "parallelize", "partition",
+    "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Report", "Topology",
+    "Traced", "compile", "graph_pass", "load", "load_checkpoint", "parallelize", "partition",
     "report", "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
@@ -41,6 +41,7 @@ _MODULES = {
     "Plan": "plan",
     "Program": "program",
     "Raised": "verification.precision",
+    "Report": "reports.report",
     "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",

@@ -8,10 +8,9 @@ import partc
 
 if TYPE_CHECKING:
     from partc.program import Program
-    from partc.reports.report import Report
 
 
-def report(program: Program) -> Report:
+def report(program: Program) -> partc.Report:
     """The program's predicted step as a page: ``program.report().save("report.html")``.
 
     UsageError where nothing of the program's step was saved with it.
