@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from partc.program.checkpoints.checkpoints import Checkpoints
     from partc.recipe import with_model
+    from partc.reports.report import Report, report
     from partc.traced import Traced
     from partc.verification.precision import Raised
     from partc.verification.verification import verify
     from partc.wrappers.parallel import parallelize
 
 __all__ = [
-    "Checkpoints", "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology",
-    "Traced", "compile", "graph_pass", "load", "load_checkpoint", "parallelize", "partition",
-    "save_checkpoint", "verify", "with_model", "with_variants",
+    "Checkpoints", "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Report",
+    "Topology", "Traced", "compile", "graph_pass", "load", "load_checkpoint", "parallelize",
+    "partition", "report", "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -42,6 +43,7 @@ _MODULES = {
     "Plan": "plan",
     "Program": "program",
     "Raised": "verification.precision",
+    "Report": "reports.report",
     "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",
@@ -50,6 +52,7 @@ _MODULES = {
     "load_checkpoint": "program.checkpoints.checkpoint",
     "parallelize": "wrappers.parallel",
     "partition": "lowering",
+    "report": "reports.report",
     "save_checkpoint": "program.checkpoints.checkpoint",
     "verify": "verification.verification",
     "with_model": "recipe",

@@ -151,6 +151,24 @@ def simulate_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def report_command(args: argparse.Namespace) -> int:
+    """Write a saved program's predicted step as one HTML file: a time line beside the program."""
+    from partc.atomic import atomic_write
+    from partc.program import load
+    from partc.program.saved_cost import saved_numbers
+    from partc.reports.report_data import report_data
+    from partc.reports.report_page import report_page
+
+    program = load(args.folder)
+    with _progress(f"running {args.folder} on tensors without data"), saved_numbers(args.folder):
+        told = report_data(program, args.folder)
+    if args.out:
+        atomic_write(Path(args.out), report_page(told))
+    text = f"{told['verdict']}\n{args.out or 'no file is written: name one with -o report.html'}"
+    _tell(args, text, told)
+    return 0
+
+
 def bench_command(args: argparse.Namespace) -> int:
     """Run steps of a saved program on all its ranks; show how long ranks compute and wait and what
     transfers are hidden, beside the prediction.

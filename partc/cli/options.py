@@ -35,6 +35,7 @@ examples:
   partc explain build/                 partc explain --rules             partc explain PTC030
   partc explain build/ --model mypackage.train:setup    costs as formulas of batch and mesh too
   partc compile hf:llama --layers 8 --batch 16 --mesh pp=2,dp=2 --microbatches 8 --out build/
+  partc report build/ -o report.html             time line, memory and program in a browser
   partc simulate build/ --svg step.svg --trace step.json
   partc simulate build/ --bandwidth nvlink=x2 --peak x1.5     the same program on other machines
   partc verify build/ --model mypackage.train:setup
@@ -278,6 +279,14 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    add_folder(parser)
+    parser.add_argument(
+        "-o", "--out", metavar="FILE",
+        help="the HTML file; it holds all that it shows and fetches nothing",
+    )  # fmt: skip
+
+
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     add_folder(parser)
     parser.add_argument(
@@ -366,6 +375,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "passes": (commands.passes_command, _passes_options),
     "explain": (commands.explain_command, _explain_options),
     "simulate": (commands.simulate_command, _simulate_options),
+    "report": (commands.report_command, _report_options),
     "bench": (commands.bench_command, _bench_options),
     "calibrate": (commands.calibrate_command, _calibrate_options),
     "verify": (commands.verify_command, _verify_options),

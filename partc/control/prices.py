@@ -92,7 +92,7 @@ class _Basis:
         computing = sum(sum(each.computing.values()) for each in spent.values())
         moving = {m.axis: 0.0 for m in tape.moves}
         fixed = dict.fromkeys(moving, 0.0)
-        for _, run in tape.unrolled():
+        for _, run, _ in tape.unrolled():
             for event in (*run.gathers, *run.events):
                 if event.code in (START, LAST):
                     move = tape.moves[event.number]

@@ -15,6 +15,7 @@ from torch import fx
 
 from partc.cost.bytes import packed_bytes, put_in_bytes, transfers, unpacked_bytes
 from partc.cost.roofline import call_of, dtype_of
+from partc.cost.sites import Site, Sites
 from partc.cost.step_events import (
     CALL,
     LAST,
@@ -56,11 +57,62 @@ class _Calls:
 
 def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> StepEvents:
     """The events of a whole step without pipeline stages; each run is labelled by its block."""
-    calls = (node for node in graph.calls() if not _finishes(node))
-    found = ((block, list(run)) for block, run in groupby(calls, key=outermost_block))
+    found = _by_method(node for node in graph.calls() if not _finishes(node))
     runs = [_Calls(block, mine, graph.times(mine[0])) for block, mine in found]
     recorder = _Recorder(ran, lambda node: "B" if is_backward(node) else "F", apart=True)
     return replace(recorder.step(runs), prefetch=prefetch)
+
+
+Method = tuple[str, list[fx.Node]]  # a block and calls of it; "" for calls outside of blocks
+
+
+def _by_method(calls: Iterable[fx.Node]) -> list[Method]:
+    """The calls in the order of a program's lines, with their blocks.
+
+    A program has all calls of a block's backward in one method, also those that the graph has
+    behind the last block, such as the sum of a norm's gradients over tensor ranks. So these follow
+    the other calls of their block here too.
+    """
+    runs: list[Method] = []
+    backwards: dict[str, list[fx.Node]] = {}
+    for block, run in groupby(calls, key=outermost_block):
+        mine = list(run)
+        if block in backwards and all(map(is_backward, mine)):
+            backwards[block] += mine
+            continue
+        runs.append((block, mine))
+        if block and is_backward(mine[-1]):
+            backwards[block] = mine
+    return _behind_loops(runs)
+
+
+def _behind_loops(runs: list[Method]) -> list[Method]:
+    """The runs with what stands between two backwards of a loop behind the loop.
+
+    A program runs the backwards of equal blocks in one loop. A call between two of them that no
+    block reads, such as the sum of the last norm's gradients, is a line behind the loop.
+    """
+    ends = {_loop(run): at for at, run in enumerate(runs) if _loop(run)}
+    placed: list[tuple[float, Method]] = []
+    inside = ""  # of which loop the last backward was
+    for at, run in enumerate(runs):
+        inside = _loop(run) or (inside if is_backward(run[1][0]) else "")
+        last = ends.get(inside, at)
+        waits = not run[0] and at < last and not _are_read(run[1], runs[at + 1 : last + 1])
+        placed.append((last + 0.5 if waits else at, run))
+    return [run for _, run in sorted(placed, key=lambda each: each[0])]
+
+
+def _loop(run: Method) -> str:
+    """The list of blocks of a block's backward; "" for other runs."""
+    block, calls = run
+    return block.rpartition(".")[0] if block and is_backward(calls[-1]) else ""
+
+
+def _are_read(calls: list[fx.Node], later: Iterable[Method]) -> bool:
+    """Whether a block of the loop reads a result of the calls."""
+    readers = {user for node in calls for user in node.users}
+    return any(node in readers for block, run in later if block for node in run)
 
 
 def record_phases(graph: Graph, ran: Replay) -> StepEvents:
@@ -142,9 +194,15 @@ class _Recorder:
 
     def step(self, runs: list[_Calls]) -> StepEvents:
         self._mark(runs)
-        order = [Place(each.label, _number(self.runs, self._run(each)), each.times)
-                 for each in runs]  # fmt: skip
-        return StepEvents(tuple(self.calls), tuple(self.moves), tuple(self.runs), tuple(order))
+        order, rows = [], []
+        for each in runs:
+            run, row = self._run(each)
+            order.append(Place(each.label, _number(self.runs, run), each.times))
+            rows.append(row)
+        return StepEvents(
+            tuple(self.calls), tuple(self.moves), tuple(self.runs), tuple(order),
+            sites=Sites.gathered(rows),
+        )  # fmt: skip
 
     def _mark(self, runs: list[_Calls]) -> None:
         """Name every transfer, so that a wait finds its start.
@@ -159,32 +217,40 @@ class _Recorder:
                 stays = all(at.get(wait, number) == number for wait in waits)
                 self.marks[node] = f"{place}" if stays else f"{number}:{place}"
 
-    def _run(self, each: _Calls) -> Run:
+    def _run(self, each: _Calls) -> tuple[Run, list[Site]]:
+        """The run of some calls, and the site of each of its events, gathers first."""
         gathers = [n for n in each.calls if self.apart and _is_start(n) and gathers_param(n)]
         rest = [n for n in each.calls if n not in gathers]
-        return Run(
-            tuple(self._events(gathers)), tuple(self._events(rest)),
+        first, then = [*self._events(gathers)], [*self._events(rest)]
+        run = Run(
+            tuple(event for event, _ in first), tuple(event for event, _ in then),
             bool(rest) and is_backward(rest[-1]),
         )  # fmt: skip
+        return run, [site for _, site in (*first, *then)]
 
-    def _events(self, nodes: Iterable[fx.Node]) -> Iterator[Event]:
+    def _events(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[Event, Site]]:
+        """The events of some calls, each with the place in the model that the call comes from."""
         for node in nodes:
-            phase = self.phase(node)
-            if _is_start(node):
-                code = LAST if self.apart and _ends_step(node) else START
-                if moved := self._move(node):
-                    yield Event(phase, code, _number(self.moves, moved), self.marks[node])
-            elif node.target is collectives.wait:
-                started = first_operand(node)
-                if started in self.marks and (moved := self._move(started)):
-                    yield Event(phase, WAIT, _number(self.moves, moved), self.marks[started])
-            elif call := call_of(node, self.ran):
-                joins = node in self.added and node.target is ops.weight_grad
-                call = _reading(call) if joins else call
-                yield Event(phase, CALL, _number(self.calls, call))
-            if node in self.added and node.target is not ops.weight_grad:
-                adds = Call("add_grad", "matmul", dtype_of(node), 0, 3 * fake_of(node).nbytes)
-                yield Event(phase, CALL, _number(self.calls, adds))
+            site = Site(value(node).module, value(node).source)
+            yield from ((event, site) for event in self._events_of(node))
+
+    def _events_of(self, node: fx.Node) -> Iterator[Event]:
+        phase = self.phase(node)
+        if _is_start(node):
+            code = LAST if self.apart and _ends_step(node) else START
+            if moved := self._move(node):
+                yield Event(phase, code, _number(self.moves, moved), self.marks[node])
+        elif node.target is collectives.wait:
+            started = first_operand(node)
+            if started in self.marks and (moved := self._move(started)):
+                yield Event(phase, WAIT, _number(self.moves, moved), self.marks[started])
+        elif call := call_of(node, self.ran):
+            joins = node in self.added and node.target is ops.weight_grad
+            call = _reading(call) if joins else call
+            yield Event(phase, CALL, _number(self.calls, call))
+        if node in self.added and node.target is not ops.weight_grad:
+            adds = Call("add_grad", "matmul", dtype_of(node), 0, 3 * fake_of(node).nbytes)
+            yield Event(phase, CALL, _number(self.calls, adds))
 
     def _move(self, node: fx.Node) -> Move | None:
         """The transfer that a call starts; None where another call's transfer counts its bytes."""

@@ -18,6 +18,7 @@ from partc.cost.bytes import moved_bytes
 from partc.cost.collective_cost import collective_seconds
 from partc.cost.flops import node_flops, op_name
 from partc.cost.products import busy_share, product_of
+from partc.cost.sites import NOWHERE, Site
 from partc.cost.step_events import Call, Move
 from partc.cost.storage import Replay
 from partc.graph import fake_of
@@ -137,7 +138,8 @@ class Box(NamedTuple):
     """One span of a time line: what a stream does from ``begin_s`` on, for ``seconds``.
 
     Streams are ``COMPUTE``, the mesh axes, and ``BLOCKS``, whose boxes enclose a block's calls and
-    are named by phase or kind of action.
+    are named by phase or kind of action. ``site``: the call of the user's model that it is of.
+    ``num_bytes``: of a transfer what one rank puts in.
     """
 
     stream: str
@@ -145,6 +147,8 @@ class Box(NamedTuple):
     block: str
     begin_s: float
     seconds: float
+    site: Site = NOWHERE
+    num_bytes: int = 0
 
     @property
     def title(self) -> str:
@@ -168,7 +172,7 @@ class Clock:
         self.free: dict[str, float] = {}  # axis -> when its last transfer ends
         self.bounded: dict[Call, tuple[str, float]] = {}  # kept, as equal layers repeat a call
         self.boxes = boxes
-        self.block = ""
+        self.block, self.site = "", NOWHERE
 
     def compute(self, call: Call, spent: Spent) -> None:
         """Advance the computing stream by the time of one call."""
@@ -186,7 +190,7 @@ class Clock:
         seconds = self.seconds_of(move)
         spent.hidden[axis] = spent.hidden.get(axis, 0.0) + seconds
         self.free[axis] = begin + seconds
-        self._note(axis, move.kind, begin, seconds)
+        self._note(axis, move.kind, begin, seconds, move.put_in_bytes)
         return begin + seconds
 
     def seconds_of(self, move: Move) -> float:
@@ -204,11 +208,12 @@ class Clock:
 
     def note(self, name: str, seconds: float) -> None:
         """Add a box of the computing stream that begins now and belongs to no block."""
-        self.block = ""
+        self.block, self.site = "", NOWHERE
         self._note(COMPUTE, name, self.now, seconds)
 
     def note_block(self, phase: str, begin_s: float) -> None:
         """Add a box from ``begin_s`` to now around a block's calls of one phase."""
+        self.site = NOWHERE
         self._note(BLOCKS, phase, begin_s, self.now - begin_s)
 
     def _copy(self, num_bytes: int, spent: Spent) -> None:
@@ -233,6 +238,9 @@ class Clock:
         spent.exposed[axis] = spent.exposed.get(axis, 0.0) + seconds
         spent.hidden[axis] = spent.hidden.get(axis, 0.0) - seconds
 
-    def _note(self, stream: str, name: str, begin: float, seconds: float) -> None:
+    def _note(
+        self, stream: str, name: str, begin: float, seconds: float, num_bytes: int = 0
+    ) -> None:
         if self.boxes is not None:
-            self.boxes.append(Box(stream, name, self.block, begin, seconds))
+            box = Box(stream, name, self.block, begin, seconds, self.site, num_bytes)
+            self.boxes.append(box)

@@ -7,8 +7,10 @@ any machines. Equal calls, transfers and runs are stored once and referred to by
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+
+from partc.cost.sites import NOWHERE, Site, Sites, member, moved
 
 Code = Literal["c", "s", "l", "w"]
 CALL: Code = "c"
@@ -97,12 +99,36 @@ class Place(NamedTuple):
     times: int
 
 
+class Execution(NamedTuple):
+    """One execution of a run: the block as the model numbers it, and where each event comes from.
+
+    ``sites`` has the gathers' entries first, then those of the run's other events; empty where the
+    program was saved without them.
+    """
+
+    label: str
+    run: Run
+    sites: tuple[Site, ...] = ()
+
+    def gathers(self) -> Iterator[tuple[Event, Site]]:
+        """The starts of gathers of parameters, each with its site."""
+        return self._with_sites(self.run.gathers, 0)
+
+    def events(self) -> Iterator[tuple[Event, Site]]:
+        """The other events in order, each with its site."""
+        return self._with_sites(self.run.events, len(self.run.gathers))
+
+    def _with_sites(self, events: tuple[Event, ...], first: int) -> Iterator[tuple[Event, Site]]:
+        sites = self.sites[first : first + len(events)] or (NOWHERE,) * len(events)
+        return zip(events, sites, strict=True)
+
+
 @dataclass(frozen=True)
 class StepEvents:
     """The events of one rank's step, or of one pipeline stage.
 
     ``prefetch``: of how many following blocks the parameters are gathered ahead between two loops
-    over blocks.
+    over blocks. ``sites``: from which calls of the model the events come.
     """
 
     calls: tuple[Call, ...] = ()
@@ -110,12 +136,19 @@ class StepEvents:
     runs: tuple[Run, ...] = ()
     order: tuple[Place, ...] = ()
     prefetch: int = 1
+    sites: Sites = field(default_factory=Sites)
 
-    def unrolled(self) -> Iterator[tuple[str, Run]]:
-        """The label and run of every execution, in order; a repeated run comes several times."""
-        for label, number, times in self.order:
-            for _ in range(times):
-                yield label, self.runs[number]
+    def unrolled(self) -> Iterator[Execution]:
+        """Every execution in order; a repeated run comes once for each block it stands for.
+
+        The graph has one of several equal blocks, the first. Forwards count on from its number,
+        backwards come back to it.
+        """
+        for at, (label, number, times) in enumerate(self.order):
+            run, sites = self.runs[number], self.sites.of(at)
+            for turn in range(times):
+                here = member(label, times - 1 - turn if run.is_backward else turn)
+                yield Execution(here, run, moved(sites, label, here))
 
     def as_json(self) -> dict[str, Any]:
         """The events as plain data, one string per call, transfer and run."""
@@ -125,6 +158,7 @@ class StepEvents:
             "runs": [[int(r.is_backward), _texts(r.gathers), _texts(r.events)] for r in self.runs],
             "order": [f"{run} {times} {label}" for label, run, times in self.order],
             "prefetch": self.prefetch,
+            "sites": self.sites.as_json(),
         }
 
     @classmethod
@@ -138,6 +172,7 @@ class StepEvents:
             runs=tuple(Run(_events(g), _events(e), bool(back)) for back, g, e in data["runs"]),
             order=tuple(Place(label, int(run), int(times)) for run, times, label in order),
             prefetch=int(data["prefetch"]),
+            sites=Sites.of_json(data.get("sites", {})),
         )
 
 

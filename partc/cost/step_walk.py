@@ -13,13 +13,23 @@ from collections import deque
 
 from partc.cost.record_events import record_phases
 from partc.cost.roofline import Clock, Spent
-from partc.cost.step_events import CALL, LAST, WAIT, Event, Move, Run, StepEvents
+from partc.cost.sites import NOWHERE, Site
+from partc.cost.step_events import (
+    CALL,
+    LAST,
+    WAIT,
+    Event,
+    Execution,
+    Move,
+    Run,
+    StepEvents,
+)
 from partc.cost.storage import Replay
 from partc.graph import Graph, Phase
 from partc.plan.mesh import Mesh
 
 PHASES = ("forward", "backward", "gradients")  # the last: waits for reductions after the backward
-_NOTHING = ("", Run((), (), False))
+_NOTHING = Execution("", Run((), (), False))
 _UnderWay = dict[str, tuple[Move, float]]  # a transfer's mark -> the transfer, when it ends
 
 
@@ -34,23 +44,24 @@ def step_times(step: StepEvents, mesh: Mesh, clock: Clock | None = None) -> dict
     ahead: deque[_UnderWay] = deque()  # the gathers of following runs, by run
     runs = [*step.unrolled()]
     # an empty run in front, during which the first block's parameters are gathered
-    for number, (block, here) in enumerate([_NOTHING, *runs]):
+    for number, ran in enumerate([_NOTHING, *runs]):
+        block, here, _ = ran
         closes = bool(block) and here.is_backward
         before, reduced = reduced, []
         walk.under_way |= ahead.popleft() if ahead else {}
         between = not block and number > 1
         begun = number + len(ahead)
-        for _, following in runs[begun : number + (step.prefetch if between else 1)]:
+        for following in runs[begun : number + (step.prefetch if between else 1)]:
             at = backward if closes else forward
-            ahead.append({e.mark: walk.start(e, at) for e in following.gathers})
+            ahead.append({e.mark: walk.start(e, at, site) for e, site in following.gathers()})
         walk.clock.block = block
         begin_s = walk.clock.now
-        for event in here.events:
+        for event, site in ran.events():
             at = backward if event.phase == "B" else forward
             if event.code == LAST:
-                reduced.append(walk.start(event, at))
+                reduced.append(walk.start(event, at, site))
             else:
-                walk.run(event, at)
+                walk.run(event, at, site)
         if block:
             walk.clock.note_block("backward" if closes else "forward", begin_s)
         if closes:
@@ -73,8 +84,8 @@ def walk_phases(step: StepEvents, mesh: Mesh) -> dict[Phase, Spent]:
     """
     walks: dict[str, _Walk] = {}
     spent: dict[Phase, Spent] = {}
-    for _, run in step.unrolled():
-        for event in run.events:
+    for ran in step.unrolled():
+        for event in ran.run.events:
             phase: Phase = event.phase  # type: ignore[assignment]
             walk = walks.setdefault(phase, _Walk(step, Clock(mesh)))
             walk.run(event, spent.setdefault(phase, Spent()))
@@ -93,17 +104,19 @@ class _Walk:
         self.step, self.clock = step, clock
         self.under_way: _UnderWay = {}
 
-    def run(self, event: Event, spent: Spent) -> None:
+    def run(self, event: Event, spent: Spent, site: Site = NOWHERE) -> None:
         """Execute a call, a start or a wait; a wait for a transfer never started does nothing."""
+        self.clock.site = site
         if event.code == CALL:
             self.clock.compute(self.step.calls[event.number], spent)
         elif event.code != WAIT:
-            self.under_way[event.mark] = self.start(event, spent)
+            self.under_way[event.mark] = self.start(event, spent, site)
         elif event.mark in self.under_way:
             self.clock.wait(*self.under_way.pop(event.mark), spent)
 
-    def start(self, event: Event, spent: Spent) -> tuple[Move, float]:
+    def start(self, event: Event, spent: Spent, site: Site = NOWHERE) -> tuple[Move, float]:
         """Start a transfer on the clock; return the transfer, and when it ends."""
+        self.clock.site = site
         move = self.step.moves[event.number]
         return move, self.clock.start(move, spent)
 

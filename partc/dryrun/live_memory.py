@@ -106,11 +106,15 @@ class LiveMemory(TorchDispatchMode):
         self.calls += 1
         for tensor in tensors_in(result):
             self._add(tensor.untyped_storage())
-        if self.total + workspace_bytes > self.here.num_bytes:
-            here = self.here
-            here.num_bytes, here.line = self.total + workspace_bytes, self._line()
-            here.call, here.lines = self.calls, None
+        self._called(self.total + workspace_bytes)
         return result
+
+    def _called(self, num_bytes: int) -> None:
+        """Note the bytes that were live during a call, its kernel's workspace among them."""
+        here = self.here
+        if num_bytes > here.num_bytes:
+            here.num_bytes, here.line = num_bytes, self._line()
+            here.call, here.lines = self.calls, None
 
     def _add(self, storage: torch.UntypedStorage, *, counts: bool = True) -> None:
         key = storage._cdata

@@ -24,7 +24,7 @@ from partc.plan import Plan
 from partc.plan.batch import Dealt
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
-from partc.program import reads_rows
+from partc.program import reads_rows, shown
 from partc.program.basis import Basis
 from partc.program.choices import MOST_PROGRAMS, Pad, Partial, choices_of
 from partc.program.expected import Expectation
@@ -247,7 +247,7 @@ class Program(NotAStage):
         return start_stage(self, device, mesh, choices)
 
     forward_batch = cached_property(ForwardBatch)
-
+    report = shown.report
     data_world = property(reads_rows.data_world)
     data_rank = reads_rows.data_rank
     sampler = reads_rows.sampler

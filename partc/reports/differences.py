@@ -167,7 +167,7 @@ def _transfers(program: Program) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def _started(events: StepEvents) -> Iterator[tuple[str, str, int]]:
-    for _, run in events.unrolled():
+    for _, run, _ in events.unrolled():
         for event in (*run.gathers, *run.events):
             if event.code in (START, LAST):
                 move = events.moves[event.number]

@@ -59,7 +59,7 @@ def _copied_bytes(move: Move, mesh: Mesh) -> int:
 
 def _moves(step: StepEvents) -> Iterator[Move]:
     """All transfers of a step, or of one microbatch on one stage."""
-    for _, run in step.unrolled():
+    for _, run, _ in step.unrolled():
         for event in (*run.gathers, *run.events):
             if event.code in (START, LAST):
                 yield step.moves[event.number]

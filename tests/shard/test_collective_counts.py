@@ -55,7 +55,7 @@ def counted(mesh: str, plan: str, axis: str) -> dict[str, Counts]:
     """The transfers over an axis: of one layer by phase, and of what stands between layers."""
     tape = tape_of(mesh, plan)
     found: dict[str, Counts] = {"forward": Counter(), "backward": Counter(), "between": Counter()}
-    for label, run in tape.unrolled():
+    for label, run, _ in tape.unrolled():
         where = ("backward" if run.is_backward else "forward") if label else "between"
         for event in (*run.gathers, *run.events):
             if event.code in (START, LAST) and (move := tape.moves[event.number]).axis == axis:

@@ -1,0 +1,227 @@
+"""What one rank's program does, line by line: its calls, its transfers, and the live bytes.
+
+The program runs on tensors without data, as for its peak (``run.py``), but whole. Each step of the
+trace has the line that the program's reader looks for: not the line of a helper, but the line of
+the method that calls it; and the module with the number of the layer that runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from partc.cost.sites import NOWHERE, Site
+from partc.dryrun.alone import LoneDist, LoneMesh, Transfer, in_place_of_dist
+from partc.dryrun.live_memory import LiveMemory
+from partc.dryrun.run import Built
+from partc.dryrun.turns import METHODS
+from partc.program.role import Role
+from partc.program.user_lines import path_in_model
+
+CALL, START, WAIT = "call", "start", "wait"
+TURN, TURNED = "turn", "turned"  # a method of a pipeline stage begins, ends
+MESSAGES = "messages"
+
+
+class Done(NamedTuple):
+    """One thing that a program does: a call of an op, a start of a transfer or a wait for one.
+
+    ``line``: of the program's file, the first of the statement. ``site``: the user's call for which
+    the line stands. ``live_bytes``: held behind it, without parameters, buffers and inputs.
+    ``number``: of the transfer; of a turn the microbatch, and ``axis`` its stage; of a call 0.
+    """
+
+    kind: str
+    name: str
+    axis: str
+    line: int
+    site: Site
+    num_bytes: int
+    live_bytes: int
+    number: int
+    is_backward: bool
+
+
+@dataclass(frozen=True)
+class ProgramTrace:
+    """All that a rank's program does in one step, in order, and what it holds at its peak.
+
+    ``holders``: bytes that are live at the peak by the line that made them, largest first.
+    """
+
+    done: tuple[Done, ...]
+    peak_bytes: int
+    peak_line: int
+    holders: tuple[tuple[int, int], ...]  # line, bytes
+    sizes: Mapping[str, int]  # of the mesh axes
+
+    def starts(self, axis: str) -> list[Done]:
+        """The transfers over an axis, in the order in which the program starts them.
+
+        Of the messages that stand for one collective (gloo) the first is given, as ``MESSAGES``.
+        """
+        started = [each for each in self.done if each.kind == START and each.axis == axis]
+        found: list[Done] = []
+        several = 2 * (self.sizes.get(axis, 1) - 1)  # of one rank: to each other one, and from it
+        while started:
+            first = started[0]
+            alone = first.name not in ("send", "receive") or not several
+            found.append(first if alone else first._replace(name=MESSAGES))
+            del started[: 1 if alone else several]
+        return found
+
+
+def program_trace(role: Role, rank: int = 0, library: str = "gloo") -> ProgramTrace:
+    """Run a role's step on fakes, whole, and note what it does.
+
+    ``library``: the library of collectives (``topology.LIBRARIES``).
+    """
+    built = Built.of(role, rank)
+    step, live = built.step, _TracedMemory(role, built.step)
+    here = LoneMesh(role.mesh, rank)
+    eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
+    dist = in_place_of_dist(role, _TracedDist(here, library, live))
+    with dist, torch.no_grad(), built.mode, eager, built.as_built():
+        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
+        live.leave_out([*step.parameters(), *step.buffers(), *inputs])
+        live.watch(getattr(step, "stages", None))
+        with live:
+            role.take_one_microbatch(step)
+            kept = step(*inputs) if role.is_inference else step.step(*inputs)
+            role.drain(step)
+    del kept
+    live.streams.end()
+    return live.trace()
+
+
+@dataclass
+class _Lines:
+    """The lines of a program's file: where their statements begin, and their calls of the user."""
+
+    first: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, file: str) -> _Lines:
+        text = "".join(linecache.getlines(file))
+        found = cls()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+                rows = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                found.first |= dict.fromkeys(rows, node.lineno)
+        return found
+
+    def at(self, line: int) -> int:
+        return self.first.get(line, line)
+
+
+class _TracedMemory(LiveMemory):
+    """Counts live bytes, and notes every call with the line of the method that asked for it."""
+
+    def __init__(self, role: Role, step: nn.Module) -> None:
+        self.role, self.step = role, step
+        file = str(role.module.Step.__init__.__code__.co_filename)
+        self.lines_of = _Lines.of(file)
+        self.paths: dict[tuple[int, str], str] = {}
+        self.done: list[Done] = []
+        super().__init__(file)
+
+    def trace(self) -> ProgramTrace:
+        peak = self.peak()
+        held = self.lines_at(peak)
+        holders = sorted(held.items(), key=lambda each: (-each[1], each[0]))
+        sizes = dict(self.role.mesh.axes)
+        return ProgramTrace(tuple(self.done), peak.num_bytes, peak.line, tuple(holders), sizes)
+
+    def watch(self, stages: Any) -> None:
+        """Note each call of a method of a pipeline rank's stages; a model may have such a list."""
+        for number, stage in enumerate(stages.values() if isinstance(stages, dict) else ()):
+            for name in METHODS:
+                if hasattr(stage, name):
+                    setattr(stage, name, self._noted(number, name, getattr(stage, name)))
+
+    def _noted(self, stage: int, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def turn(i: int, *operands: Any) -> Any:
+            self.note(TURN, name, str(stage), number=i)
+            result = real(i, *operands)
+            self.note(TURNED, name, str(stage), number=i)
+            return result
+
+        return turn
+
+    def note(self, kind: str, name: str, axis: str = "", num_bytes: int = 0, number: int = 0,
+             live_bytes: int | None = None) -> None:  # fmt: skip
+        """Add what the program does now."""
+        line, block, method = self._asked()
+        site = self._site(line, block)
+        live = self.total if live_bytes is None else live_bytes
+        back = "backward" in method
+        self.done.append(Done(kind, name, axis, line, site, num_bytes, live, number, back))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        self.op = str(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _called(self, num_bytes: int) -> None:
+        super()._called(num_bytes)
+        self.note(CALL, self.op, live_bytes=num_bytes)
+
+    def _line(self) -> int:
+        return self._asked()[0] if not self.made_line else self.made_line
+
+    def _asked(self) -> tuple[int, Any, str]:
+        """The line, module and method that ask for what runs.
+
+        Of the frames in the program's file the innermost whose line stands for a call of the user,
+        otherwise the innermost of a method; in it the statement's first line.
+        """
+        frames = [*self._frames()]
+        known = (each for each in frames if each[0] in self.role.lines.of)
+        methods = (each for each in frames if isinstance(each[1], nn.Module))
+        line = next(known, None) or next(methods, None) or (frames or [(0, None, "")])[0]
+        block, method = next(((b, m) for _, b, m in frames if isinstance(b, nn.Module)), (None, ""))
+        return line[0], block, method
+
+    def _frames(self) -> Iterator[tuple[int, Any, str]]:
+        """The frames in the program's file, innermost first: line, ``self`` and the method."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename == self.file:
+                own = frame.f_locals.get("self")
+                yield self.lines_of.at(frame.f_lineno), own, code.co_name
+            frame = frame.f_back
+
+    def _site(self, line: int, block: Any) -> Site:
+        """The user's call for which a line stands, in the layer that runs."""
+        if (origin := self.role.lines.of.get(line)) is None:
+            return NOWHERE
+        key = id(block), origin[0]
+        if key not in self.paths:
+            self.paths[key] = path_in_model(origin[0], block, self.role, self.step)
+        return Site(self.paths[key], origin[1])
+
+
+class _TracedDist(LoneDist):
+    """``torch.distributed`` for one rank, which moves nothing and notes what is asked."""
+
+    live: _TracedMemory
+
+    def begin(self, transfer: Transfer) -> int:
+        number = super().begin(transfer)
+        put_in = sum(x.nbytes for x in transfer.sent or transfer.arriving)
+        self.live.note(START, transfer.name, str(transfer.group), put_in, number)
+        return number
+
+    def wait(self, number: int) -> None:
+        super().wait(number)
+        self.live.note(WAIT, "", number=number)

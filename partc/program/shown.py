@@ -1,0 +1,18 @@
+"""How a program is shown: a method of ``Program``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import partc
+
+if TYPE_CHECKING:
+    from partc.program import Program
+
+
+def report(program: Program) -> partc.Report:
+    """The program's predicted step as a page: ``program.report().save("report.html")``.
+
+    UsageError where nothing of the program's step was saved with it.
+    """
+    return partc.report(program)

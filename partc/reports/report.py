@@ -1,0 +1,61 @@
+"""``partc.report``: a program's predicted step as one HTML page, for a browser or a notebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from partc.atomic import atomic_write
+from partc.program import Program
+from partc.reports.report_data import Json, report_data
+from partc.reports.report_page import framed, report_page
+from partc.wrong_calls import as_path, known_arguments
+
+
+@dataclass(frozen=True)
+class Report:
+    """A program's predicted step: ``told`` has all numbers, ``html`` is the page that shows them.
+
+    In a notebook the page stands in the cell's output.
+    """
+
+    told: Json
+
+    @property
+    def html(self) -> str:
+        """The text of the page, which fetches nothing."""
+        return report_page(self.told)
+
+    def save(self, path: str | Path) -> None:
+        """Write the page into a file.
+
+        Args:
+            path: the file, which is replaced if it exists.
+        """
+        atomic_write(as_path(path, "save"), self.html)
+
+    def __str__(self) -> str:
+        return str(self.told["verdict"])
+
+    def _repr_html_(self) -> str:
+        return framed(self.html)
+
+
+@known_arguments
+def report(program: Program) -> Report:
+    """The predicted step of a program beside its text: time line, memory, waits, alternatives.
+
+    Args:
+        program: from ``compile`` or ``load``.
+
+    Returns:
+        A Report: ``save("report.html")`` writes it, ``told`` has its numbers.
+
+    Raises:
+        UsageError: nothing of the program's step was saved with it.
+
+    Example::
+
+        partc.report(partc.load("build")).save("report.html")
+    """
+    return Report(report_data(program))
