@@ -46,11 +46,15 @@ def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[s
 
 
 def _last_two(parts: Sequence[str]) -> Sequence[str]:
-    """The last two parts of a path, and what stands before them if they begin with a number."""
+    """The last two parts of a path, and what stands before them if they begin with a number.
+
+    >>> _last_two(["model", "layers"]), _last_two(["down", "0", "0"]), _last_two([])
+    (['model', 'layers'], ['down', '0', '0'], ['blocks'])
+    """
     end = list(parts[-2:])
-    while end[0].isdigit() and len(end) < len(parts):
+    while end[:1] and end[0].isdigit() and len(end) < len(parts):
         end.insert(0, parts[-len(end) - 1])
-    return end
+    return end if end[:1] and not end[0].isdigit() else ["blocks", *end]
 
 
 def _shortest(parts: Sequence[str], parents: Sequence[Sequence[str]]) -> Sequence[str]:

@@ -218,3 +218,15 @@ def low_rank_beside_frozen() -> Style:
             return out
 
     return Style(Lora(), features(), mse)
+
+
+@style
+def equal_layers_without_a_word() -> Style:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    return Style(model, features(out=16), mse)
+
+
+@style
+def lists_of_equal_layers_in_a_list() -> Style:
+    lists = (nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))) for _ in range(2))
+    return Style(nn.Sequential(*lists), features(out=16), mse)

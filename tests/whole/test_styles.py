@@ -37,6 +37,9 @@ RIGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("transformer of sets", "dp=2"): {"plan": "zero1", "microbatches": 2},
     # a mask for each head, where a rank has some of the heads
     ("prefix from lengths", "tp=2"): {"plan": "megatron"},
+    # two lists of blocks whose paths have no word
+    ("equal layers without a word", "dp=2"): {"plan": "fsdp"},
+    ("lists of equal layers in a list", "dp=2"): {"plan": "fsdp"},
 }
 
 
