@@ -5,26 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from torch import nn
-
-from partc.codegen.calls.scope import Scope
+from partc.codegen.calls.scope import CLASSES, Scope, class_of
 from partc.codegen.repeats.runs import Run
 from partc.quoting import identifier
 
 SHORT = 3  # letters of a word; a list's name with fewer says nothing of its blocks
 
 
-def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[str, str]]:
+def class_names(
+    runs: Sequence[Run], classes: Mapping[str, str], scope: Scope, own: str
+) -> list[tuple[str, str]]:
     """Class name and attribute of each run: ``Layer`` and ``layers`` for ``model.layers.*``.
 
     Runs that would have the same name get the name of the module around them as well:
     ``EncoderLayer``, ``DecoderLayer``. A single block has its own class's name, which ``classes``
     gives by path, and an attribute of its path: ``DownBlock`` and ``encoder_down1``. So have the
-    blocks of a list whose own name says nothing, ``h``.
+    blocks of a list whose own name says nothing, ``h``. ``scope`` gives out attributes; ``own`` is
+    the class of the program itself.
     """
     parents = [run.module.split(".")[: None if run.is_one_module else -1] for run in runs]
     found = []
-    scope, taken = Scope(dir(nn.Module)), Scope(dir(nn.Module))
+    taken = Scope([*CLASSES, own])
     for run, parts in zip(runs, parents, strict=True):
         words = [p for p in parts if not p.isdigit()]
         alike = [p for p in parents if [w for w in p if not w.isdigit()][-1:] == words[-1:]]
@@ -34,9 +35,7 @@ def class_names(runs: Sequence[Run], classes: Mapping[str, str]) -> list[tuple[s
         several = "s" if wanted == ["layer"] else ""  # a loop's variable has this name
         attribute = scope.fresh("_".join(wanted) + several)
         singular = re.sub(r"(?<=[a-z]{2}[^isu\W\d])s$", "", "_".join(wanted))  # not of a cross
-        name = "".join(
-            word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word
-        )
+        name = class_of(singular)
         known = classes.get(run.module, "")
         says_nothing = len(words[-1:]) == 1 and len(words[-1]) < SHORT  # ``h`` of a GPT
         if (run.kin or run.is_called or says_nothing) and known.isidentifier():

@@ -52,6 +52,13 @@ OWN = {
 }  # fmt: skip
 
 
+# A list of blocks may have this one, which a pipeline's module has, in which no list stands.
+OF_PIPELINES = {"stages"}
+# Classes that a program has beside those of blocks; its stages are Stage0, Stage1 ...
+CLASSES = {"Step", "DeviceMesh"}
+LETTERS = 3  # of an abbreviation, which stays in capitals
+
+
 class Scope:
     """The identifiers that some generated functions use; a name that is taken gets a number.
 
@@ -115,6 +122,24 @@ def attributes(mesh: Mesh, *others: str) -> Scope:
             raise _no_axis(axis, mesh)
         axes += axis, f"{axis}_rank"
     return Scope([*OWN, *axes, *others])
+
+
+def lists(mesh: Mesh) -> Scope:
+    """The names of lists of blocks."""
+    axes = [name for axis in mesh.names for name in (axis, f"{axis}_rank")]
+    return Scope([*(OWN - OF_PIPELINES), *axes])
+
+
+def class_of(words: str) -> str:
+    """The name of a class for what is called so, none that a program has for something else.
+
+    >>> class_of("encoder_layer"), class_of("SHARDS"), class_of("stage0"), class_of("MLP")
+    ('EncoderLayer', 'Shards', 'Stage0Block', 'MLP')
+    """
+    name = "".join(w[:1].upper() + w[1:] for w in re.split(r"[^A-Za-z0-9]+|_", words) if w)
+    if len(name) > LETTERS and name.isupper():  # as tables are
+        name = name.capitalize()
+    return f"{name}Block" if re.fullmatch(r"Stage\d+", name) else name
 
 
 def _no_axis(axis: str, mesh: Mesh) -> PlanError:

@@ -30,7 +30,7 @@ from partc.codegen.calls.expressions import ADDS, Adds
 from partc.codegen.calls.names import wishes
 from partc.codegen.calls.path_names import short_names
 from partc.codegen.calls.ranges import finished
-from partc.codegen.calls.scope import Scope, attributes
+from partc.codegen.calls.scope import Scope, attributes, lists
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import spelled
 from partc.codegen.files.instances import instances
@@ -148,7 +148,7 @@ class RoleText:
         first = [Line(f"self.rng = {self.helpers.use('Draws')}()")] if self.draws else []
         made = block([*first, *self.declarations(str)], 2)
         body = self._step(arguments)
-        name = f"{identifier(self.graph.model) or 'Model'}Step"
+        name = self.class_name
         result = result_type(self.graph.loss is not None, bool(self.graph.outputs.results))
         head = Head(name=name, arguments=list(arguments.values()), result=result)
         last = f"Step = {name}"
@@ -174,6 +174,11 @@ class RoleText:
         )
         return role_file(body, self.header, self.helpers, distributed=self.is_distributed)
 
+    @property
+    def class_name(self) -> str:
+        """The name of the program's class."""
+        return f"{identifier(self.graph.model) or 'Model'}Step"
+
     # classes and attributes ------------------------------------------------------------------
     @cached_property
     def draws(self) -> bool:
@@ -191,7 +196,8 @@ class RoleText:
     def make_classes(self) -> None:
         """Make a BlockClass for every run of equal blocks."""
         runs = sorted(dict.fromkeys(loop.run for loop in self.sides), key=lambda run: run.follows)
-        for run, (name, attribute) in zip(runs, class_names(runs, self.graph.classes), strict=True):
+        names = class_names(runs, self.graph.classes, lists(self.graph.mesh), self.class_name)
+        for run, (name, attribute) in zip(runs, names, strict=True):
             sides = {lp.phase: s for lp, s in self.sides.items() if lp.run is run}
             lead = next(
                 (c for r, c in self.classes.items() if run.follows and r.kin == run.kin), None

@@ -36,7 +36,7 @@ from partc.graph.moves import wire_of
 from partc.graph.tied import Tied
 from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh
 from partc.program.role import RANKS
-from partc.quoting import docstring, identifier, literal
+from partc.quoting import docstring, literal
 from partc.schedules.actions import Schedule
 from partc.schedules.programs import Wiring
 
@@ -238,7 +238,7 @@ class _File:
         (title,) = self._lines(RankStep.title)
         actions = actions_of(self.pipeline.graphs, schedule, self.first.rank)
         trains = self.first.links.trains
-        name = f"{identifier(graph.model) or 'Model'}Step"
+        name = self.stages[0].class_name
         result = result_type(trains, any(g.outputs.results for g in self.pipeline.graphs))
         head = Head(name=name, arguments=self.first.arguments, result=result)
         last, own = f"Step = {name}", list[str]()

@@ -101,7 +101,9 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner], given_up: GivenUp) -> Iter
             if len(found) == 1 or run.layers not in given_up:
                 break
         blocks = blocks[len(found) :]
-        if len(found) > 1 and not (run.is_called and _is_short(run)) and not _calls_more(run):
+        if len(found) == 1 or (run.is_called and _is_short(run)) or _calls_more(run):
+            continue
+        if all(_is_in_turn(loop) for loop in _loops_of(graph, run)):
             yield run
 
 
@@ -130,6 +132,19 @@ def _calls_more(run: Run) -> bool:
     inner = {layer_path(place_of(node), depth + 1) for node in run.forward[0].nodes}
     calls = Counter(path.rpartition(".")[0] for path in inner if path and is_one_call(path))
     return max(calls.values(), default=0) > len(run.layers)
+
+
+def _is_in_turn(loop: Loop) -> bool:
+    """Whether no block of a loop reads what a later one makes.
+
+    As those of a list do that runs twice from its first to its last block: all calls of a block
+    would stand in one turn.
+    """
+    turn_of = {node: turn for turn, group in enumerate(loop.groups) for node in group.nodes}
+    return all(
+        turn_of.get(operand, 0) <= turn
+        for node, turn in turn_of.items() for operand in node.all_input_nodes
+    )  # fmt: skip
 
 
 def _from_first(blocks: Sequence[Block], equal: Equal, trims: bool) -> list[Block]:
