@@ -179,7 +179,7 @@ def help_on(call: Callable[..., Any]) -> str:
 
     path = call.__qualname__.removesuffix(".__init__")
     first, _, method = path.partition(".")
-    if first in partc.__all__:
+    if first in partc.__all__ and getattr(partc, first).__module__ == call.__module__:
         return f"help(partc.{path})"
     if not method and hasattr(partc.Program, path):  # written outside of the class
         return f"help(partc.Program.{path})"

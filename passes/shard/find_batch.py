@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, prod
 
+import torch
 from torch import fx
 
 from partc.errors import PlanError, ShardingError
@@ -29,6 +30,13 @@ from partc.plan.mesh import DP, Mesh
 from partc.plan.plan_text import write_cuts
 from partc.plan.sharding import Layout, R, cut
 from partc.rules import Strategy
+
+aten = torch.ops.aten
+
+_REORDERING = {
+    aten.flip.default, aten.roll.default, aten.index.Tensor, aten.index_select.default,
+    aten.gather.default,
+}  # fmt: skip
 
 Batch = dict[str, Layout]  # how each input is cut; R: no dim of it is the batch
 CLEARLY = 4.0  # another dim has to cost so many times less than dim 0
@@ -261,6 +269,11 @@ class _TooMuch(Exception):
     """A walk costs more than its limit."""
 
 
+def _reorders(node: fx.Node) -> bool:
+    """Whether a call gives the same samples in another order; a sum over them is no such call."""
+    return node.target in _REORDERING
+
+
 @dataclass
 class _Walk(AxisWalk):
     """A walk that counts the elements that move, and those that every rank computes for itself.
@@ -286,7 +299,7 @@ class _Walk(AxisWalk):
         for operand, want in zip(tensor_args(node), best.ins, strict=True):
             have = self.made[operand]
             moves = have[0] != R and want not in have
-            if node in self.alone and (moves or operand in self.mixed):
+            if node in self.alone and ((moves and _reorders(node)) or operand in self.mixed):
                 self.mixed.add(node)
             elif moves and operand not in self.mixed:
                 self._pay(transition_cost(have[0], want, 2) or 1.0, value(operand).shape)

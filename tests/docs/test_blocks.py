@@ -41,6 +41,7 @@ NOT_RUN = {  # how many blocks of a page no test can run; the reason stands abov
     "docs/how-to/add-a-pass.md": 3,
     "docs/how-to/add-a-rule.md": 1,
     "docs/how-to/add-a-schedule.md": 1,
+    "docs/how-to/checkpoints.md": 1,
     "docs/how-to/explain-and-measure.md": 2,
     "docs/how-to/let-a-run-adapt.md": 2,
     "docs/how-to/load-data.md": 3,
