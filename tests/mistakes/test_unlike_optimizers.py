@@ -45,8 +45,8 @@ def test_who_differs_is_named(world: Processes, plan: str, how: str) -> None:
         if not how:
             assert said == "alike"
             continue
-        what = "hyperparameters" if how == "nesterov" else "learning rate"
-        assert f"rank 1: another {what} of the optimizer than rank 0" in said
+        what = {"nesterov": "hyperparameter", "rate": "learning rate", "never": "number of steps"}
+        assert f"step: rank 1: another {what[how]} of the optimizer than rank 0 (" in said
         assert "Make the optimizer alike on all ranks" in said
 
 

@@ -47,7 +47,7 @@ def apart(folder: Path) -> None:
     save_checkpoint(folder, of, optimizer, step=1)
     if dist.get_rank() == 0:
         optimizer.step()
-    with pytest.raises(RunError, match=r"rank.*0\.weight"):
+    with pytest.raises(RunError, match="rank 1: another number of steps of the"):
         save_checkpoint(folder, of, optimizer, step=2)
     assert [each.name for each in folder.glob("step-*")] == ["step-00000001"]
 

@@ -76,7 +76,9 @@ def test_a_number_that_the_script_changes_stops_the_step(alone: None) -> None:
         module = model.get_submodule(path)
         before = vars(module)[name]
         setattr(module, name, number)
-        with pytest.raises(RunError, match="the numbers of the model as they were") as caught:
+        with pytest.raises(
+            RunError, match="numbers, and tensors from outside, as they were"
+        ) as caught:
             stage.step(*BATCH)
         assert caught.value.what == f"model.{text}"
         with pytest.raises(TraceError, match="not as it was when its step was traced"):

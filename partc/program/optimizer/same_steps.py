@@ -17,7 +17,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from partc.program.optimizer.same_optimizer import HOW, plain_values
 
-NAMES = ("learning rate of the optimizer", "hyperparameters of the optimizer")
+NAMES = ("learning rate of the optimizer", "hyperparameter of the optimizer")
+STEPS = "number of steps of the optimizer"  # where ranks have none
 _STEPPED: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()  # since they were last compared
 _HOOKS: list[Any] = []
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.plan.mesh import ISLAND, PP, Mesh
-from partc.program.optimizer.same_steps import NAMES, numbers_of_steps, watch_steps
+from partc.program.optimizer.same_steps import NAMES, STEPS, numbers_of_steps, watch_steps
 from partc.program.ranks.disagreement import Found, disagreement, equal_pieces, refused_elsewhere
 from partc.program.ranks.tensor_hash import hashes_of, joined, sketch_of
 from partc.program.role import Role, Shard
@@ -280,7 +280,8 @@ class _Comparison:
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]
                 values = (rows[usual][i], rows[odd[0]][i]) if of.kind == "random" else None
                 if odd:
-                    yield Found(of.kind, name, tuple(odd), usual, values)
+                    none = of.kind == "optimizer" and 0 in (numbers[usual], numbers[odd[0]])
+                    yield Found(of.kind, STEPS if none else name, tuple(odd), usual, values)
 
     def _is_told(self, name: str, numbers: Sequence[int], loads: Sequence[int]) -> bool:
         """Whether all ranks know from what a tensor was loaded, in the same load if it is whole."""
