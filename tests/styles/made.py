@@ -201,7 +201,8 @@ def _squares(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
 
 def _with_penalty(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
     weights = torch.stack([p.square().sum() for p in model.parameters()])
-    return _means(model, x, label) + 1e-2 * weights.sum()
+    penalised: Tensor = _means(model, x, label) + 1e-2 * weights.sum()
+    return penalised
 
 
 def made(seed: int) -> Made:
