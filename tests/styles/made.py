@@ -196,13 +196,13 @@ def _tokens(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
 
 def _squares(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
     wanted = F.one_hot(label, x.shape[-1]).unsqueeze(1)
-    return (model(x) - wanted).square().mean()
+    found: Tensor = (model(x) - wanted).square().mean()
+    return found
 
 
 def _with_penalty(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
     weights = torch.stack([p.square().sum() for p in model.parameters()])
-    penalised: Tensor = _means(model, x, label) + 1e-2 * weights.sum()
-    return penalised
+    return _means(model, x, label) + 1e-2 * weights.sum()
 
 
 def made(seed: int) -> Made:
