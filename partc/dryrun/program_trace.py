@@ -11,17 +11,15 @@ import ast
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from partc.cost.sites import NOWHERE, Site
 from partc.dryrun.alone import LoneDist, LoneMesh, Transfer, in_place_of_dist
 from partc.dryrun.live_memory import LiveMemory
-from partc.dryrun.run import Built
+from partc.dryrun.run import Built, run_step
 from partc.dryrun.turns import METHODS
 from partc.program.role import Role
 from partc.program.user_lines import path_in_model
@@ -86,19 +84,8 @@ def program_trace(role: Role, rank: int = 0, library: str = "gloo") -> ProgramTr
     """
     built = Built.of(role, rank)
     step, live = built.step, _TracedMemory(role, built.step)
-    here = LoneMesh(role.mesh, rank)
-    eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
-    dist = in_place_of_dist(role, _TracedDist(here, library, live))
-    with dist, torch.no_grad(), built.mode, eager, built.as_built():
-        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
-        live.leave_out([*step.parameters(), *step.buffers(), *inputs])
-        live.watch(getattr(step, "stages", None))
-        with live:
-            role.take_one_microbatch(step)
-            kept = step(*inputs) if role.is_inference else step.step(*inputs)
-            role.drain(step)
-    del kept
-    live.streams.end()
+    dist = in_place_of_dist(role, _TracedDist(LoneMesh(role.mesh, rank), library, live))
+    run_step(role, built, live, dist, lambda: live.watch(getattr(step, "stages", None)))
     return live.trace()
 
 

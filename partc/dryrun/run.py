@@ -8,8 +8,8 @@ memory for tensors. CheckError where a call touches memory of a transfer under w
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,24 +114,38 @@ def execute(
     was left out has a turn that cannot be. ``built``: the role's Step, if it is built already.
     """
     built = built or Built.of(role, rank)
-    step = built.step
-    live = LiveMemory(_file(role))
-    eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
-    with alone(role, rank, library, live), torch.no_grad(), built.mode, eager, built.as_built():
-        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
+    step, live = built.step, LiveMemory(_file(role))
+
+    def begin() -> None:
         if left_out:
             shorten(step, left_out, live)
-        live.leave_out([*step.parameters(), *step.buffers(), *inputs])
         stages = getattr(step, "stages", None)  # of a pipeline; the model may have a list so named
         if known is not None and isinstance(stages, dict) and not role.is_inference:
             Turns(live, known, SourceLines.of(_file(role))).take_over([*stages.values()])
+
+    run_step(role, built, live, alone(role, rank, library, live), begin)
+    return live
+
+
+def run_step(
+    role: Role, built: Built, live: LiveMemory, dist: AbstractContextManager[Any],
+    begin: Callable[[], None],
+) -> None:  # fmt: skip
+    """Run a step on fakes while ``live`` counts what it holds, inside of ``dist``, which stands in
+    for collectives. ``begin`` changes the step before.
+    """
+    step = built.step
+    eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
+    with dist, torch.no_grad(), built.mode, eager, built.as_built():
+        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
+        begin()
+        live.leave_out([*step.parameters(), *step.buffers(), *inputs])
         with live:
             role.take_one_microbatch(step)
             kept = step(*inputs) if role.is_inference else step.step(*inputs)
             role.drain(step)
     del kept
     live.streams.end()
-    return live
 
 
 def _file(role: Role) -> str:

@@ -160,7 +160,7 @@ def _entry(shard: Shard, stage: Stage) -> list[Any]:
 def _listed(stage: Stage, step: int, data: Any) -> dict[str, Any]:
     seed, taken = stage.seeded
     return {
-        "step": step, "mesh": [list(axis) for axis in stage.mesh.axes], "plan": stage.plan_text,
+        "step": step, "mesh": [list(axis) for axis in stage.mesh.axes], "plan": stage._program.plan,
         "random": {"seed": seed, "step": taken}, "data": data,
         **({SUMS: dict(stage.sums)} if stage.sums else {}),
         **({ISLANDS: stage.islands} if stage.islands else {}),

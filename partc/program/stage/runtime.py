@@ -265,11 +265,6 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         return {name: whole[tensors.first_name(name)] for name in names}
 
     @property
-    def plan_text(self) -> str:
-        """The plan of this stage's program, as it was saved: TOML."""
-        return self._program.plan
-
-    @property
     def sums(self) -> Mapping[str, Any]:
         """Of which gradients this stage's rounded sums are, which its checkpoints have to say."""
         return residuals.of_sums(self._program.plan, self._program.mesh)
