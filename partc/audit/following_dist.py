@@ -13,6 +13,7 @@ from partc.audit.following import Following, Spreads
 from partc.audit.moved import all_reduce, exchange, gather, scatter
 from partc.audit.recording import Record, RecordingDist, Started
 from partc.audit.spread import Known, R, U, cut
+from partc.dryrun.as_c10d_takes import as_c10d_takes
 from partc.dryrun.live_memory import LiveMemory
 from partc.plan.mesh import Mesh
 from partc.program.role import Role
@@ -82,6 +83,7 @@ def _is_sum(each: Known) -> bool:
     return each is None or each.kind in ("U", "pieces")
 
 
+@as_c10d_takes
 class FollowingDist(RecordingDist):
     """Collectives that change layouts."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as c10d
 from torch import Tensor
 
+from partc.dryrun.as_c10d_takes import as_c10d_takes
 from partc.dryrun.live_memory import LiveMemory
 from partc.errors import CheckError
 from partc.plan.mesh import Mesh
@@ -88,6 +89,7 @@ class Started:
         return True
 
 
+@as_c10d_takes
 class RecordingDist:
     """The functions of ``torch.distributed`` that rank programs call; they record, move nothing."""
 

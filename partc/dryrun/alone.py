@@ -14,6 +14,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from partc.dryrun.as_c10d_takes import as_c10d_takes
 from partc.dryrun.live_memory import LiveMemory
 from partc.program.role import MeshView, Role
 
@@ -89,6 +90,7 @@ class Transfer:
     arriving: tuple[Tensor, ...]
 
 
+@as_c10d_takes
 class LoneDist:
     """The functions of ``torch.distributed`` that rank programs call."""
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from partc.dryrun.as_c10d_takes import as_c10d_takes
 from partc.errors import RunError
 from partc.program.role import MeshView
 from partc.verification.rendezvous import Call, Done, Group, StopRank, World
@@ -31,6 +32,7 @@ class ThreadMesh(MeshView):
         return Group(tuple(self.layout.peers(self.rank, mesh_dim)), mesh_dim, self.rank)
 
 
+@as_c10d_takes
 class ThreadDist:
     """The functions of ``torch.distributed`` that rank programs call, for ranks in threads."""
 

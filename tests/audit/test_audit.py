@@ -71,6 +71,20 @@ def edited(program: Program, old: str, new: str) -> Program:
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("async_op=True", "async_op=len"),
+        ("async_op=True", "async_op='yes'"),
+        ("all_gather_single(flat,", "all_gather_single(len,"),
+    ],
+)
+def test_arguments_that_torch_would_not_take_are_refused(old: str, new: str) -> None:
+    """All of them are true, or not looked at, where no bytes are sent."""
+    with pytest.raises(CheckError, match=r"torch.distributed.\w+ takes no (async_op|output)"):
+        audit(edited(made("fsdp"), old, new))
+
+
+@pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ("dist.all_reduce(labels_total, group=self.dp)", "pass",
