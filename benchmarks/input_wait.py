@@ -1,8 +1,9 @@
 """How long a training step waits for its input where rows are slow to read.
 
 Run ``python -m benchmarks.input_wait``. The demo's model on its four ranks; each rank reads its
-rows by ``stage.loader`` from a dataset that sleeps for every row, as a disk or a network would,
-without workers and with one. Also how long a million shuffled rows of a billion take.
+rows by ``stage.loader``, and in turn by torch's own ``DataLoader`` with a ``DistributedSampler``,
+from a dataset that sleeps for every row, as a disk or a network would, without workers and with
+one. Also how long a million shuffled rows of a billion take.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import partc
 from benchmarks.machine import machine
 from examples.demo import BATCH, MESH, NUM_RANKS, PLAN, SEQ, batches, build_model, loss_of
 from partc.data.shuffle import shuffled
+from partc.plan.mesh import Mesh
 
 NUM_ROWS, WARM_UP = 4096, 3
+DATA_RANKS = Mesh.parse(MESH).size("dp")
 SHUFFLED, OF = 1_000_000, 1_000_000_000
 
 
@@ -58,10 +61,13 @@ def main() -> None:
     print(machine())
     print(f"{SHUFFLED:,} shuffled rows of {OF:,}: {1e3 * shuffle_s():.0f} ms")
     print(f"rows of {options.row_ms:g} ms each, {BATCH} in a step of {NUM_RANKS} ranks ({MESH})")
-    print(f"{'workers':>8}{'step ms':>10}{'waiting ms':>12}{'share':>9}", flush=True)
+    print(f"{'loader':8}{'workers':>8}{'step ms':>10}{'waiting ms':>12}{'share':>9}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "demo"
-        partc.compile(build_model(), MESH, tuple(batches(1)), loss=loss_of, plan=PLAN).save(path)
+        piece = next(batches(1))[: BATCH // DATA_RANKS]
+        partc.compile(build_model(), MESH, (piece,), loss=loss_of, plan=PLAN, batch="local").save(
+            path
+        )
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={NUM_RANKS}", "-m", "benchmarks.input_wait"]
         command += ["--rank", str(path), f"--steps={options.steps}", f"--row-ms={options.row_ms}"]
@@ -85,14 +91,23 @@ def run_rank(path: Path, steps: int, seconds: float) -> None:
     stage.load_full(build_model())
     optimizer = torch.optim.AdamW(stage.parameters(), fused=True)
     stage.step_on_pieces(optimizer)
-    for num_workers in (0, 1):
-        ahead = {"prefetch_factor": 8} if num_workers else {}
-        loader = stage.loader(SlowRows(seconds), num_workers=num_workers, **ahead)
-        waited, took = timed(stage, optimizer, loader, steps)
-        if dist.get_rank() == 0:
-            share = f"{100 * waited / took:.2f} %"
-            print(f"{num_workers:8}{1e3 * took:10.1f}{1e3 * waited:12.2f}{share:>9}", flush=True)
+    for num_workers in (0, 1, 0, 1):
+        ahead: dict[str, Any] = {"prefetch_factor": 8} if num_workers else {}
+        for name, make in (("partc", stage.loader), ("torch", torch_loader)):
+            loader = make(SlowRows(seconds), num_workers=num_workers, **ahead)
+            waited, took = timed(stage, optimizer, loader, steps)
+            if dist.get_rank() == 0:
+                share = f"{100 * waited / took:.2f} %"
+                row = f"{name:8}{num_workers:8}{1e3 * took:10.1f}{1e3 * waited:12.2f}{share:>9}"
+                print(row, flush=True)
     dist.destroy_process_group()
+
+
+def torch_loader(dataset: Dataset[Tensor], **named: Any) -> DataLoader[Tensor]:
+    """Torch's own loader of the rows of one data rank; ranks along tp read the same."""
+    here = Mesh.parse(MESH).coords(dist.get_rank())["dp"]
+    sampler: Any = DistributedSampler(dataset, num_replicas=DATA_RANKS, rank=here)
+    return DataLoader(dataset, batch_size=BATCH // DATA_RANKS, sampler=sampler, **named)
 
 
 def timed(stage: Any, optimizer: Any, loader: Any, steps: int) -> tuple[float, float]:
