@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from partc.program.checkpoints.checkpoints import Checkpoints
     from partc.recipe import with_model
-    from partc.reports.report import Report, report
+    from partc.reports.report import Report, ReportPage, report
     from partc.traced import Traced
     from partc.verification.precision import Raised
     from partc.verification.verification import verify
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints", "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Report",
-    "Topology", "Traced", "compile", "graph_pass", "load", "load_checkpoint", "parallelize",
-    "partition", "report", "save_checkpoint", "verify", "with_model", "with_variants",
+    "ReportPage", "Topology", "Traced", "compile", "graph_pass", "load", "load_checkpoint",
+    "parallelize", "partition", "report", "save_checkpoint", "verify", "with_model",
+    "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -44,6 +45,7 @@ _MODULES = {
     "Program": "program",
     "Raised": "verification.precision",
     "Report": "reports.report",
+    "ReportPage": "reports.report",
     "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",
