@@ -16,7 +16,7 @@ from partc.errors import UsageError
 from partc.wrong_calls import did_you_mean
 
 HF = "hf"
-_TYPE = re.compile(r'\(?"([\w-]+)"(?:,|:) "\w+Config"')  # of the table of model types
+_TYPE = re.compile(r'\(?"([\w.-]+)"(?:,|:) "\w+Config"')  # of the table of model types
 _LEAST_TYPES = 100  # fewer were found: the table stands elsewhere, and nothing is refused for it
 
 
