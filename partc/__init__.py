@@ -21,16 +21,18 @@ if TYPE_CHECKING:
     from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from partc.program.checkpoints.checkpoints import Checkpoints
     from partc.recipe import with_model
-    from partc.reports.report import Report, report
+    from partc.reports.report import Report as Report  # the first name of ReportPage
+    from partc.reports.report import ReportPage, report
     from partc.traced import Traced
     from partc.verification.precision import Raised
     from partc.verification.verification import verify
     from partc.wrappers.parallel import parallelize
 
 __all__ = [
-    "Checkpoints", "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Report",
-    "Topology", "Traced", "compile", "graph_pass", "load", "load_checkpoint", "parallelize",
-    "partition", "report", "save_checkpoint", "verify", "with_model", "with_variants",
+    "Checkpoints", "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised",
+    "ReportPage", "Topology", "Traced", "compile", "graph_pass", "load", "load_checkpoint",
+    "parallelize", "partition", "report", "save_checkpoint", "verify", "with_model",
+    "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -44,6 +46,7 @@ _MODULES = {
     "Program": "program",
     "Raised": "verification.precision",
     "Report": "reports.report",
+    "ReportPage": "reports.report",
     "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",

@@ -23,6 +23,7 @@ from partc.passes.sound import Reads, no_step, other_form, reads, unfit_note, un
 from partc.passes.suspects import blaming
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
+from partc.running import running
 from partc.wrong_calls import did_you_mean, failed_at, quoted
 
 
@@ -200,7 +201,7 @@ def run(state: State, first: str, last: str = "") -> State:
     for row, each in state.table.between(first, last or first):
         if each.when.holds(state) and not each.is_decided(state.plan):
             blames = blaming(each.name, state.made.get(OTHERS, {})) if each.own else nullcontext()
-            with blames:
+            with blames, running(each.name):
                 _run_one(state, row, each)
     return state
 

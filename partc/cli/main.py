@@ -1,9 +1,8 @@
-"""The command `partc`: compile, passes, explain, simulate, report, bench, calibrate, verify, check,
-diff.
+"""The command `partc`: what it prints, its exit codes, and what becomes of an error.
 
 Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes:
-0 done, 1 a verification failed or a diff is not empty, 2 an error, 130 interrupted, 141 nobody
-reads the output any more (``| head``).
+0 done, 1 a verification failed, a diff is not empty or no plan fits, 2 an error, 130 interrupted,
+141 nobody reads the output any more (``| head``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from partc.cli.early import check_saved
 from partc.cli.options import make_parser
+from partc.cli.terminal import coloured
 from partc.errors import PartcError, RunError
 
 
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
     args = make_parser().parse_args(arguments)
     try:
+        for name in ("folder", "old", "new"):  # of a command that reads saved programs
+            check_saved(getattr(args, name, ""))
         command: Callable[[argparse.Namespace], int] = args.command
         code = command(args)
         sys.stdout.flush()
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(args: argparse.Namespace, error: PartcError) -> int:
     if args.json:
         print(json.dumps({"error": error.as_dict()}))
-    print(f"{error.code} {error}", file=sys.stderr)
+    print(f"{coloured(error.code, 'red', sys.stderr)} {error}", file=sys.stderr)
     return 2
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.cli.model_names import as_hub, as_module, unknown
 from partc.errors import PartcError, UsageError
 from partc.wrong_calls import did_you_mean, quoted
 
@@ -71,9 +71,9 @@ def find_model(name: str, sizes: Sizes, values: bool = False) -> Target:
     """The model of a name; UsageError if the name stands for none."""
     kind, _, rest = name.partition(":")
     if kind in ("http", "https"):
-        raise _unknown(name, "nothing is downloaded", _as_hub(name))
+        raise unknown(name, "nothing is downloaded", as_hub(name))
     if not rest:
-        raise _unknown(name, "it has no colon", _as_hub(name) or _as_module(kind, "CALLABLE"))
+        raise unknown(name, "it has no colon", as_hub(name) or as_module(kind, "CALLABLE"))
     target = _configured(rest, sizes, values) if kind == "hf" else _called(kind, rest)
     if not sizes.dropout:
         _drop_nothing(target.model)
@@ -130,41 +130,11 @@ def _found(module: str, attribute: str) -> Any:
     except AttributeError as error:
         there = vars(sys.modules[module]) if module in sys.modules else {}
         do = did_you_mean(attribute, (n for n in there if not n.startswith("_")))
-        raise _unknown(f"{module}:{attribute}", str(error), do) from error
+        raise unknown(f"{module}:{attribute}", str(error), do) from error
     except ImportError as error:
-        raise _unknown(
-            f"{module}:{attribute}", str(error), _as_module(module, attribute)
-        ) from error
+        raise unknown(f"{module}:{attribute}", str(error), as_module(module, attribute)) from error
     finally:
         sys.path.pop(0)
-
-
-def _as_hub(name: str) -> str:
-    """What to write for a model of the hub, a model type or a folder; "" for what is none."""
-    if Path(name, "config.json").is_file():
-        return f"Write hf:{Path(name, 'config.json')}."
-    hub = re.fullmatch(r"(?:https?://[^/]+/)?([\w.-]+/[\w.-]+)/?", name)
-    if hub and not name.endswith(".py") and not name.startswith("."):
-        return (
-            f"Save its configuration, AutoConfig.from_pretrained({hub[1]!r})"
-            f".save_pretrained({hub[1].rpartition('/')[2]!r}), and name that: "
-            f"hf:{hub[1].rpartition('/')[2]}/config.json. A file of yours is named "
-            "package.module:callable."
-        )
-    with suppress(ImportError):
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        if name in CONFIG_MAPPING:
-            return f"Write hf:{name}."
-    return ""
-
-
-def _as_module(module: str, attribute: str) -> str:
-    """What to write for the path of a file; "" for what is none."""
-    if module.endswith(".py") or "/" in module:
-        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
-        return f"Write the module, as Python imports it from here: {dotted}:{attribute}."
-    return ""
 
 
 @contextmanager
@@ -243,18 +213,18 @@ def _configured(name: str, sizes: Sizes, values: bool) -> Target:
 
 def _config(transformers: Any, name: str) -> Any:
     if name.endswith(".json") and not Path(name).is_file():
-        raise _unknown(f"hf:{name}", "there is no such file", "Check the path of the config.json.")
+        raise unknown(f"hf:{name}", "there is no such file", "Check the path of the config.json.")
     known = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING.keys())
     if not Path(name).exists() and name not in known:
         why = f"{'nothing is downloaded' if '/' in name else 'no model type is called so'}"
-        do = _as_hub(name) if "/" in name else ""
-        raise _unknown(f"hf:{name}", why, do or did_you_mean(name, known))
+        do = as_hub(name) if "/" in name else ""
+        raise unknown(f"hf:{name}", why, do or did_you_mean(name, known))
     try:
         if name.endswith(".json") or Path(name).is_dir():
             return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         return transformers.AutoConfig.for_model(name)
     except (OSError, KeyError) as error:
-        raise _unknown(f"hf:{name}", str(error).splitlines()[0]) from error
+        raise unknown(f"hf:{name}", str(error).splitlines()[0]) from error
     except Exception as error:  # the configurations check themselves, by classes of their own
         raise _no_config(name, error) from error
 
@@ -358,15 +328,6 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _unknown(name: str, why: str, do: str = "") -> UsageError:
-    return UsageError(
-        where=name,
-        what="does not name a model",
-        why=why,
-        do=do or "Write package.module:callable, hf:llama or another type, or hf:path/config.json.",
-    )
 
 
 def sizes_of_inputs(shapes: Sequence[tuple[int, ...]], sizes: Sizes) -> Sizes:

@@ -8,10 +8,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from partc.cli import commands
+from partc.cli import commands, show_commands
+from partc.cli.compile_command import compile_command
+from partc.cli.compile_options import compile_options
+from partc.cli.completion import completion_command
+from partc.cli.explain_command import explain_command
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 from partc.errors import visible
-from partc.wrong_calls import RENAMED, did_you_mean
+from partc.wrong_calls import did_you_mean
 
 _OF_OTHERS = {  # options that other tools have: what says the same here
     "--preset": "A preset is a plan: --plan ddp.",
@@ -26,8 +30,8 @@ _OF_OTHERS = {  # options that other tools have: what says the same here
 }
 Command = Callable[[argparse.Namespace], int]
 EPILOG = """\
-`partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification failed
-or a diff is not empty, 2 an error, 130 interrupted.
+`partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification
+failed, a diff is not empty or no plan fits, 2 an error, 130 interrupted.
 
 examples:
   partc compile hf:llama --layers 2 --batch 8 --mesh dp=2,tp=2 --plan megatron --out build/
@@ -122,107 +126,6 @@ def _without_command(parser: argparse.ArgumentParser) -> int:
     return 2
 
 
-def _compile_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        help="package.module:callable, which gives a model or (model, inputs, loss); hf:<type> for "
-        "a Hugging Face model type with its default configuration, as hf:llama, or "
-        "hf:<path>/config.json for a configuration of yours; nothing is downloaded",
-    )
-    parser.add_argument(
-        "--mesh", required=True,
-        help='axes and their sizes, as "dp=2,tp=2", or a mesh.toml, which describes machines too',
-    )  # fmt: skip
-    parser.add_argument(
-        "--plan", default="auto",
-        help="a preset such as fsdp or megatron, presets joined by +, a plan.toml, or auto: search "
-        "for the fastest plan that fits (default: auto)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", required=True, help="folder to write; a program saved there before is replaced"
-    )
-    parser.add_argument(
-        "--objective", default="time",
-        help="what --plan auto makes least: time (of a step), dollars or energy (of a token); "
-        "default: time",
-    )  # fmt: skip
-    parser.add_argument(
-        "--local-batch", action="store_true",
-        help="a step takes each rank's own samples, as under DDP, and the example inputs are those "
-        "of one rank; left out, it takes the whole batch on every rank, or what the plan says",
-    )  # fmt: skip
-    parser.add_argument(
-        "--inference", action="store_true", help="compile the forward alone, in eval mode"
-    )
-    _add_pipeline(parser)
-    _add_choices(parser)
-    _add_passes(parser)
-    add_sizes(parser)
-
-
-def _add_pipeline(parser: argparse.ArgumentParser) -> None:
-    pipeline = parser.add_argument_group("microbatches and pipelines (an axis pp)")
-    pipeline.add_argument(
-        "--microbatches", metavar="N", type=int,
-        help="number of microbatches, computed one after the other, that the batch is cut into",
-    )  # fmt: skip
-    pipeline.add_argument(
-        "--schedule",
-        help="order in which pipeline ranks compute microbatches: 1f1b, gpipe, interleaved-1f1b, "
-        "zb-h1, zb-v, ..., auto to make one for the stages' costs, or a CSV file",
-    )
-    pipeline.add_argument(
-        "--stages", metavar="A,B",
-        help="paths of the modules at which pipeline stages 1, 2, ... begin; left out, stages are "
-        "chosen to cost about the same",
-    )  # fmt: skip
-    pipeline.add_argument(
-        "--virtual-stages", metavar="N", type=int,
-        help="number of pipeline stages on each pipeline rank, where --stages is left out",
-    )  # fmt: skip
-    pipeline.add_argument("--chunks", action=Renamed, help=argparse.SUPPRESS)
-
-
-class Renamed(argparse.Action):
-    """A flag that has another name now: an error says which."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
-        new = RENAMED[self.dest].replace("_", "-")
-        parser.error(f"{self.option_strings[0]} is called --{new}")
-
-
-def _add_choices(parser: argparse.ArgumentParser) -> None:
-    choices = parser.add_argument_group("memory and kernels")
-    choices.add_argument(
-        "--recompute", metavar="WHAT",
-        help="what the backward computes again instead of keeping it from the forward: none, "
-        "cheap (what costs little), attention, block (each whole block), or modules' paths A,B",
-    )  # fmt: skip
-    choices.add_argument(
-        "--compile", choices=["none", "inductor"],
-        help="inductor: torch.compile makes kernels of what is computed between two transfers",
-    )  # fmt: skip
-    choices.add_argument(
-        "--backend", choices=["gloo", "nccl"],
-        help="library that carries tensors between ranks; left out, that of the mesh's machines",
-    )  # fmt: skip
-    choices.add_argument(
-        "--memory-bytes", metavar="N", type=int,
-        help="bytes that a rank may hold at its peak; a program that needs more is refused",
-    )  # fmt: skip
-
-
-def _add_passes(parser: argparse.ArgumentParser) -> None:
-    passes = parser.add_argument_group("the compiler's passes (`partc passes` lists them)")
-    passes.add_argument(
-        "--dump", metavar="DIR",
-        help="folder for the graph's text after every pass; an earlier dump there is replaced",
-    )  # fmt: skip
-    passes.add_argument(
-        "--disable", metavar="A,B", help="names of passes to leave out, to see what they are for"
-    )
-
-
 def _passes_options(parser: argparse.ArgumentParser) -> None:
     """``partc passes`` has no options of its own."""
 
@@ -238,6 +141,10 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list the ops that have a sharding rule; with an op (aten.mm) say how it is cut",
     )
+    parser.add_argument(
+        "--all", action="store_true",
+        help="the plan, all costs, the phases of the step and other machines too",
+    )  # fmt: skip
     parser.add_argument(
         "--source", action="store_true", help="print the Python text that the rank --rank runs"
     )
@@ -367,18 +274,26 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
 def _diff_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", help="folder of a saved program")
     parser.add_argument("new", help="folder of another one")
+    parser.add_argument(
+        "--source", action="store_true", help="print the lines of the files that differ, too"
+    )
+
+
+def _completion_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that completes")
 
 
 # name -> the command's function, and the function that adds its options; in `--help`'s order
 COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] = {
-    "compile": (commands.compile_command, _compile_options),
+    "compile": (compile_command, compile_options),
     "passes": (commands.passes_command, _passes_options),
-    "explain": (commands.explain_command, _explain_options),
-    "simulate": (commands.simulate_command, _simulate_options),
-    "report": (commands.report_command, _report_options),
+    "explain": (explain_command, _explain_options),
+    "simulate": (show_commands.simulate_command, _simulate_options),
+    "report": (show_commands.report_command, _report_options),
     "bench": (commands.bench_command, _bench_options),
     "calibrate": (commands.calibrate_command, _calibrate_options),
     "verify": (commands.verify_command, _verify_options),
     "check": (commands.check_command, _check_options),
-    "diff": (commands.diff_command, _diff_options),
+    "diff": (show_commands.diff_command, _diff_options),
+    "completion": (completion_command, _completion_options),
 }

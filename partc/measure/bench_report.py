@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from functools import cached_property
 from statistics import median, quantiles
 from typing import Any
 
+from partc.amounts import counted
 from partc.cost.pipeline_prediction import BUBBLE
 from partc.cost.prediction import Prediction
 from partc.cost.roofline import BLOCKS
@@ -163,7 +165,8 @@ class Bench:
             return []
         return [
             "its figures come with partc and were not measured here: `partc calibrate` measures "
-            "this machine; compile for what it writes"
+            f"this machine ({counted(os.cpu_count() or 1, 'core')} for "
+            f"{counted(len(self.ranks), 'rank')}); compile for what it writes"
         ]
 
     def as_json(self) -> dict[str, Any]:

@@ -13,18 +13,31 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from partc.plan.mesh import Mesh
 
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
-    torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
+_NAMES = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
+    "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8",
+    "bool": "bool", "complex64": "c64", "complex128": "c128",
 }  # fmt: skip
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    DTYPE_NAMES: dict[torch.dtype, str]
+else:
+
+    def __getattr__(name: str) -> Any:
+        """``DTYPE_NAMES``, made when first read: plans and meshes are read without torch."""
+        if name != "DTYPE_NAMES":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import torch
+
+        table = {getattr(torch, long): short for long, short in _NAMES.items()}
+        return globals().setdefault(name, table)
 
 
 @dataclass(frozen=True, order=True)
@@ -163,7 +176,7 @@ class Sharding:
         unfinished = "".join(
             f"{{{layout.kind}:{axis}}}" for axis, layout in self.layouts if layout.kind in "UM"
         )
-        return f"{DTYPE_NAMES.get(dtype, str(dtype))}[{','.join(dims)}]{unfinished}"
+        return f"{_NAMES.get(dtype_name(dtype), str(dtype))}[{','.join(dims)}]{unfinished}"
 
 
 REPLICATED = Sharding()
@@ -204,6 +217,8 @@ def take_piece(whole: Tensor, dim: int, outer: int, num: int, index: int) -> Ten
 
 def join_pieces(pieces: Sequence[Tensor], layout: Layout, outer: int) -> Tensor:
     """The whole tensor from the pieces of all ranks of one axis."""
+    import torch
+
     if layout.kind == "R":
         return pieces[0]
     if layout.kind == "U":

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-
-import torch
+import sys
 
 from partc.errors import PlanError
 from partc.machines.topology_text import shipped
@@ -23,7 +22,7 @@ def no_mesh(given: object) -> PlanError:
         do = f"Name the axes, for example {axes!r}."
     elif hasattr(given, "mesh_dim_names"):
         do = 'Name its axes: init_device_mesh(..., mesh_dim_names=("dp",)).'
-    elif isinstance(given, torch.optim.Optimizer):
+    elif "torch" in sys.modules and isinstance(given, sys.modules["torch"].optim.Optimizer):
         do += " An optimizer is made over the parameters of what this call gives."
     elif not isinstance(given, int | type(None)):
         do += " Inputs come behind it: compile(model, mesh, inputs, loss=loss)."

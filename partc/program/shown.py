@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from partc.program import Program
 
 
-def report(program: Program) -> partc.Report:
+def report(program: Program) -> partc.ReportPage:
     """The program's predicted step as a page: ``program.report().save("report.html")``.
 
     UsageError where nothing of the program's step was saved with it.

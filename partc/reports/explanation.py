@@ -94,11 +94,12 @@ class Explanation:
     estimated: Estimated | None
 
     def __str__(self) -> str:
-        parts = [*self._choices(), *self._bounds(), *self._holders(), *self._changes()]
-        return "\n".join(parts)
+        first = [*self.choices_text(), *self.bounds_text()]
+        return "\n".join([*first, *self.holders_text(), *self.changes_text()])
 
     # text ----------------------------------------------------------------------------------------
-    def _choices(self) -> list[str]:
+    def choices_text(self) -> list[str]:
+        """What was chosen, and what each choice would cost otherwise; none without estimates."""
         found = self.estimated
         if found is None:
             return []
@@ -118,7 +119,8 @@ class Explanation:
             rows.append((each.choice, each.taken, each.instead, *cost))
         return [title, *columns(rows, right=range(3, len(rows[0]) - 1)), ""]
 
-    def _bounds(self) -> list[str]:
+    def bounds_text(self) -> list[str]:
+        """By phase of the step the shares of computing, memory and waits."""
         step = self.prediction
         if step is None:
             return []
@@ -135,7 +137,8 @@ class Explanation:
         price = [f"  a million {step.work.batch.unit} take {much}"] if much else []
         return [title, *columns(rows, right=range(1, len(names) + 2)), *price, ""]
 
-    def _holders(self) -> list[str]:
+    def holders_text(self) -> list[str]:
+        """Who holds memory at the peak, the largest first."""
         rows = [(amount(size, "B"), _share(size, self.peak_bytes), who)
                 for who, size in self.holders[:TOP]]  # fmt: skip
         if not rows:
@@ -143,7 +146,8 @@ class Explanation:
         title = f"who holds memory, at the peak {amount(self.peak_bytes, 'B')}"
         return [title, *columns(rows, right=(0, 1)), ""]
 
-    def _changes(self) -> list[str]:
+    def changes_text(self) -> list[str]:
+        """What other machines would change, by estimate."""
         found = self.estimated
         if found is None:
             return []
@@ -168,7 +172,7 @@ def explain_program(program: Program) -> Explanation:
     """The explanation of a saved program."""
     cost = program.cost.as_json() or {}
     told = cost.get("prediction")
-    peak, holders = _memory(cost)
+    peak, holders = peak_memory(cost)
     taken = program.basis.taken
     step = Prediction.of_json(told) if told else None
     return Explanation(
@@ -190,7 +194,7 @@ def _prices(step: Prediction, topology: Topology) -> dict[str, float]:
     return {unit: price for unit, price in prices.items() if price is not None}
 
 
-def _memory(cost: Mapping[str, Any]) -> tuple[int, tuple[tuple[str, int], ...]]:
+def peak_memory(cost: Mapping[str, Any]) -> tuple[int, tuple[tuple[str, int], ...]]:
     """The peak of the rank that needs most memory, and what it holds there, largest first."""
     if "ranks" in cost:
         rank = max(cost["ranks"], key=lambda each: each["peak_bytes"])

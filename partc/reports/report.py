@@ -13,7 +13,7 @@ from partc.wrong_calls import as_path, known_arguments
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportPage:
     """A program's predicted step: ``told`` has all numbers, ``html`` is the page that shows them.
 
     In a notebook the page stands in the cell's output.
@@ -42,14 +42,14 @@ class Report:
 
 
 @known_arguments
-def report(program: Program) -> Report:
+def report(program: Program) -> ReportPage:
     """The predicted step of a program beside its text: time line, memory, waits, alternatives.
 
     Args:
         program: from ``compile`` or ``load``.
 
     Returns:
-        A Report: ``save("report.html")`` writes it, ``told`` has its numbers.
+        A ReportPage: ``save("report.html")`` writes it, ``told`` has its numbers.
 
     Raises:
         UsageError: nothing of the program's step was saved with it.
@@ -58,4 +58,7 @@ def report(program: Program) -> Report:
 
         partc.report(partc.load("build")).save("report.html")
     """
-    return Report(report_data(program))
+    return ReportPage(report_data(program))
+
+
+Report = ReportPage  # its first name

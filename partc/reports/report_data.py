@@ -24,6 +24,13 @@ from partc.reports.timeline import Timeline, timeline_of
 SCHEMA = 1
 OPTIMIZER = "optimizer"
 Json = dict[str, Any]
+WORDS = {
+    "arithmetic": "arithmetic",
+    "memory": "bound by memory",
+    "launches": "launches of kernels",
+    "bubble": "pipeline's bubble",
+    "optimizer": "optimizer",
+}
 
 
 def report_data(program: Program, where: str = "program") -> Json:
@@ -91,6 +98,11 @@ def waterfall(step: Prediction) -> list[Json]:
     rows = [{"part": name, "seconds": seconds} for name, seconds in sums.items() if seconds]
     ends = sum(phase.seconds for phase in step.phases if phase.name == OPTIMIZER)
     return [*rows, *([{"part": OPTIMIZER, "seconds": ends}] if ends else [])]
+
+
+def part_text(name: str) -> str:
+    """A part of the step as readers know it; an axis is what computing waits for."""
+    return WORDS.get(name, f"waits for {name}")
 
 
 def verdict(bounds: Sequence[Json], step: Prediction, alternatives: Json | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from partc.amounts import amount, counted, time_text
-from partc.reports.report_data import Json
+from partc.reports.report_data import Json, part_text
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("partc.reports"),
@@ -24,20 +24,13 @@ TEMPLATES = jinja2.Environment(
     comment_start_string="<#",  # style has {#name
     comment_end_string="#>",
 )
-WORDS = {
-    "arithmetic": "arithmetic",
-    "memory": "bound by memory",
-    "launches": "launches of kernels",
-    "bubble": "pipeline's bubble",
-    "optimizer": "optimizer",
-}
 NOTEBOOK_PIXELS = 720  # high: a frame in a notebook does not grow
 
 
 def report_page(told: Json) -> str:
     """The HTML text of a report's data."""
     return TEMPLATES.get_template("report.html.j2").render(
-        told=told, data=_script_text(told), rows=_rows(told), part=_part,
+        told=told, data=_script_text(told), rows=_rows(told), part=part_text,
         amount=lambda number: amount(round(number), "B"), time=_time, counted=counted,
         share=lambda part: f"{part:.1%}", sentence=_value,
     )  # fmt: skip
@@ -58,10 +51,6 @@ def _script_text(told: Json) -> str:
 
 def _time(seconds: float) -> str:
     return time_text(float(f"{seconds:.4g}"))
-
-
-def _part(name: str) -> str:
-    return WORDS.get(name, f"waits for {name}")
 
 
 def _rows(told: Json) -> list[dict[str, Any]]:

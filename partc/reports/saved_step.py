@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from partc.amounts import time_text
+from partc.amounts import amount, time_text
 from partc.cost.pipeline_step import Step
 from partc.plan import Plan
 from partc.program import Program
+from partc.reports.explanation import columns
 from partc.reports.pipeline_cost import PipelineCost
 from partc.schedules import Schedule
 from partc.schedules.csv_form import read_csv
@@ -45,19 +46,26 @@ class SavedStep:
         return chrome_trace(self.step.simulated)
 
     def __str__(self) -> str:
-        """The schedule's grid in microseconds and megabytes, then one row per rank."""
+        return self.text()
+
+    def text(self, width: int = 0) -> str:
+        """The schedule's grid, in microseconds and megabytes, then one row per rank.
+
+        ``width``: the columns that the grid may take; 0 for 64 slots of time.
+        """
         ran = self.step.simulated
-        rows = [
-            "(in microseconds and megabytes; without what closes the step)",
-            "",
-            f"step {time_text(ran.makespan)}, bubble {self.bubble:.1%}, {self.cost.device}",
-        ]
-        rows.append("rank  bubble  exposed us  in flight MB  peak MB")
+        step = time_text(ran.makespan)
+        rows: list[tuple[str, ...]] = [("rank", "bubble", "exposed", "in flight", "peak")]
         for rank, known in enumerate(self.cost.ranks):
-            numbers = (ran.exposed[rank] * 1e6, ran.peaks[rank] / 1e6, known.peak_bytes / 1e6)
-            exposed, held, peak = (f"{number:.4g}" for number in numbers)
-            rows.append(f"{rank:4}  {ran.bubbles[rank]:6.1%}  {exposed:>10}  {held:>12}  {peak:>7}")
-        return "\n".join([grid(self.timeline()), *rows])
+            exposed = time_text(float(f"{ran.exposed[rank]:.4g}"))
+            held = (amount(round(size), "B") for size in (ran.peaks[rank], known.peak_bytes))
+            rows.append((str(rank), f"{ran.bubbles[rank]:.1%}", exposed, *held))
+        return "\n".join([
+            grid(self.timeline(), width=width),
+            "(in microseconds and megabytes; without what closes the step)", "",
+            f"step {step}, bubble {self.bubble:.1%}, {self.cost.device}",
+            *columns(rows, right=range(5)),
+        ])  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """The step as plain data, in seconds and bytes; lists are by rank."""

@@ -20,11 +20,15 @@ from partc.reports.step_svg import step_svg
 
 @dataclass(frozen=True)
 class Shown:
-    """A predicted step as text, as plain data, and as files by kind (``trace``, ``svg``)."""
+    """A predicted step as text, as plain data, and as files by kind (``trace``, ``svg``).
+
+    ``fits``: whether any plan fits the changed machines.
+    """
 
     text: str
     told: Mapping[str, Any]
     files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    fits: bool = True
 
     def file(self, kind: str, where: str) -> str:
         """The content of the file of a kind; UsageError if the step has no such file."""
@@ -38,11 +42,16 @@ class Shown:
         return self.files[kind]()
 
 
-def simulate_saved(program: Program, change: Change, where: str) -> Shown:
-    """Predict the step of a saved program on changed machines; ``Change()`` changes nothing."""
+def simulate_saved(program: Program, change: Change, where: str, width: int = 0) -> Shown:
+    """Predict the step of a saved program on changed machines; ``Change()`` changes nothing.
+
+    ``width``: the columns that a pipeline's grid may take; 0 for 64 slots of time.
+    """
     if change.devices:
         return _estimated(program, change, where)
-    return _pipeline(program, change, where) if program.schedule else _stage(program, change, where)
+    if program.schedule:
+        return _pipeline(program, change, where, width)
+    return _stage(program, change, where)
 
 
 def _stage(program: Program, change: Change, where: str) -> Shown:
@@ -58,14 +67,14 @@ def _stage(program: Program, change: Change, where: str) -> Shown:
     return _changed(str(there), there.as_json(), change, there, saved, files)
 
 
-def _pipeline(program: Program, change: Change, where: str) -> Shown:
+def _pipeline(program: Program, change: Change, where: str, width: int) -> Shown:
     if change == Change():
         step = saved_step(program)
-        return Shown(str(step), step.as_json(), {"trace": step.trace, "svg": step.svg})
+        return Shown(step.text(width), step.as_json(), {"trace": step.trace, "svg": step.svg})
     step = pipeline_step(program, change, where)
     files = {"trace": step.trace, "svg": step.svg}
     there = step.cost.prediction
-    text = f"{step}\n\n{there}"
+    text = f"{step.text(width)}\n\n{there}"
     return _changed(text, step.as_json(), change, there, program.cost.as_json(), files)
 
 
@@ -89,8 +98,8 @@ def _estimated(program: Program, change: Change, where: str) -> Shown:
             f"{change}: no plan fits there: none divides the batch, or a weight, among that many "
             "devices within their memory. Name another number, as a multiple or a part of "
             f"{program.mesh.num_ranks}.",
-            told,
-        )
+            told, fits=False,
+        )  # fmt: skip
     return _of_estimate(change, found, planned)
 
 

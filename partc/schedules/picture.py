@@ -16,12 +16,13 @@ NARROWEST = 720  # pixels for title and legend
 MOST_SLOTS = 1 << 16  # of a grid; with one action far shorter than all others it is rounded
 
 
-def grid(timeline: Timeline, columns: int = 64) -> str:
+def grid(timeline: Timeline, columns: int = 64, *, width: int = 0) -> str:
     """A timeline as text: one row per rank, one column per slot of time.
 
     A slot is as long as the shortest action. Longer actions are drawn out with ``-``, idle slots
     are dots. Times that are no multiple of a slot are rounded, so a picture of uneven stages is
-    only roughly to scale. A grid of more than ``columns`` slots is shown without its middle::
+    only roughly to scale. A grid of more than ``columns`` slots, or of lines with more than
+    ``width`` characters where that is given, is shown without its middle::
 
         1f1b: 2 ranks, 2 microbatches, bubble 33.3%, a column is 1
         rank 0 holds 2 | 0F0 0F1 .   0B0---- 0B1----
@@ -35,14 +36,16 @@ def grid(timeline: Timeline, columns: int = 64) -> str:
     )
     cell = 1 + max((len(str(a)) for order in schedule.orders for a in order), default=1)
     labels = [f"rank {rank} holds {peak:g}" for rank, peak in enumerate(timeline.peaks)]
-    width = max(map(len, labels))
+    wide = max(map(len, labels))
+    if width:
+        columns = max((width - wide - len(" | ... ")) // cell, 2)
     rows = [_row(timeline, rank, slot, cell) for rank in range(schedule.ranks)]
     slots = max(map(len, rows)) // cell
     rows = [row + ("." + " " * (cell - 1)) * (slots - len(row) // cell) for row in rows]
     if slots > columns:
         half = columns // 2 * cell
         rows = [f"{row[:half]}... {row[-half:]}" for row in rows]
-    body = (f"{a:{width}} | {row}".rstrip() for a, row in zip(labels, rows, strict=True))
+    body = (f"{a:{wide}} | {row}".rstrip() for a, row in zip(labels, rows, strict=True))
     return "\n".join((head, *body))
 
 

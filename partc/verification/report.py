@@ -34,7 +34,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class Verification:
     """The result of a verification: one row per compared tensor; the title says how they ran.
 
     ``suspects``: passes and rules of others, of which one may be at fault where tensors differ.
@@ -68,7 +68,7 @@ class Report:
         return bool(self.rows) and self.worst.error <= tolerance and is_kept
 
     @known_arguments
-    def check(self, tolerance: float = TOLERANCE) -> Report:
+    def check(self, tolerance: float = TOLERANCE) -> Verification:
         """Return this report; CheckError with the worst tensors if it is not ``ok``."""
         if self.ok(tolerance):
             return self
@@ -147,3 +147,6 @@ def merged(found: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
         key = row.kind, row.name
         worst[key] = max(worst.get(key, row), row, key=lambda r: r.error)
     return tuple(worst.values())
+
+
+Report = Verification  # its name before there was a report of a program

@@ -50,7 +50,7 @@ from partc.verification.reference import (
     eager,
     take_step,
 )
-from partc.verification.report import Report, Row, held_nowhere, merged
+from partc.verification.report import Row, Verification, held_nowhere, merged
 from partc.verification.same_draws import SEED, STEP, SameDraws
 from partc.verification.threads import ThreadMesh, run_ranks
 from partc.wrong_calls import known_arguments
@@ -71,7 +71,7 @@ def verify(
     timeout: float = 120.0,
     device: str = "cpu",
     lossy: bool = False,
-) -> Report:
+) -> Verification:
     """Run all ranks of a program here, and compare what each gets with the model on one device.
 
     Compared are the loss and its extras, every gradient, changed buffers, the parameters after a
@@ -97,10 +97,10 @@ def verify(
             from exact ones, beside the bound of the scheme.
 
     Returns:
-        A Report with one row per tensor: its largest error over all ranks, divided by the largest
-        value of the whole tensor. ``check()`` raises where one is above 1e-9, ``ok()`` asks. With
-        ``lossy`` also ``sent``, a row per sum with its error and bound; both are beside the norm of
-        the exact sum.
+        A Verification with one row per tensor: its largest error over all ranks, divided by the
+        largest value of the whole tensor. ``check()`` raises where one is above 1e-9, ``ok()``
+        asks. With ``lossy`` also ``sent``, a row per sum with its error and bound; both are beside
+        the norm of the exact sum.
 
     Raises:
         RunError: a rank fails, or ranks call different collectives or wait for ever; there is no
@@ -144,7 +144,7 @@ def verify(
     sent = worst([each for _, each in found])
     theirs = suspects(Plan.parse(program.plan).other_passes)
     mode = program.wanted.mode if model.training != (program.wanted.mode == "train") else ""
-    return Report(title, (*rows, *held_nowhere(reference.grads, rows)), theirs, mode, sent)
+    return Verification(title, (*rows, *held_nowhere(reference.grads, rows)), theirs, mode, sent)
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,8 @@ def test_diff_shows_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     one, two = build(tmp_path / "one"), build(tmp_path / "two", ("(2 / 96)", "(1 / 96)"))
     assert main(["diff", one, one]) == 0
     assert main(["diff", one, two]) == 1
+    assert "role0.py: 1 line gone, 1 new" in capsys.readouterr().out
+    assert main(["diff", one, two, "--source"]) == 1
     assert "+        d_down = sub * (1 / 96) * self.scale" in capsys.readouterr().out
 
 
