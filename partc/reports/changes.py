@@ -71,12 +71,14 @@ def _text(value: Any) -> str:
     return f"[{', '.join(map(_text, value))}]" if isinstance(value, list) else str(value).strip()
 
 
-def unified(name: str, old: str, new: str, folders: tuple[str, str]) -> Iterator[str]:
-    """The lines of a file that differ, as ``diff -u`` shows them."""
+def unified(
+    name: str, old: str, new: str, folders: tuple[str, str], context: int = 3
+) -> Iterator[str]:
+    """The lines of a file that differ, as ``diff -u`` shows them, with lines around them."""
     one, other = (f"{folder}/{name}" for folder in folders)
     before, after = old.splitlines(), new.splitlines()
     if comparable(before, after):
-        return difflib.unified_diff(before, after, one, other, lineterm="")
+        return difflib.unified_diff(before, after, one, other, n=context, lineterm="")
     told = f"a line is repeated too often to compare {len(before)} lines with {len(after)}"
     return iter((f"--- {one}", f"+++ {other}", told))
 
