@@ -130,8 +130,8 @@ def test_what_is_pinned(pinned: Path) -> None:
 
 
 def test_what_failures_print(theirs: Path) -> None:
-    """Of a changed model, of a changed plan, of a changed model under another torch; and the command
-    that the first ends with accepts it.
+    """Of a changed model, of a changed plan, of a changed model under another torch; the command at
+    the end of the first accepts it.
     """
     for name in ("test_as_before", "test_other_versions"):
         head = (theirs / PINNED / name / "pinned.toml").read_text(encoding="utf-8")
@@ -162,8 +162,8 @@ def test_what_failures_print(theirs: Path) -> None:
         "gather: { dp = step } -> { dp = use }", "cost       step: ", "--- ", "accept with: pytest",
     )  # fmt: skip
     in_order(
-        versions, "is not what", "pinned with torch 2.9; this is torch 2.", "plan  ", "cost  ", "--- ",
-        "as pinned, with other versions", f"{PINNED}/test_as_before: pinned with torch 2.9; this is",
+        versions, "is not what", "pinned with torch 2.9; this is torch 2.", "plan  ", "cost  ",
+        "--- ", "as pinned, with other versions", "test_as_before: pinned with torch 2.9; this is",
     )  # fmt: skip
     accept = shlex.split(re.findall("accept with: pytest (.*)", model)[0])
     assert run_pytest(theirs, *accept)[0] == 0
