@@ -146,6 +146,12 @@ class Recipe:
         asked = replace(made.wanted, kind="step", mode=mode)
         return replace(made, made_for=asked, recipe=mine, hooks=first.hooks)
 
+    def graph(self, first: Program) -> Graph:
+        """The joint graph of the first program's step before any plan, without what repeats."""
+        with self.as_wanted(first.wanted.mode, first):
+            given = self._given(first.wanted, first)
+            return Traced(self.model, given, self.loss, first.wanted.kind).graph(fold=True)
+
     def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> Given:
         """What the model's forward is given by a call."""
         return Given.of_call(self.model, args, named)

@@ -7,7 +7,6 @@ import ast
 import gc
 import os
 import random
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,11 +16,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from partc.testing.stale import StaleGoldens, first_lines, stem_of
+
 if TYPE_CHECKING:
     from partc.verification.processes import Processes
 
 FOLDER = Path(__file__).parent / "golden"
-DIFF_LINES = 40
 GARBAGE = 10_000  # new objects between two runs of the garbage collector; graphs are many objects
 LONGEST = (  # files whose tests wait for processes; one of them that came last would run alone
     "tests/lowering/test_own_passes.py", "tests/codegen/test_compiled.py",
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     compute_in_one_thread()
     if not hasattr(config, "workerinput"):  # under xdist the controller sees every report
-        config.pluginmanager.register(StaleGoldens(config))
+        config.pluginmanager.register(Stale(config, "--update-golden", "golden", [FOLDER]))
 
 
 def compute_in_one_thread() -> None:
@@ -142,20 +142,15 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
     """
 
     def compare(text: str, suffix: str = ".txt") -> None:
-        name = _stem(request.node.nodeid) + suffix
-        assert ("golden", name) not in request.node.user_properties, f"{name} is compared twice"
-        request.node.user_properties.append(("golden", name))  # travels with the test's report
+        path = FOLDER / (stem_of(request.node.nodeid) + suffix)
+        asked = "golden", path.relative_to(FOLDER.parent.parent).as_posix()
+        assert asked not in request.node.user_properties, f"{path.name} is compared twice"
+        request.node.user_properties.append(asked)  # travels with the test's report
         if suffix == ".py":
-            ast.parse(text, name)
-        _compare(FOLDER / name, text.rstrip("\n") + "\n", request.config.option.update_golden)
+            ast.parse(text, path.name)
+        _compare(path, text.rstrip("\n") + "\n", request.config.option.update_golden)
 
     return compare
-
-
-def _stem(nodeid: str) -> str:
-    """`tests/test_plan.py::test_cut[tp-2]` becomes `test_plan/test_cut-tp-2`."""
-    file, _, test = nodeid.partition("::")
-    return f"{Path(file).stem}/{re.sub('[^A-Za-z0-9_]+', '-', test).strip('-')}"
 
 
 def _compare(path: Path, text: str, update: bool) -> None:
@@ -173,53 +168,11 @@ def _compare(path: Path, text: str, update: bool) -> None:
 def _diff(expected: str, text: str) -> str:
     """The first lines of a unified diff from the golden text to the present one."""
     old, new = expected.splitlines(), text.splitlines()
-    lines = list(unified_diff(old, new, "golden", "now", n=2, lineterm=""))
-    rest = len(lines) - DIFF_LINES
-    return "\n".join(lines[:DIFF_LINES] + [f"... {rest} more lines"] * (rest > 0))
+    return "\n".join(first_lines([*unified_diff(old, new, "golden", "now", n=2, lineterm="")]))
 
 
-class StaleGoldens:
-    """After a full and successful run, fail on golden files that no test asked for.
+class Stale(StaleGoldens):
+    """Golden files that no test asked for."""
 
-    With --update-golden such files are removed.
-    """
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.asked_for: set[str] = set()
-        self.skipped: set[str] = set()
-        self.stale: list[Path] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.asked_for |= {str(name) for key, name in report.user_properties if key == "golden"}
-        if report.skipped:
-            self.skipped.add(_stem(report.nodeid))
-
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus != pytest.ExitCode.OK or not _is_full_run(self.config):
-            return
-        self.stale = [path for path in sorted(FOLDER.rglob("*")) if self._is_stale(path)]
-        if self.config.option.update_golden:
-            while self.stale:
-                self.stale.pop().unlink()
-        if self.stale:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.stale:
-            terminalreporter.section("golden files that no test asks for", red=True)
-            for path in self.stale:
-                terminalreporter.line(path.relative_to(FOLDER.parent.parent).as_posix())
-            terminalreporter.line("remove with: pytest --update-golden")
-
-    def _is_stale(self, path: Path) -> bool:
-        name = path.relative_to(FOLDER)
-        skipped = name.with_suffix("").as_posix() in self.skipped
-        return path.is_file() and name.as_posix() not in self.asked_for and not skipped
-
-
-def _is_full_run(config: pytest.Config) -> bool:
-    """Whether pytest was called bare, so that every test of the project has run."""
-    options = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
-    selects = any(getattr(config.option, name, None) for name in (*options, "collectonly"))
-    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not selects
+    def place_of(self, nodeid: str) -> Path:
+        return FOLDER / stem_of(nodeid)

@@ -60,6 +60,7 @@ ROOMS = (
     TOP,
     "partc.control",
     "partc.wrappers",
+    "partc.testing",
     "partc.cli",
 )
 _TOP_NAMES = [

@@ -6,7 +6,6 @@ Reads what was saved with them; runs nothing of either.
 from __future__ import annotations
 
 import ast
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,32 +13,22 @@ from itertools import groupby
 from typing import Any
 
 from partc.amounts import amount, counted, time_text
-from partc.cost.bytes import sent_share
-from partc.cost.step_events import LAST, START, StepEvents
-from partc.errors import LoadError
-from partc.file_text import Unreadable, toml_table
-from partc.line_changes import comparable, line_changes
+from partc.line_changes import line_changes
 from partc.program import Program
 from partc.program.hooks import NAME as HOOKS
+from partc.reports.changes import (
+    NONE,
+    Difference,
+    changed,
+    entries,
+    plan_changes,
+    toml_of,
+    unified,
+)  # fmt: skip
+from partc.reports.numbers_of import FULLEST, STEP, message_bytes, peaks, seconds, transfers
 
-LAYOUTS = ("params", "inputs", "values")  # tables of the plan that say how tensors lie
-NONE = "none"
 ROLES = "roles"
-FULLEST = "the fullest rank"
 MOST = 20  # tensors of a model that are named
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One thing that differs: what it is (under a ``topic``), and how it was and is, as text."""
-
-    topic: str
-    what: str
-    old: str
-    new: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.old} -> {self.new}" if self.old or self.new else self.what
 
 
 @dataclass(frozen=True)
@@ -86,13 +75,13 @@ class Differences:
 
 def differences(old: Program, new: Program, folders: tuple[str, str]) -> Differences:
     """Compare two programs; ``folders`` are their names in the lines of their files."""
-    rows = [*_of_model(old, new), *_of_plan(old.plan, new.plan), *_of_machine(old, new)]
+    rows = [*_of_model(old, new), *plan_changes(old.plan, new.plan), *_of_machine(old, new)]
     rows += [*_of_transfers(old, new), *_of_memory(old, new), *_of_time(old, new)]
     rows += [*_of_roles(old, new)]
     before, after = _files(old), _files(new)
     names = sorted(before.keys() & after.keys())
     texts = ((name, before[name], after[name]) for name in names)
-    sources = {n: tuple(_unified(n, a, b, folders)) for n, a, b in texts if a != b}
+    sources = {n: tuple(unified(n, a, b, folders)) for n, a, b in texts if a != b}
     for number, (one, other) in enumerate(zip(old.others, new.others, strict=False)):
         place = f"programs/{number}"
         found = differences(one, other, (f"{folders[0]}/{place}", f"{folders[1]}/{place}"))
@@ -111,9 +100,9 @@ def _count(name: str, lines: Sequence[str]) -> str:
 def _head(old: Program, new: Program) -> Iterator[str]:
     """``step 10.58 s -> 10.22 s (-3.4%)``, and alike of the memory and of all bytes sent."""
     stages = "  (a microbatch, all stages)" if old.schedule or new.schedule else ""
-    steps = [_seconds(program).get("predicted step") for program in (old, new)]
+    steps = [seconds(program).get(STEP) for program in (old, new)]
     yield from _compared("step", steps[0], steps[1], "s")
-    yield from _compared("peak", _peaks(old).get(FULLEST), _peaks(new).get(FULLEST), "B")
+    yield from _compared("peak", peaks(old).get(FULLEST), peaks(new).get(FULLEST), "B")
     for line in _compared("sent", _all_sent(old), _all_sent(new), "B"):
         yield line + stages
 
@@ -129,7 +118,7 @@ def _compared(what: str, old: float | None, new: float | None, unit: str) -> Ite
 
 def _all_sent(program: Program) -> float | None:
     """Bytes that a rank sends in a step (of a pipeline: all stages, in a microbatch)."""
-    found = _transfers(program)
+    found = transfers(program)
     if not program.basis.tapes:
         return None
     stages = (program.cost.as_json() or {}).get("stages", ())
@@ -138,60 +127,22 @@ def _all_sent(program: Program) -> float | None:
 
 # model, plan, machine -------------------------------------------------------------------------
 def _of_model(old: Program, new: Program) -> Iterator[Difference]:
-    yield from _changed("model", "class", old.model, new.model)
+    yield from changed("model", "class", old.model, new.model)
     tensors = [{n: str(spec) for n, spec in p.fingerprint.tensors.items()} for p in (old, new)]
-    rows = [*_entries("model", "", *tensors)]
+    rows = [*entries("model", "", *tensors)]
     yield from rows[:MOST]
     if len(rows) > MOST:
         yield Difference("model", f"{len(rows) - MOST} more tensors", "", "")
     each = [{n: f"{d}{list(s)}" for n, (s, d) in p.inputs.items()} for p in (old, new)]
-    yield from _entries("model", "input ", *each)
+    yield from entries("model", "input ", *each)
     many = [str(len(program.others)) for program in (old, new)]
-    yield from _changed("model", "programs of other shapes and modes", *many)
-
-
-def _of_plan(old: str, new: str) -> Iterator[Difference]:
-    """The keys of two plans; of the tables that say how tensors lie each entry."""
-    before, after = _table(old, "plan.toml"), _table(new, "plan.toml")
-    notes = [plan.pop("notes", []) for plan in (before, after)]
-    for key in dict.fromkeys([*before, *after]):
-        if key not in LAYOUTS:
-            yield from _changed("plan", key, *(_text(plan.get(key)) for plan in (before, after)))
-    gone, come = ([n for n in notes[i] if n not in notes[1 - i]] for i in (0, 1))
-    yield from (Difference("plan", f"no longer noted: {note}", "", "") for note in gone)
-    yield from (Difference("plan", f"now noted: {note}", "", "") for note in come)
-    for key in LAYOUTS:
-        each = [{n: _text(e) for n, e in plan.get(key, {}).items()} for plan in (before, after)]
-        yield from _entries("layouts", f"{key} ", *each)
-
-
-def _table(text: str, where: str) -> dict[str, Any]:
-    """The table of a TOML text in a folder that anybody may have written."""
-    try:
-        return toml_table(text)
-    except Unreadable as error:
-        raise LoadError(
-            where=where, what="it is not TOML", why=str(error),
-            do="Undo the edit, or compile and save again.",
-        ) from None  # fmt: skip
-
-
-def _text(value: Any) -> str:
-    """A value of a plan as it stands there; ``none`` for what is not there."""
-    if value is None:
-        return NONE
-    if isinstance(value, dict):
-        entries = ", ".join(f"{key} = {_text(entry)}" for key, entry in value.items())
-        return f"{{ {entries} }}" if value else "{}"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{', '.join(map(_text, value))}]" if isinstance(value, list) else str(value).strip()
+    yield from changed("model", "programs of other shapes and modes", *many)
 
 
 def _of_machine(old: Program, new: Program) -> Iterator[Difference]:
     if old.basis.machine != new.basis.machine:
         texts = (p.basis.machine or "" for p in (old, new))
-        names = [str(_table(text, "machine of the basis").get("name", NONE)) for text in texts]
+        names = [str(toml_of(text, "machine of the basis").get("name", NONE)) for text in texts]
         what = "planned for other machines"
         yield Difference("machine", what, *(names if names[0] != names[1] else ("", "")))
 
@@ -199,75 +150,32 @@ def _of_machine(old: Program, new: Program) -> Iterator[Difference]:
 # costs ------------------------------------------------------------------------------------------
 def _of_transfers(old: Program, new: Program) -> Iterator[Difference]:
     """Collectives by axis and kind: their number, and the bytes that a rank sends."""
-    each = [_transfers(program) for program in (old, new)]
+    each = [transfers(program) for program in (old, new)]
     unit = "a microbatch, all stages" if old.schedule or new.schedule else "a step"
     for axis, kind in sorted(each[0].keys() | each[1].keys()):
         texts = [_moved(found.get((axis, kind))) for found in each]
-        yield from _changed("transfers", f"{kind} over {axis}, {unit}", *texts)
-    sent = [_messages(program) for program in (old, new)]
-    yield from _changed("transfers", "messages between stages, a microbatch", *sent)
-
-
-def _transfers(program: Program) -> dict[tuple[str, str], tuple[int, int]]:
-    found: Counter[tuple[str, str]] = Counter()
-    sent: Counter[tuple[str, str]] = Counter()
-    sizes = dict(program.mesh.axes)
-    for events in program.basis.tapes:
-        for kind, axis, num_bytes in _started(events):
-            top, bottom = sent_share(kind, sizes.get(axis, 1))
-            found[axis, kind] += 1
-            sent[axis, kind] += int(num_bytes * top // bottom)
-    return {key: (num, sent[key]) for key, num in found.items()}
-
-
-def _started(events: StepEvents) -> Iterator[tuple[str, str, int]]:
-    for _, run, _ in events.unrolled():
-        for event in (*run.gathers, *run.events):
-            if event.code in (START, LAST):
-                move = events.moves[event.number]
-                yield move.kind, move.axis, move.put_in_bytes
+        yield from changed("transfers", f"{kind} over {axis}, {unit}", *texts)
+    each_sent = [message_bytes(program) for program in (old, new)]
+    sent = [NONE if num is None else amount(num, "B") for num in each_sent]
+    yield from changed("transfers", "messages between stages, a microbatch", *sent)
 
 
 def _moved(found: tuple[int, int] | None) -> str:
     return NONE if found is None else f"{found[0]}, {amount(found[1], 'B')}"
 
 
-def _messages(program: Program) -> str:
-    stages = (program.cost.as_json() or {}).get("stages", ())
-    total = sum(int(stage["sent_bytes"]) for stage in stages)
-    return amount(total, "B") if stages else NONE
-
-
 def _of_memory(old: Program, new: Program) -> Iterator[Difference]:
     """The memory at the peak, of a pipeline for each rank too."""
-    each = [_peaks(program) for program in (old, new)]
+    each = [peaks(program) for program in (old, new)]
     for who in dict.fromkeys([*each[0], *each[1]]):
         yield from _grown("memory", f"peak of {who}", each[0].get(who), each[1].get(who), "B")
 
 
-def _peaks(program: Program) -> dict[str, float]:
-    data = program.cost.as_json() or {}
-    if "ranks" in data:
-        peaks = (rank["peak_bytes"] for rank in data["ranks"])
-        each = {f"pipeline rank {number}": peak for number, peak in enumerate(peaks)}
-        return {FULLEST: max(each.values(), default=0), **each}
-    return {FULLEST: data["peak_bytes"]} if "peak_bytes" in data else {}
-
-
 def _of_time(old: Program, new: Program) -> Iterator[Difference]:
     """The predicted seconds of a step, of its phases, and of what is not hidden of each axis."""
-    each = [_seconds(program) for program in (old, new)]
+    each = [seconds(program) for program in (old, new)]
     for what in dict.fromkeys([*each[0], *each[1]]):
         yield from _grown("time", what, each[0].get(what), each[1].get(what), "s")
-
-
-def _seconds(program: Program) -> dict[str, float]:
-    known = (program.cost.as_json() or {}).get("prediction")
-    if not known:
-        return {}
-    found = {"predicted step": known["seconds"]}
-    found |= {f"of it {phase['name']}": phase["seconds"] for phase in known["phases"]}
-    return found | {f"exposed over {x['axis']}": x["exposed_s"] for x in known["axes"]}
 
 
 def _grown(
@@ -290,7 +198,7 @@ def _number(number: float | None, unit: str) -> str:
 # text -------------------------------------------------------------------------------------------
 def _of_roles(old: Program, new: Program) -> Iterator[Difference]:
     """Which ranks run which file, and how many lines of each file's functions differ."""
-    yield from _changed(ROLES, "files", _roles(old), _roles(new))
+    yield from changed(ROLES, "files", _roles(old), _roles(new))
     before, after = _files(old), _files(new)
     for name in sorted(before.keys() & after.keys()):
         found = _changed_lines(before[name], after[name])
@@ -344,26 +252,3 @@ def _parts(text: str) -> dict[int, str]:
         for name, each in {node.name: node, **inner}.items():
             found |= dict.fromkeys(range(each.lineno, (each.end_lineno or each.lineno) + 1), name)
     return found
-
-
-def _unified(name: str, old: str, new: str, folders: tuple[str, str]) -> Iterator[str]:
-    one, other = (f"{folder}/{name}" for folder in folders)
-    before, after = old.splitlines(), new.splitlines()
-    if comparable(before, after):
-        return difflib.unified_diff(before, after, one, other, lineterm="")
-    told = f"a line is repeated too often to compare {len(before)} lines with {len(after)}"
-    return iter((f"--- {one}", f"+++ {other}", told))
-
-
-# rows -------------------------------------------------------------------------------------------
-def _changed(topic: str, what: str, old: str, new: str) -> Iterator[Difference]:
-    if old != new:
-        yield Difference(topic, what, old, new)
-
-
-def _entries(
-    topic: str, what: str, old: Mapping[str, str], new: Mapping[str, str]
-) -> Iterator[Difference]:
-    """The entries of two tables; one that only one of them has is ``none`` in the other."""
-    for name in dict.fromkeys([*old, *new]):
-        yield from _changed(topic, f"{what}{name}", old.get(name, NONE), new.get(name, NONE))
