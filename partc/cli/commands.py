@@ -6,7 +6,6 @@ Commands import torch and other rooms when they run, as `partc --help` imports t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import threading
@@ -17,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partc.cli.said import check_compared, check_explained, check_from_one, sizes_said
-from partc.errors import UsageError, explain, visible
+from partc.cli.said import check_compared, check_explained, check_from_one, sizes_said, tell
+from partc.errors import UsageError, explain
 
 if TYPE_CHECKING:
     from partc.cli.models import Target
@@ -62,7 +61,7 @@ def compile_command(args: argparse.Namespace) -> int:
     files = ", ".join(f"{name} ({num} lines)" for name, num in lines.items())
     num = program.mesh.num_ranks
     run = f"run it: torchrun --nproc-per-node {num} {args.out.rstrip('/')}/run.py"
-    _tell(args, f"{program.cost}\n{args.out}: {files}\n{run}", told)
+    tell(args, f"{program.cost}\n{args.out}: {files}\n{run}", told)
     return 0
 
 
@@ -89,7 +88,7 @@ def passes_command(args: argparse.Namespace) -> int:
          "where": each.where, "optional": each.optional}
         for each in rows.passes
     ]  # fmt: skip
-    _tell(args, "\n".join(described(rows)), {"passes": told})
+    tell(args, "\n".join(described(rows)), {"passes": told})
     return 0
 
 
@@ -106,7 +105,7 @@ def explain_command(args: argparse.Namespace) -> int:
             do="Try `partc explain build/`, `partc explain PTC030` or `partc explain --rules`.",
         )
     elif args.what.upper().startswith("PTC"):
-        _tell(args, explain(args.what), {"code": args.what.upper(), "text": explain(args.what)})
+        tell(args, explain(args.what), {"code": args.what.upper(), "text": explain(args.what)})
     else:
         _explain_program(args)
     return 0
@@ -118,11 +117,11 @@ def _explain_rules(args: argparse.Namespace) -> None:
 
     if args.what:
         known = explain_rule(args.what)
-        _tell(args, "\n".join(map(str, known)), {"ops": [asdict(each) for each in known]})
+        tell(args, "\n".join(map(str, known)), {"ops": [asdict(each) for each in known]})
         return
     rules = all_rules()
     width = max(map(len, rules), default=0)
-    _tell(args, "\n".join(f"{n:<{width}}  {text}" for n, text in rules.items()), rules)
+    tell(args, "\n".join(f"{n:<{width}}  {text}" for n, text in rules.items()), rules)
 
 
 def simulate_command(args: argparse.Namespace) -> int:
@@ -147,7 +146,7 @@ def simulate_command(args: argparse.Namespace) -> int:
         for kind, path in files.items():
             if path:
                 atomic_write(Path(path), shown.file(kind, args.folder))
-        _tell(args, shown.text, shown.told)
+        tell(args, shown.text, shown.told)
     return 0
 
 
@@ -165,7 +164,7 @@ def report_command(args: argparse.Namespace) -> int:
     if args.out:
         atomic_write(Path(args.out), report_page(told))
     text = f"{told['verdict']}\n{args.out or 'no file is written: name one with -o report.html'}"
-    _tell(args, text, told)
+    tell(args, text, told)
     return 0
 
 
@@ -184,7 +183,7 @@ def bench_command(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks
         if args.trace:
             atomic_write(Path(args.trace), found.trace())
-        _tell(args, str(found), found.as_json())
+        tell(args, str(found), found.as_json())
     return 0
 
 
@@ -204,7 +203,7 @@ def calibrate_command(args: argparse.Namespace) -> int:
         atomic_write(Path(args.out), str(found))
     if first:
         told = {"out": args.out, "toml": str(found.topology), "measured": list(found.comments)}
-        _tell(args, args.out or str(found), told)
+        tell(args, args.out or str(found), told)
     return 0
 
 
@@ -223,7 +222,7 @@ def verify_command(args: argparse.Namespace) -> int:
         args, load(args.folder), args.tolerance, args.processes, args.device, args.lossy
     )
     verdict = f"{'equal' if right else 'DIFFERENT'} within {args.tolerance:.1e}"
-    _tell(args, f"{report}\n{verdict}", {**report.as_json(), "ok": right})
+    tell(args, f"{report}\n{verdict}", {**report.as_json(), "ok": right})
     if not right:
         print(f"worst: {report.worst}", file=sys.stderr)
     return 0 if right else 1
@@ -279,7 +278,7 @@ def check_command(args: argparse.Namespace) -> int:
         text += f"\naccepted: {', '.join(told['accepted']) or 'no file was edited'}"
         write_digests(args.folder)
     whole = f"{args.folder}: {program.model} on {program.mesh}, {', '.join(files)}: whole"
-    _tell(args, f"{text}\n{whole}", told)
+    tell(args, f"{text}\n{whole}", told)
     return 0
 
 
@@ -299,7 +298,7 @@ def diff_command(args: argparse.Namespace) -> int:
     lines = [
         f"{folder}: edited since it was saved: {', '.join(n)}" for folder, n in edits.items() if n
     ]
-    _tell(args, "\n".join([*lines, str(found)]), {**found.as_json(), "edited": edits})
+    tell(args, "\n".join([*lines, str(found)]), {**found.as_json(), "edited": edits})
     return 1 if found else 0
 
 
@@ -313,7 +312,7 @@ def _explain_program(args: argparse.Namespace) -> None:
     if args.source:
         rank = args.rank or 0
         source = program.source(rank)
-        _tell(args, source, {"rank": rank, "file": program.role_of(rank), "source": source})
+        tell(args, source, {"rank": rank, "file": program.role_of(rank), "source": source})
         return
     cost = _with_formulas(args, program) if args.model else program.cost
     roles, first = [], 0
@@ -331,7 +330,7 @@ def _explain_program(args: argparse.Namespace) -> None:
             "inputs": {name: [list(s), d] for name, (s, d) in program.inputs.items()},
             "batch": "local" if program.dealt else "global",
         }  # fmt: skip
-        _tell(args, "\n".join([*text, "", program.plan, str(cost), str(why)]), told)
+        tell(args, "\n".join([*text, "", program.plan, str(cost), str(why)]), told)
 
 
 def _input(program: Program, name: str) -> str:
@@ -374,10 +373,6 @@ def _target(
 
 
 # output --------------------------------------------------------------------------------------
-def _tell(args: argparse.Namespace, text: str, told: Any) -> None:
-    print(json.dumps(told) if args.json else visible(text))
-
-
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
     """Print on stderr what runs, and every ten seconds for how long."""

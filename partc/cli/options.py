@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from partc.cli import commands
+from partc.cli import commands, launch_commands
+from partc.cli.launch_options import launch_options
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 from partc.errors import visible
 from partc.wrong_calls import RENAMED, did_you_mean
@@ -42,6 +43,7 @@ examples:
   partc calibrate --ranks 4 -o mesh.toml         or on several machines
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
+  partc launch build/ --emit slurm --script train.py      files for a cluster; nothing is started
 """
 
 
@@ -381,4 +383,5 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "verify": (commands.verify_command, _verify_options),
     "check": (commands.check_command, _check_options),
     "diff": (commands.diff_command, _diff_options),
+    "launch": (launch_commands.launch_command, launch_options),
 }

@@ -1,12 +1,15 @@
-"""What the options of a command say together: sizes of a model, and options that nothing reads."""
+"""What the options of a command say together: sizes of a model, and options that nothing reads; and
+what a command says.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from typing import Any
 
-from partc.errors import UsageError
+from partc.errors import UsageError, visible
 
 SIZES = ("batch", "seq", "layers", "dtype", "no_dropout")  # of the model that --model names
 _LEFT_OUT = (None, False, "float32")  # what options have that nobody has given
@@ -73,3 +76,8 @@ def check_from_one(args: argparse.Namespace, names: Iterable[str]) -> None:
                 where=f"{option} {given}", what="there is no such number of them",
                 why="it counts from 1", do="Give 1 or more, or leave it out.",
             )  # fmt: skip
+
+
+def tell(args: argparse.Namespace, text: str, told: Any) -> None:
+    """Print the result of a command as text, or with ``--json`` as one object."""
+    print(json.dumps(told) if args.json else visible(text))
