@@ -7,7 +7,7 @@ one that writes to the same target deletes it.
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -57,6 +57,25 @@ def atomic_write(path: str | Path, text: str) -> None:
         new.write_text(text, encoding="utf-8", newline="\n")
         target.parent.mkdir(parents=True, exist_ok=True)
         new.replace(target)
+
+
+def atomic_files(folder: str | Path, texts: Mapping[str, str]) -> None:
+    """Write files into a folder, each in the place of an earlier one; other files there stay.
+
+    All are written before the first takes its place. Scripts (``.sh``) may be executed.
+    UsageError where one cannot be written.
+    """
+    with _said(folder), _beside(target := Path(folder).resolve()) as holder:
+        for name in texts:
+            if (target / name).is_dir():
+                raise refusal(target / name, "it is a folder")
+        for name, text in texts.items():
+            new = holder / name
+            new.write_text(text, encoding="utf-8", newline="\n")
+            new.chmod(0o755 if name.endswith(".sh") else 0o644)
+        target.mkdir(parents=True, exist_ok=True)
+        for name in texts:
+            (holder / name).replace(target / name)
 
 
 def check_output(path: str | Path, ours: Ours) -> None:

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from partc.cli import commands, show_commands
+from partc.cli import commands, launch_commands, show_commands
 from partc.cli.compile_command import compile_command
 from partc.cli.compile_options import compile_options
 from partc.cli.completion import completion_command
 from partc.cli.explain_command import explain_command
+from partc.cli.launch_options import launch_options
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 from partc.errors import visible
 from partc.wrong_calls import did_you_mean
@@ -46,6 +47,7 @@ examples:
   partc calibrate --ranks 4 -o mesh.toml         or on several machines
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
+  partc launch build/ --emit slurm --script train.py      files for a cluster; nothing is started
 """
 
 
@@ -295,5 +297,6 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "verify": (commands.verify_command, _verify_options),
     "check": (commands.check_command, _check_options),
     "diff": (show_commands.diff_command, _diff_options),
+    "launch": (launch_commands.launch_command, launch_options),
     "completion": (completion_command, _completion_options),
 }
