@@ -60,6 +60,7 @@ ROOMS = (
     TOP,
     "partc.control",
     "partc.wrappers",
+    "partc.failures",
     "partc.cli",
 )
 _TOP_NAMES = [

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from partc.cli import commands
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
+from partc.cli.watchdog_command import add_watchdog_options, watchdog_command
 from partc.errors import visible
 from partc.wrong_calls import RENAMED, did_you_mean
 
@@ -42,6 +43,7 @@ examples:
   partc calibrate --ranks 4 -o mesh.toml         or on several machines
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
+  partc watchdog -- torchrun --nproc-per-node 4 --max-restarts 3 train.py
 """
 
 
@@ -381,4 +383,5 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "verify": (commands.verify_command, _verify_options),
     "check": (commands.check_command, _check_options),
     "diff": (commands.diff_command, _diff_options),
+    "watchdog": (watchdog_command, add_watchdog_options),
 }
