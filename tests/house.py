@@ -61,6 +61,7 @@ ROOMS = (
     "partc.control",
     "partc.wrappers",
     "partc.testing",
+    "partc.failures",
     "partc.cli",
 )
 _TOP_NAMES = [

@@ -15,6 +15,7 @@ from partc.cli.completion import completion_command
 from partc.cli.explain_command import explain_command
 from partc.cli.launch_options import launch_options
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
+from partc.cli.watchdog_command import add_watchdog_options, watchdog_command
 from partc.errors import visible
 from partc.wrong_calls import did_you_mean
 
@@ -48,6 +49,7 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
   partc launch build/ --emit slurm --script train.py      files for a cluster; nothing is started
+  partc watchdog -- torchrun --nproc-per-node 4 --max-restarts 3 train.py
 """
 
 
@@ -299,4 +301,5 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "diff": (show_commands.diff_command, _diff_options),
     "launch": (launch_commands.launch_command, launch_options),
     "completion": (completion_command, _completion_options),
+    "watchdog": (watchdog_command, add_watchdog_options),
 }

@@ -13,12 +13,12 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
 def add_timeout(parser: argparse.ArgumentParser, seconds: float) -> None:
     """Add ``--timeout``, the seconds after which ranks that do not answer are given up."""
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_seconds, default=seconds,
+        "--timeout", metavar="SECONDS", type=above_zero, default=seconds,
         help=f"seconds after which ranks that are not done are given up (default: {seconds:.0f})",
     )  # fmt: skip
 
 
-def _seconds(text: str) -> float:
+def above_zero(text: str) -> float:
     """A number of seconds above 0; argparse tells of another."""
     try:
         found = float(text)

@@ -21,6 +21,7 @@ from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.hooks import check_hooks
+from partc.program.ranks import heart
 from partc.program.ranks.farewell import has_joined, tell_at_exit
 from partc.program.ranks.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.program.ranks.meeting import (
@@ -52,6 +53,7 @@ def start_stage(
     RunError if the world has another size, the mesh other axes, or a rank another program.
     """
     tell_at_exit()
+    heart.begin(program)
     check_hooks(program.sources.values(), program.hooks)
     check_world(program.mesh, world_size())
     if torch.is_inference_mode_enabled():

@@ -28,12 +28,14 @@ from tests.damage.hostile import HOSTILE
 from tests.damage.kills import KILLS
 from tests.damage.misuses import MISUSES
 from tests.damage.ranks import DEATHS, RANKS
+from tests.damage.recoveries import RECOVERIES
 from tests.damage.verdicts import BAD, Found, table
 
 KINDS: dict[str, dict[str, Make]] = {
     "artefacts": ARTEFACTS, "hostile": HOSTILE, "kills": KILLS, "ranks": RANKS, "deaths": DEATHS,
-    "misuses": MISUSES,
+    "misuses": MISUSES, "recoveries": RECOVERIES,
 }  # fmt: skip
+LIMITS_S = {"recoveries": 250.0}  # of a case, where it takes longer than others
 
 
 def main(arguments: list[str]) -> int:
@@ -42,6 +44,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--only", type=int, help="run this one case again, and tell all of it")
+    parser.add_argument("--all", action="store_true", help="tell of good cases too")
+    parser.add_argument("--row", metavar="NAME", help="cases of this row of the table alone")
     parser.add_argument("--small", action="store_true", help="of two programs, without pipelines")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -53,9 +57,9 @@ def main(arguments: list[str]) -> int:
         built = built_aside(Path(folder) / "whole", small=args.small)
         gc.freeze()  # a fork shares what the collector leaves alone
         try:
-            for each in cases(args.kind, built, Path(folder), args.seed, numbers):
+            for each in cases(args.kind, built, Path(folder), args.seed, numbers, args.row):
                 found.append(each)
-                if each.verdict.word in BAD or args.only is not None:
+                if each.verdict.word in BAD or args.all or args.only is not None:
                     print(line(each, args.seed, args.only is not None), flush=True)
         finally:
             spent = time.monotonic() - start
@@ -64,14 +68,16 @@ def main(arguments: list[str]) -> int:
 
 
 def cases(
-    kind: str, built: Built, folder: Path, seed: int, numbers: range | list[int]
+    kind: str, built: Built, folder: Path, seed: int, numbers: range | list[int], row: str | None
 ) -> Iterator[Found]:
     """The verdict of each numbered case of a kind."""
     known = KINDS[kind]
     if "pipeline" not in built.names:
         known = {name: make for name, make in known.items() if "schedule" not in name}
+    if row is not None:
+        known = {name: make for name, make in known.items() if name == row}
     for number in numbers:
-        yield run_case(known, built, folder / f"case-{number}", seed, number)
+        yield run_case(known, built, folder / f"case-{number}", seed, number, LIMITS_S.get(kind))
 
 
 def line(found: Found, seed: int, whole: bool) -> str:

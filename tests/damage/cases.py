@@ -19,7 +19,10 @@ LIMIT_S = 60.0  # on a quiet machine the slowest case takes a tenth of it
 RAN = "ran"  # a file that code of the damaged thing would write, were it run
 
 
-def run_case(kinds: Mapping[str, Make], built: Built, place: Path, seed: int, number: int) -> Found:
+def run_case(
+    kinds: Mapping[str, Make], built: Built, place: Path, seed: int, number: int,
+    limit_s: float | None = None,
+) -> Found:  # fmt: skip
     """Make a case, read it in a process of its own, and delete its folder."""
     name = [*kinds][number % len(kinds)]
     rng = random.Random(f"{name} {seed} {number}")
@@ -31,7 +34,7 @@ def run_case(kinds: Mapping[str, Make], built: Built, place: Path, seed: int, nu
 
     (place / "work/in").mkdir(parents=True)
     try:
-        ended = alone(work, place, patience(LIMIT_S))
+        ended = alone(work, place, patience(limit_s or LIMIT_S))
         damage = ended.lines[0][0] if ended.lines else "while it was made"
         return Found(number, name, damage, _judged(ended, place))
     finally:

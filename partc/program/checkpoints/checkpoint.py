@@ -8,7 +8,9 @@ overwritten, and loads under any other mesh or plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +21,12 @@ from partc.errors import LoadError, RunError
 from partc.plan.local_steps import is_outer
 from partc.plan.wires import is_residual
 from partc.program.checkpoints.checkpoint_call import check_arguments, stage_of
+from partc.program.checkpoints.generators import load_generators, saved_generators
 from partc.program.checkpoints.residuals import MET, check_same_sums
 from partc.program.checkpoints.run_folder import committed, step_folder
 from partc.program.checkpoints.saved_checkpoint import MANIFEST, Saved, refuse
 from partc.program.checkpoints.saved_position import go_to_position, islands_go_on
+from partc.program.checkpoints.script_states import check_states, load_states, states_of
 from partc.program.checkpoints.snapshot import (
     check_savable,
     class_of,
@@ -56,6 +60,7 @@ def save_checkpoint(
     *,
     step: int = 0,
     loader: Loader | RowSampler | None = None,
+    states: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the tensors of a stage, and its optimizer's states, as one checkpoint of all ranks.
 
@@ -71,6 +76,7 @@ def save_checkpoint(
         optimizer: the optimizer over ``stage.parameters()``; None writes the model alone.
         step: the number of the step, which names the checkpoint; left out, it is the only one.
         loader: its position in the data is saved too.
+        states: of learning rate schedulers and alike, by names of yours: their ``state_dict()``.
 
     Returns:
         The new folder.
@@ -83,21 +89,26 @@ def save_checkpoint(
     """
     of = stage_of("save_checkpoint", stage)
     check_arguments("save_checkpoint", of, optimizer, loader)
+    states = check_states("save_checkpoint", states)
     folder = as_path(folder, "save_checkpoint")
     of.writes.check()
     of.check_together("save_checkpoint")
     of.meet_owners()
     of.check_alike()
     ranks = Together("save_checkpoint", of.device, RunError)
-    target = ranks.do(lambda: ready(folder, of, optimizer, step))
-    Writer(folder).write(snapshot_of(of, optimizer, loader, step), target, ranks)
+    target, told = ranks.do(lambda: ready(folder, of, optimizer, step, states))
+    Writer(folder).write(snapshot_of(of, optimizer, loader, step, told), target, ranks)
     return target
 
 
-def ready(folder: Path, stage: Stage, optimizer: Optimizer | None, step: int) -> Path:
-    """The directory of a step that is to be saved; the errors that this rank can see by itself."""
+def ready(
+    folder: Path, stage: Stage, optimizer: Optimizer | None, step: int, states: Mapping[str, Any]
+) -> tuple[Path, dict[str, Any]]:
+    """The directory of a step that is to be saved, and what the list says of ``states``; the errors
+    that this rank can see by itself.
+    """
     check_savable(stage, optimizer)
-    return step_folder(folder, step)
+    return step_folder(folder, step), states_of(states)
 
 
 @known_arguments
@@ -108,6 +119,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     loader: Loader | RowSampler | None = None,
+    states: Mapping[str, Any] | None = None,
 ) -> int:
     """Read a checkpoint into a stage and its optimizer; all ranks call this together.
 
@@ -116,6 +128,7 @@ def load_checkpoint(
         stage: what ``Program.module()`` gave, of any mesh and plan for the same model.
         optimizer: takes the states that were saved; None reads the model alone.
         loader: goes on behind the batch that the checkpoint's had taken last.
+        states: schedulers and alike, which take the states that were saved under their names.
 
     Returns:
         The number of the step.
@@ -127,14 +140,30 @@ def load_checkpoint(
     """
     of = stage_of("load_checkpoint", stage)
     check_arguments("load_checkpoint", of, optimizer, loader)
-    folder = as_path(folder, "load_checkpoint")
+    states = check_states("load_checkpoint", states)
+    return read_step(as_path(folder, "load_checkpoint"), of, optimizer, loader, states)
+
+
+def read_step(
+    folder: Path, of: Stage, optimizer: Optimizer | None, loader: Loader | RowSampler | None,
+    states: Mapping[str, Any], *, resumes: bool = False,
+) -> int:  # fmt: skip
+    """As ``load_checkpoint``, of arguments that were checked.
+
+    ``resumes``: this process takes the place of the one that has saved, so that its generators
+    too go on.
+    """
     of.writes.forget()
     of.check_together("load_checkpoint")
     ranks = Together("load_checkpoint", of.device, LoadError)
     saved = ranks.do(lambda: _accepted(folder, of, optimizer))
-    given = {"optimizer": class_of(optimizer), "loader": loader is not None}
+    given = {
+        "optimizer": class_of(optimizer), "loader": loader is not None, "states": sorted(states),
+    }  # fmt: skip
     ranks.check_alike({"step": saved.step, "content of a step": saved.digest, **given})
-    ranks.do(lambda: saved.verify(_wanted(saved, of, optimizer), of))
+    drawn = saved_generators(saved, of) if resumes else {}
+    ranks.do(lambda: saved.verify({**_wanted(saved, of, optimizer), **drawn}, of))
+    ranks.do(lambda: load_states(saved, states))
     ranks.do(lambda: go_to_position(saved, loader))
     for key, (shard, piece) in model_pieces(of).items():
         with torch.no_grad():
@@ -147,6 +176,8 @@ def load_checkpoint(
         saved.random, loaded if alike else [n for n in loaded if not is_outer(n)],
         saved.islands.get(MET, saved.random[1]) if alike else saved.random[1],
     )  # fmt: skip
+    if resumes:
+        load_generators(saved, of)
     return saved.step
 
 

@@ -32,7 +32,7 @@ def check_arguments(call: str, stage: object, optimizer: object, loader: object 
         raise UsageError(
             where=call, what=f"the optimizer is {quoted(optimizer)}",
             why="it has no groups of parameters",
-            do="Pass the optimizer itself; save the state_dict() of a scheduler beside it.",
+            do='Pass the optimizer itself, and a scheduler as states={"scheduler": scheduler}.',
         )  # fmt: skip
     if loader is not None and not hasattr(loader, "set_epoch"):
         raise UsageError(

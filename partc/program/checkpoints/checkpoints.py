@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from partc.data.loader import Loader
 from partc.data.sampler import RowSampler
 from partc.errors import PartcError, RunError, UsageError
-from partc.program.checkpoints.checkpoint import load_checkpoint, ready
+from partc.program.checkpoints.checkpoint import read_step, ready
 from partc.program.checkpoints.checkpoint_call import check_arguments, stage_of
 from partc.program.checkpoints.run_folder import Retention, committed
+from partc.program.checkpoints.script_states import check_states
 from partc.program.checkpoints.snapshot import Snapshot, snapshot_of
 from partc.program.checkpoints.staging import Staging
 from partc.program.checkpoints.writing import Writer
@@ -79,7 +81,8 @@ class Checkpoints:
     @of_other_ranks("Checkpoints.save")
     def save(
         self, step: int, stage: nn.Module, optimizer: Optimizer | None = None, *,
-        loader: Loader | RowSampler | None = None, last_step: bool = False,
+        loader: Loader | RowSampler | None = None, states: Mapping[str, Any] | None = None,
+        last_step: bool = False,
     ) -> bool:  # fmt: skip
         """Save a step, if it is time; all ranks call this together, behind ``optimizer.step()``.
 
@@ -88,6 +91,7 @@ class Checkpoints:
             stage: what ``Program.module()`` gave, or ``parallelize`` behind its first step.
             optimizer: the optimizer over ``stage.parameters()``; None saves the model alone.
             loader: its position in the data is saved too.
+            states: of learning rate schedulers and alike, by names: their ``state_dict()``.
             last_step: save it whatever the interval.
 
         Returns:
@@ -100,6 +104,7 @@ class Checkpoints:
         """
         of = stage_of("Checkpoints.save", stage)
         check_arguments("Checkpoints.save", of, optimizer, loader)
+        states = check_states("Checkpoints.save", states)
         check_whole_number(step, "Checkpoints.save(step)")
         self._check_open("save")
         if not last_step and step % self.interval:
@@ -109,8 +114,8 @@ class Checkpoints:
         of.check_together("Checkpoints.save")
         of.meet_owners()
         ranks = self._ranks()
-        target = ranks.do(lambda: ready(self.folder, of, optimizer, step))
-        snapshot = self._staging.begin(snapshot_of(of, optimizer, loader, step))
+        target, told = ranks.do(lambda: ready(self.folder, of, optimizer, step, states))
+        snapshot = self._staging.begin(snapshot_of(of, optimizer, loader, step, told))
         self._running = self._thread.submit(self._write, snapshot, target, ranks)
         if not self._async:
             self.wait()
@@ -120,16 +125,19 @@ class Checkpoints:
     @of_other_ranks("Checkpoints.load_latest")
     def load_latest(
         self, stage: nn.Module, optimizer: Optimizer | None = None, *,
-        loader: Loader | RowSampler | None = None,
+        loader: Loader | RowSampler | None = None, states: Mapping[str, Any] | None = None,
     ) -> int:  # fmt: skip
         """Load the newest step of the folder, whatever mesh it was saved under.
 
-        All ranks call this together, and a save that is under way is waited for.
+        All ranks call this together, and a save that is under way is waited for. The run goes on
+        as if it had not ended: on the same mesh the global generators of torch, numpy and Python
+        draw what they would have drawn, too.
 
         Args:
             stage: takes the parameters and buffers.
             optimizer: takes the states that were saved; None reads the model alone.
             loader: goes on behind the batch that the saved one had taken last.
+            states: schedulers and alike, which take the states saved under their names.
 
         Returns:
             The number of the step; 0 where the folder has none yet, and nothing is loaded.
@@ -137,12 +145,16 @@ class Checkpoints:
         Raises:
             LoadError: as of ``load_checkpoint``.
         """
+        of = stage_of("Checkpoints.load_latest", stage)
+        check_arguments("Checkpoints.load_latest", of, optimizer, loader)
+        states = check_states("Checkpoints.load_latest", states)
         self.wait()
         found = [path.name for path in committed(self.folder)[-1:]]
         self._ranks().check_alike({"newest step": found})
         if not found:
             return 0
-        return load_checkpoint(self.folder / found[0], stage, optimizer, loader=loader)
+        step = self.folder / found[0]
+        return read_step(step, of, optimizer, loader, states, resumes=True)
 
     def wait_for_staging(self) -> None:
         """Wait until a save reads no tensor of the stage any more.

@@ -25,6 +25,7 @@ from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.plan.sharding import cut, join_pieces
 from partc.plan.wires import is_residual
 from partc.program.checkpoints.files import NAME, FileEntry, file_name, has_size, sha256_of
+from partc.program.checkpoints.plain_states import check_entry
 from partc.program.checkpoints.residuals import MET, fitted
 from partc.program.folders import CHECKPOINT
 from partc.program.optimizer.same_optimizer import CLASS
@@ -35,7 +36,7 @@ from partc.program.tensorfile import TensorFile
 MANIFEST = CHECKPOINT
 SCHEMA = 3
 MAX_BYTES = 512_000_000
-SUMS, ISLANDS = "sums", "islands"  # entries that not every checkpoint has
+SUMS, ISLANDS, STATES = "sums", "islands", "states"  # entries that not every checkpoint has
 CUTS = "partc.cuts"  # a rank's file says here how its tensors are sharded
 _DAMAGE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError,
@@ -64,6 +65,7 @@ class Saved:
     data: dict[str, Any] | None = None  # the state of a loader
     sums: dict[str, Any] = field(default_factory=dict)  # whose residuals it has (`residuals.py`)
     islands: dict[str, Any] = field(default_factory=dict)  # how they met (`residuals.py`)
+    states: dict[str, Any] = field(default_factory=dict)  # of schedulers (`script_states.py`)
 
     @classmethod
     def read(cls, path: Path) -> Saved:
@@ -81,7 +83,7 @@ class Saved:
     def _checked(cls, path: Path, fields: Any) -> Saved:
         if fields["schema"] != SCHEMA:
             refuse(path, f"it has schema {fields['schema']!r}", f"This partc reads {SCHEMA}.")
-        if fields.keys() - {SUMS, ISLANDS} != _ENTRIES:
+        if fields.keys() - {SUMS, ISLANDS, STATES} != _ENTRIES:
             raise ValueError(f"its entries differ in {sorted(fields.keys() ^ _ENTRIES)}")
         rest = {name: entry for name, entry in fields.items() if name != "sha256"}
         if digest_of(rest) != fields["sha256"]:
@@ -100,6 +102,7 @@ class Saved:
             tuple(map(_group, fields["optimizer"])), {}, fields["sha256"],
             (_int(fields["random"]["seed"]), _whole(fields["random"]["step"])), fields["data"],
             dict(fields.get(SUMS, {})), _met(fields.get(ISLANDS, {})),
+            check_entry(fields.get(STATES, {})),
         )  # fmt: skip
 
     # the files of ranks --------------------------------------------------------------------------

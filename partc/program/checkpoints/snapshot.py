@@ -13,7 +13,8 @@ from partc.data.sampler import RowSampler
 from partc.errors import RunError
 from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
-from partc.program.checkpoints.saved_checkpoint import ISLANDS, SUMS, digest_of
+from partc.program.checkpoints.generators import generators
+from partc.program.checkpoints.saved_checkpoint import ISLANDS, STATES, SUMS, digest_of
 from partc.program.optimizer.optimizers import check_of_stage
 from partc.program.optimizer.same_optimizer import CLASS, plain_values
 from partc.program.role import Shard
@@ -56,20 +57,31 @@ class Snapshot:
 
 
 def snapshot_of(
-    stage: Stage, optimizer: Optimizer | None, loader: Loader | RowSampler | None, step: int
-) -> Snapshot:
-    """What a rank has now; the tensors are the stage's own. All ranks call this together."""
+    stage: Stage, optimizer: Optimizer | None, loader: Loader | RowSampler | None, step: int,
+    states: dict[str, Any] | None = None,
+) -> Snapshot:  # fmt: skip
+    """What a rank has now; the tensors are the stage's own. All ranks call this together.
+
+    ``states``: of schedulers and alike, as the list has them.
+    """
     held = {**model_pieces(stage), **stage.from_owners(_states(stage, optimizer))}
     groups, mesh = _groups(stage, optimizer), stage.mesh
     data = None if loader is None else loader.state_dict()
     mine = {key: pair for key, pair in held.items() if stage.is_first_copy(pair[0])}
     first = {key: shard for key, (shard, _) in held.items() if stage.is_first_stage(shard)}
+    drawn = generators(stage)
+    mine, first = {**mine, **drawn}, {**first, **{key: shard for key, (shard, _) in drawn.items()}}
     return Snapshot(
         step, mine,
         frozenset(key for key in mine if _is_frozen(key, mine[key][1], stage)),
         frozenset(key for key in mine if _is_steady(key, mine[key][1], stage)),
         {key: _entry(shard, stage) for key, shard in first.items()}, groups,
-        _listed(stage, step, data), {**_facts(stage, optimizer, groups, data), "step": step},
+        {**_listed(stage, step, data), **({STATES: states} if states else {})},
+        {
+            **_facts(stage, optimizer, groups, data), "step": step,
+            "generators": sorted({key.split("/")[1] for key in drawn}),
+            **{f"state of {name}": state for name, state in (states or {}).items()},
+        },
         [mesh.first_rank(number) for number in range(mesh.pipeline_ranks)],
     )  # fmt: skip
 

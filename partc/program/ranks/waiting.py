@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -38,6 +38,7 @@ LOG = logging.getLogger("partc")
 WAIT_S = 30.0  # behind which a rank that stands still says where
 END_S = 300.0  # behind which ranks end that can come on no more; a transfer may take long, too
 LOOK_S = 5.0
+STEPS = 20  # of the last ones it is known how long they took
 _ANSWER_S = 30.0  # so long the store may take
 _TRANSFERS = "distributed_c10d.py"  # torch's file whose functions wait for other ranks
 _HERE, _PYTHON = str(Path(__file__).parents[2]), str(Path(os.__file__).parent)
@@ -69,6 +70,7 @@ class Waiting(threading.Thread):
         self.of, self.over = threading.get_ident(), threading.Event()
         self.counts, self.call, self.inside = Counter[str](), "", False
         self.moves, self.beat, self.since = 0, 0, time.monotonic()
+        self.begun_at, self.steps_s = 0.0, deque[float](maxlen=STEPS)
         self.told, self.alike_since, self.seen = -1, 0.0, dict[int, Place]()
         self.store: Any = None
 
@@ -77,6 +79,10 @@ class Waiting(threading.Thread):
         self.counts[kind] += 1
         self.call, self.inside = f"{kind} {self.counts[kind]}", True
         self.moves, self.since = self.moves + 1, time.monotonic()
+        if kind == "step":
+            if self.counts[kind] > 2:  # the first one compiles, and loads what it needs
+                self.steps_s.append(self.since - self.begun_at)
+            self.begun_at = self.since
 
     def end(self) -> None:
         self.inside, self.moves, self.since = False, self.moves + 1, time.monotonic()
@@ -122,7 +128,7 @@ class Waiting(threading.Thread):
         frame = sys._current_frames().get(self.of)
         line, waits = "", False
         if frame is not None:
-            line, waits = _line(frame), frame.f_code.co_filename.endswith(_TRANSFERS)
+            line, waits = script_line(frame), is_transfer(frame)
         return Place(self.call, self.inside, line, waits, self.moves, self.beat)
 
     def _others(self) -> dict[int, Place]:
@@ -185,7 +191,12 @@ def _leave(text: str) -> None:
     os._exit(1)
 
 
-def _line(frame: FrameType | None) -> str:
+def is_transfer(frame: FrameType) -> bool:
+    """Whether a thread is in a function of torch's that waits for other ranks."""
+    return frame.f_code.co_filename.endswith(_TRANSFERS)
+
+
+def script_line(frame: FrameType | None) -> str:
     """``train.py:31: dist.barrier()``, the innermost line of the script."""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -205,6 +216,11 @@ def _own_store() -> Any:
 
 
 _NOW: dict[int, Waiting] = {}  # by the thread of a rank
+
+
+def known_waiting(thread: int) -> Waiting | None:
+    """What looks at the rank of a thread, if it has begun a step."""
+    return _NOW.get(thread)
 
 
 def waiting() -> Waiting:

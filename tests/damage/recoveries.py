@@ -1,0 +1,256 @@
+"""Cases of a run under torchrun that loses a rank, and has to end as one that lost none.
+
+Four ranks train a small GPT (`recovered.py`): one is killed at a random moment, saves included;
+or stopped, under ``partc watchdog``; or ended before a certain thing that a save does to the disk;
+or its disk is full. A case is good if the job ends by itself with the parameters, moments, learning
+rate and random numbers of the run that met nothing, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_model
+from torch import nn
+
+import partc
+from partc.failures.rank_processes import RankProcess, rank_processes
+from tests.damage.artefacts import Made, Make
+from tests.damage.built import Built
+from tests.damage.recovered import EVERY
+from tests.damage.verdicts import Verdict
+from tests.patience import patience
+
+RANKS, STEPS = 4, 16
+JOB_S = 50.0  # on a quiet machine a job with two attempts takes a fifth of it
+MOST_DEEDS = 16  # of a rank in a save
+ROOT = Path(__file__).parents[2]
+
+
+def gpt() -> nn.Module:
+    """Two layers with dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, use_cache=False,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model.train()
+
+
+def program_of(folder: Path) -> Path:
+    """The folder with the program and its weights, and with what a whole run ends with."""
+    from examples.gpt import loss_of
+
+    if not (folder / "final.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        model, ids = gpt(), torch.zeros(8, 16, dtype=torch.long)
+        partc.compile(
+            model, "dp=2,tp=2", (ids,), loss=loss_of, plan="fsdp+megatron"
+        ).save(folder / "build")  # fmt: skip
+        save_model(model, str(folder / "weights.safetensors"))
+        with job(folder, folder / "run") as (launcher, said):
+            code = launcher.wait(patience(JOB_S))
+        assert code == 0, said.read_text()[-3000:]
+        shutil.copy(folder / "run/final.json", folder / "final.json")
+    return folder
+
+
+@contextmanager
+def job(
+    program: Path, run: Path, *, watched: bool = False, failure: dict[str, Any] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A launcher with four ranks, and the file of what all of them say; all are ended behind it."""
+    run.mkdir(parents=True, exist_ok=True)
+    line = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        f"{RANKS}", "--max-restarts", "3", str(ROOT / "tests/damage/recovered.py"), str(program),
+        str(run), f"{STEPS}",
+    ]  # fmt: skip
+    if watched:
+        line = [sys.executable, "-m", "partc", "watchdog", "--", *line]
+    said = run.with_suffix(".txt")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["RECOVERY"] = json.dumps(failure or {})
+    with said.open("wb") as out:
+        launcher = subprocess.Popen(line, env=environment, stdout=out, stderr=out)
+    try:
+        yield launcher, said
+    finally:
+        for each in rank_processes(launcher.pid):
+            with suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(patience(10.0))
+        launcher.kill()
+        launcher.wait()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A line of a rank: it is behind ``step`` in an attempt, since ``at``."""
+
+    step: int
+    attempt: int
+    at: float
+
+    @classmethod
+    def of(cls, run: Path, rank: int) -> list[Progress]:
+        path = run / f"progress-{rank}"
+        lines = path.read_text().splitlines() if path.exists() else []
+        each = [line.split() for line in lines]
+        return [cls(int(step), int(attempt), float(at)) for step, attempt, at in each]
+
+
+def await_step(launcher: subprocess.Popen[bytes], run: Path, rank: int, step: int) -> RankProcess:
+    """The process of a rank, as soon as it is behind a step."""
+    end = time.monotonic() + patience(JOB_S)
+    while time.monotonic() < end and launcher.poll() is None:
+        if any(line.step >= step for line in Progress.of(run, rank)):
+            return next(each for each in rank_processes(launcher.pid) if each.rank == rank)
+        time.sleep(0.002)
+    raise TimeoutError(f"rank {rank} has not come to step {step}")
+
+
+def judged(
+    program: Path, run: Path, launcher: subprocess.Popen[bytes], said: Path
+) -> Verdict | None:
+    """How the job ends: as the whole run, or a bad verdict."""
+    try:
+        code = launcher.wait(patience(JOB_S))
+    except subprocess.TimeoutExpired:
+        return Verdict("wait", said.read_text(errors="replace")[-1500:])
+    if code:
+        return Verdict("raw", f"exit code {code}: {said.read_text(errors='replace')[-1500:]}")
+    found, whole = ((each / "final.json").read_text() for each in (run, program))
+    if found != whole:
+        return Verdict("wrong", f"{found} is not {whole}")
+    if not any(line.attempt for line in Progress.of(run, 0)):
+        return Verdict("raw", "no rank was started again: nothing was tried")
+    return None
+
+
+def back(run: Path, failed_at: float) -> str:
+    """How long it took until all ranks were behind a step that they had not done before."""
+    lines = Progress.of(run, 0)
+    done = max((x.step for x in lines if x.attempt == 0), default=0)
+    again = [x for x in lines if x.attempt]
+    begun = again[0]
+    new = next((x.at for x in again if x.step > done), again[-1].at)
+    lost = done - begun.step
+    return (
+        f"began again behind step {begun.step}, {lost} steps lost, "
+        f"{begun.at - failed_at:.1f} s later; new steps {new - failed_at:.1f} s later"
+    )
+
+
+# cases ---------------------------------------------------------------------------------------
+def _kill(rng: random.Random, built: Built, place: Path) -> Made:
+    """At a random moment of the training, or before it."""
+    rank, step, share = rng.randrange(RANKS), rng.randrange(STEPS), rng.random()
+    begins = rng.random() < 0.2
+
+    def read() -> Verdict | None:
+        program, run = program_of(built.folder / "recovery"), Path("run").resolve()
+        with job(program, run) as (launcher, said):
+            if begins:
+                found = _began(launcher, rank, share)
+            else:
+                found = await_step(launcher, run, rank, step)
+                time.sleep(share * _step_s(run))
+            at = time.time()
+            os.kill(found.pid, signal.SIGKILL)
+            return judged(program, run, launcher, said) or Verdict("harmless", back(run, at))
+
+    return Made(f"rank {rank}, {'as it starts' if begins else f'behind step {step}'}", read)
+
+
+def _began(launcher: subprocess.Popen[bytes], rank: int, share: float) -> RankProcess:
+    """A rank's process at some moment of its first seconds."""
+    end = time.monotonic() + patience(JOB_S)
+    while time.monotonic() < end:
+        for each in rank_processes(launcher.pid):
+            if each.rank == rank:
+                time.sleep(3.0 * share)
+                return each
+        time.sleep(0.01)
+    raise TimeoutError("no rank was started")
+
+
+def _step_s(run: Path) -> float:
+    """How long a step with its save takes now."""
+    lines = Progress.of(run, 0)
+    return (lines[-1].at - lines[0].at) / (len(lines) - 1) if len(lines) > 1 else 0.05
+
+
+def _stop(rng: random.Random, built: Built, place: Path) -> Made:
+    """A rank that is stopped, and a watchdog beside it."""
+    rank, step = rng.randrange(RANKS), rng.randrange(1, STEPS - 1)
+
+    def read() -> Verdict | None:
+        program, run = program_of(built.folder / "recovery"), Path("run").resolve()
+        with job(program, run, watched=True) as (launcher, said):
+            found = await_step(launcher, run, rank, step)
+            at = time.time()
+            os.kill(found.pid, signal.SIGSTOP)
+            bad = judged(program, run, launcher, said)
+            text = said.read_text(errors="replace")
+            if bad is not None:
+                return bad
+        named = re.search(rf"rank {rank} \(process {found.pid}\) stands still: (.*)\.", text)
+        if named is None or f"rank {rank} is ended" not in text.replace("Rank", "rank"):
+            return Verdict("wrong", f"rank {rank} is not named: {text[-1500:]}")
+        return Verdict("harmless", f"{named[1]}; {back(run, at)}")
+
+    return Made(f"rank {rank}, behind step {step}", read)
+
+
+def _in_save(rng: random.Random, built: Built, place: Path) -> Made:
+    """A rank that ends before a thing that its save does to the disk."""
+    deed = rng.randrange(1, MOST_DEEDS)
+    rank = 0 if deed > 6 else rng.randrange(RANKS)  # the first rank makes and commits
+    step = EVERY * rng.randrange(1, STEPS // EVERY)
+    failure = {"rank": rank, "step": step, "deed": deed}
+    return Made(f"rank {rank}, before deed {deed} of step {step}", _failing(built, failure))
+
+
+def _full(rng: random.Random, built: Built, place: Path) -> Made:
+    """A rank whose files can take no more than so many bytes."""
+    step = EVERY * rng.randrange(1, STEPS // EVERY)
+    failure = {"rank": rng.randrange(RANKS), "step": step, "bytes": rng.randrange(20_000)}
+    return Made(f"{failure}", _failing(built, failure))
+
+
+def _failing(built: Built, failure: dict[str, Any]) -> Any:
+    def read() -> Verdict | None:
+        program, run = program_of(built.folder / "recovery"), Path("run").resolve()
+        with job(program, run, failure=failure) as (launcher, said):
+            bad = judged(program, run, launcher, said)
+        if bad is not None:
+            return bad
+        left = [each.name for each in run.glob(".*")]
+        return Verdict("left", f"{left}") if left else None
+
+    return read
+
+
+RECOVERIES: dict[str, Make] = {
+    "kill": _kill, "kill in a save": _in_save, "stop": _stop, "full disk": _full
+}  # fmt: skip
