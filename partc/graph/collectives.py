@@ -25,7 +25,7 @@ from partc.plan.sharding import take_piece
 
 def all_reduce(
     x: Tensor, *, axis: str, num: int, op: str = "sum", wire: str = "", size: int = 0,
-    start: int = 0, state: Sequence[Tensor] = (),
+    threshold: float = 0.0, start: int = 0, state: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """Sum (or ``op="max"``) over the axis: ``f32[8]{U:axis} -> f32[8]``."""
     return torch.empty_like(x)
@@ -64,8 +64,8 @@ def all_to_all(
 
 
 def all_reduce_joined(
-    xs: Sequence[Tensor], *, axis: str, num: int, wire: str = "", size: int = 0, start: int = 0,
-    state: Sequence[Tensor] = (),
+    xs: Sequence[Tensor], *, axis: str, num: int, wire: str = "", size: int = 0,
+    threshold: float = 0.0, start: int = 0, state: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """A bucket of all_reduces: ``(f32[8]{U:axis}, f32[4]{U:axis}) -> (f32[8], f32[4])``."""
     return _side_by_side([all_reduce(x, axis=axis, num=num) for x in xs])

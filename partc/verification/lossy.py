@@ -165,6 +165,11 @@ def _largest(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) -> f
     return sqrt(1 - how.size(size) / size) * float(every.norm(dim=1).sum())
 
 
+def _below(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) -> float:
+    """What is not sent is below the threshold, and no larger than it was."""
+    return float(every.abs().clamp(max=how.threshold).norm(dim=1).sum())
+
+
 def _norm_of_sum(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) -> float:
     """All ranks send the same places: what is lacking is a part of the sum."""
     return float(every.sum(0).norm())
@@ -198,6 +203,7 @@ BOUNDS: Mapping[str, Bound] = {
     **_of_roundings(twice=True),
     "sign": _signs,
     "top-k": _largest,
+    "threshold": _below,
     "random-k": _norm_of_sum,
     "power-sgd": _norm_of_thick,
     "majority-sign": _direction,

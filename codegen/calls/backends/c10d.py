@@ -15,7 +15,7 @@ from partc.graph import collectives
 from partc.graph.moves import Move, gathers_param, kind_of, wire_of
 from partc.passes.shard.zeros import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
-from partc.plan.wires import WIRES
+from partc.plan.wires import THRESHOLD, WIRES
 from partc.quoting import literal
 
 FIRST_DIM = (0, 1)  # dim 0, which is not fused: pieces lie there as they arrive
@@ -80,6 +80,7 @@ def narrow_sum(
     flat, grads, key = texts
     operands = [flat, grads if wire.takes_grads else str(k["num"]), str(k["size"])]
     operands += [f"[{', '.join(state)}]", f"self.{k['axis']}", *([key] if key else [])]
+    operands += [literal(k[THRESHOLD])] if wire.has_threshold else []
     call = f"{helpers.use(wire.helper)}({', '.join(operands)})"
     exact = f"dist.all_reduce({flat}, group=self.{k['axis']}, async_op=True)"
     return f"{call} if self.rng.step > {k['start']} else {exact}" if "start" in k else call
