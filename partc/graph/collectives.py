@@ -32,11 +32,13 @@ def all_reduce(
 
 
 def all_gather(
-    x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1, dtype: torch.dtype | None = None
-) -> Tensor:
+    x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1, dtype: torch.dtype | None = None,
+    code: str = "", block: int = 0,
+) -> Tensor:  # fmt: skip
     """Give every rank the whole tensor: ``f32[8@axis] -> f32[8]``.
 
-    With ``dtype`` each rank casts its shard before it is sent: ``f32[8@axis] -> bf16[8]``.
+    With ``dtype`` each rank casts its shard before it is sent: ``f32[8@axis] -> bf16[8]``. With a
+    ``code`` shards are sent with fewer bytes, and all ranks get what was sent.
     """
     shape = list(x.shape)
     shape[dim] *= num
@@ -73,7 +75,7 @@ def all_reduce_joined(
 
 def all_gather_joined(
     xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int],
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, code: str = "", block: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """A bucket of all_gathers; tensor i is sharded along ``dims[i]``."""
     cuts = zip(xs, dims, outers, strict=True)
