@@ -131,7 +131,8 @@ def unpacked_bytes(node: fx.Node) -> int:
     if wire_of(node):
         return _coded_bytes(node)
     if code_of(node):
-        return coding_of(code_of(node)) * sum(map(_num_bytes, filter(None, results_of(node))))
+        made = (_num_bytes(fake) for fake in results_of(node) if fake is not None)
+        return coding_of(code_of(node)) * sum(made)
     gathers = (collectives.all_gather, collectives.all_gather_joined, collectives.all_to_all)
     if node.target not in gathers or not _is_cut_inside(node):
         return 0

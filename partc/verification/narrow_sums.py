@@ -22,6 +22,7 @@ from partc.plan.mesh import ISLAND, PP, TP
 from partc.plan.wires import HELPERS, OWN, SCATTERS, WIRES, is_residual
 from partc.program.role import Role
 from partc.verification.defined_sums import Key, Site
+from partc.verification.exact_gathers import gather_exactly
 from partc.verification.same_draws import SEED
 
 GRADIENT = "rounded gradient"
@@ -147,8 +148,11 @@ def classes_of(role: Role) -> dict[str, Any]:
 
 
 def sum_exactly(role: Role) -> None:
-    """Let a role's text sum gradients in the numbers that it is given, in place of fewer bytes."""
+    """Let a role's text sum gradients in the numbers that it is given, in place of fewer bytes, and
+    gather weights so.
+    """
     module = role.module.__dict__
+    gather_exactly(role)
 
     def exact(
         flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any, *rng: Any
