@@ -18,6 +18,8 @@ from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.preset_words import said_by
 from partc.plan import Plan
 from partc.plan.allowed import ALLOWED_TABLES
+from partc.plan.coded import COMPRESS_WEIGHTS
+from partc.plan.compress import COMPRESS
 from partc.plan.decided import GLOO, MEMORY
 from partc.plan.mesh import PP
 
@@ -99,8 +101,14 @@ def _no_gathers_ahead(step: Compiled, num: int) -> str:
     return "no loop over blocks gathers their weights"
 
 
+def _has_table(step: Compiled, word: str) -> bool:
+    """Whether the plan has a table that a word of ``allow`` is for."""
+    tables = (word, COMPRESS_WEIGHTS) if word == COMPRESS else (word,)
+    return any(getattr(step.asked, each) is not None for each in tables)
+
+
 def _without_table(step: Compiled, words: tuple[str, ...]) -> str:
-    word = next(each for each in words if getattr(step.asked, each) is None)
+    word = next(each for each in words if not _has_table(step, each))
     return f"the plan has no table [{word}], so {ALLOWED_TABLES[word].without}"
 
 
@@ -178,8 +186,13 @@ KEYS: Mapping[str, Key] = {
             "the step computes no gradients, and optimizers take no steps behind it",
         ),
     ),
+    "compress_weights": Key(
+        lambda step, table: table is None or step.stores_cut(*step.plan.batch_axes),
+        "no weight is stored in shards over an axis of the batch, so that none is gathered",
+        'Leave it out, or store weights so: preset = "fsdp"',
+    ),
     "allow": Key(
-        lambda step, words: all(getattr(step.asked, word) is not None for word in words),
+        lambda step, words: all(_has_table(step, word) for word in words),
         _without_table,
     ),
 }

@@ -36,6 +36,7 @@ from partc.passes.overlap.bucket_collectives import bucket_collectives
 from partc.passes.overlap.check_compress import check_compress
 from partc.passes.overlap.choose_buckets import choose_bucket_copies
 from partc.passes.overlap.choose_hierarchical import choose_hierarchical
+from partc.passes.overlap.code_gathers import check_compress_weights, code_gathers
 from partc.passes.overlap.compress_sums import compress_sums
 from partc.passes.overlap.hierarchical_all_reduce import hierarchical_all_reduce
 from partc.passes.overlap.order_step import order_step
@@ -80,6 +81,7 @@ WHOLE_DRAWS = When("whole draws", lambda s: s.plan.random == "single-device")
 LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
 COMPRESSED = When("compress", lambda s: s.plan.compress is not None)
 GRADIENTS = When("compress", lambda s: COMPRESSED.holds(s) and s.graph.loss is not None)
+CODED = When("compress_weights", lambda s: s.plan.compress_weights is not None)
 UNEVEN = When("uneven", lambda s: s.plan.uneven is not None)
 ISLANDS = When("islands", lambda s: has_islands(s.plan, s.mesh))
 PIECES = When("pieces", lambda s: s.plan.overlap_pieces > 1)
@@ -128,6 +130,8 @@ PASSES = (
          on_graph=False),
     Pass(check_compress, PLAN, "rounded sums change a step's numbers: allowed, and where they are "
          "built, or refused", COMPRESSED, on_graph=False),
+    Pass(check_compress_weights, PLAN, "rounded weights change a step's numbers: allowed, and where "
+         "they are built, or refused", CODED, on_graph=False),
     Pass(choose_microbatches, PLAN, "an island takes as many microbatches as its machines are fast",
          UNEVEN, on_graph=False, machines=True),
     Pass(check_islands, PLAN, "copies of the model that train apart are another training: allowed, "
@@ -190,6 +194,8 @@ PASSES = (
          optional=True),
     Pass(compress_sums, LOCAL_GRAPH, "a slow link carries fewer bytes: sums are rounded, and what "
          "that loses is sent in the next step", GRADIENTS),
+    Pass(code_gathers, LOCAL_GRAPH, "a slow link carries fewer bytes: weights are rounded when they "
+         "are gathered", CODED),
     Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there, and is "
          "waited for where it is read"),
     Pass(choose_overlap_clock, PLAN, "how long a transfer takes, in FLOPs: as many are put beside "

@@ -77,6 +77,7 @@ _OF_PLANS = (  # entries of a plan that are no arguments of compile
 _TABLES_OF_PLANS = {  # to be allowed
     "compress": 'wire = "int8"', "local_steps": "period = 16", "stale": "steps = 1",
     "uneven": "microbatches = [11, 5]", "servers": "count = 1",
+    "compress_weights": 'wire = "int8"',
 }  # fmt: skip
 _READ = {"Mesh": 'Mesh.of("dp=2,tp=4") reads axes from a text'}
 _SURPLUS = {  # what somebody means who passes more by place than there is

@@ -9,8 +9,9 @@ from torch import fx
 
 from partc.codegen.account.memory import Held, Memory, Piece
 from partc.codegen.calls.storage import num_bytes
+from partc.cost.bytes import put_in_bytes
 from partc.graph import collectives, fake_of, tensor_args
-from partc.graph.moves import Move, kind_of, moved, moves
+from partc.graph.moves import Move, code_of, kind_of, moved, moves
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Gathering:
 
     start: fx.Node
     sent: Held
-    arriving: Piece
+    arriving: Piece | None  # None: there is none yet of what is sent with fewer bytes
 
 
 @dataclass
@@ -48,12 +49,21 @@ class Transfers:
     # weights ---------------------------------------------------------------------------------
     def gather(self, start: fx.Node) -> Gathering:
         """Start to gather weights: shards of several are packed into one memory, casts made."""
+        if code_of(start):
+            return self._coded(start)
         size, shards = _sent_bytes(start), tensor_args(start)
         cast = self.memory.piece(size) if start.kwargs.get("dtype") is not None else None
         packed = self.memory.piece(size) if len(shards) > 1 else cast
         arriving = self.memory.piece(_num(start) * size)
         self.memory.meet(start.name)
         return Gathering(start, packed, arriving)
+
+    def _coded(self, start: fx.Node) -> Gathering:
+        """Start to gather weights with fewer bytes: numbers are divided by scales before."""
+        size = put_in_bytes(start)
+        sent, arriving = self.memory.piece(size), self.memory.piece(_num(start) * size)
+        self.memory.meet(start.name, 2 * _sent_bytes(start))
+        return Gathering(start, [sent, arriving], None)
 
     def take(self, gathered: list[Gathering]) -> dict[fx.Node, Held]:
         """Wait for gathered weights: the memory of each whole one, by the nodes that are it.
@@ -74,9 +84,10 @@ class Transfers:
 
     def _apart(self, each: Gathering) -> list[tuple[fx.Node, Move, Piece]]:
         parts, start = moves(each.start), each.start
-        several = len(parts) > 1
-        found = [(start, m, self._whole(m) if several else each.arriving) for m in parts]
-        self.memory.meet(start.name)
+        arrived = each.arriving if len(parts) == 1 else None
+        found = [(start, m, arrived or self._whole(m)) for m in parts]
+        decoded = max(map(_bytes_of, parts)) * _num(start) if code_of(start) else 0
+        self.memory.meet(start.name, decoded)
         return found
 
     def _whole(self, move: Move) -> Piece:

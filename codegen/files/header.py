@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from partc.codegen.calls.storage import num_bytes
 from partc.cost.bytes import put_in_bytes
 from partc.graph import Graph, collectives, fake_of, layout_on
-from partc.graph.moves import kind_in_words, moved, wire_of
+from partc.graph.moves import code_of, kind_in_words, moved, wire_of
 from partc.plan import Plan
 from partc.plan.mesh import layout_mesh
 from partc.quoting import comment
@@ -167,8 +167,9 @@ def _moves(graph: Graph) -> list[str]:
         if node.target in collectives.COLLECTIVES:
             key = (str(node.kwargs["axis"]), kind_in_words(node))
             whole = sum(map(num_bytes, moved(node)))
+            fewer = wire_of(node) or code_of(node)
             counts[key] += graph.times(node)
-            sizes[key] += graph.times(node) * (put_in_bytes(node) if wire_of(node) else whole)
+            sizes[key] += graph.times(node) * (put_in_bytes(node) if fewer else whole)
     return [
         f"{kind} over {axis} x{counts[axis, kind]}, {_bytes(sizes[axis, kind])}"
         for axis, kind in sorted(counts)

@@ -26,7 +26,7 @@ from partc.codegen.repeats.own_names import own_name
 from partc.codegen.text import Line
 from partc.graph import collectives, value
 from partc.graph.moves import kind_of, wire_of
-from partc.plan.wires import OWN, WIRES
+from partc.plan.wires import OWN, THRESHOLD, WIRES
 from partc.quoting import literal
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class NarrowEnd:
     def how(self) -> tuple[object, ...]:
         """What is equal for sums that one line of a loop starts."""
         known = self.node.kwargs
-        words = ("wire", "size", "start", "axis", "num")
+        words = ("wire", "size", THRESHOLD, "start", "axis", "num")
         return (*(known.get(name) for name in words), *self.cuts)
 
     @property

@@ -18,6 +18,7 @@ from typing import Any
 from partc.codegen.helpers import (
     arrived,
     attention,
+    coded_weights,
     draws,
     islands,
     kernels,
@@ -42,10 +43,10 @@ NARROW = (
     narrow_sums, rounded_sums, scattered_sums, picked_sums, low_rank_sums, voted_sums,
 )  # fmt: skip
 ORDER = (
-    printed, draws, nccl, messages, *NARROW, links, arrived, attention, kernels, islands, servers,
+    printed, draws, nccl, messages, coded_weights, *NARROW, links, arrived, attention, kernels, islands, servers,
     ops,
 )  # fmt: skip
-COMMON = (printed, draws, links, attention, kernels, islands, servers, ops)
+COMMON = (printed, draws, coded_weights, links, attention, kernels, islands, servers, ops)
 # In which functions are looked for: what comes first has some of the names of `printed` and
 # replaces them in a program for NCCL, or in one that sends messages over gloo.
 MODULES = {"gloo": COMMON, "nccl": (nccl, arrived, *COMMON)}

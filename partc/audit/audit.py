@@ -124,7 +124,14 @@ def _of_dtypes(program: Program) -> Iterator[str]:
 
 def _of_rounding(program: Program) -> Iterator[str]:
     """What is not known of sums in narrow numbers."""
-    how = Plan.parse(program.plan).compress
+    plan = Plan.parse(program.plan)
+    how, weights = plan.compress, plan.compress_weights
+    if weights is not None:
+        yield (
+            f"what {weights.wire} makes of weights that are gathered: the check gathers them as they "
+            "are, and the classes that round stand as printed; partc verify compares them with the "
+            "definition of the format"
+        )
     if how is not None:
         yield (
             f"what {how.wire} makes of sums of gradients: the check sums exactly in its place, and "

@@ -9,7 +9,8 @@ from torch import Tensor, fx
 
 from partc.cost.storage import Replay, replay
 from partc.graph import Graph, collectives, fake_of, results_of, tensor_args
-from partc.graph.moves import kind_in_words, kind_of, moved, moves, wire_of
+from partc.graph.moves import code_of, kind_in_words, kind_of, moved, moves, wire_of
+from partc.plan.coded import CODES, coding_of
 from partc.plan.wires import WIRES
 
 
@@ -78,6 +79,9 @@ def put_in_bytes(node: fx.Node) -> int:
         return int(sent_bytes(node) * bottom // top)
     sent: torch.dtype | None = node.kwargs.get("dtype")  # type: ignore[assignment]
     fakes = map(fake_of, tensor_args(node))
+    if code := code_of(node):
+        sizes = [fake.numel() for fake in fakes]
+        return CODES[code].num_bytes(sizes, int(str(node.kwargs["block"])))
     return sum(fake.numel() * (sent or fake.dtype).itemsize for fake in fakes)
 
 
@@ -89,6 +93,9 @@ def packed_bytes(node: fx.Node) -> int:
     """
     if wire_of(node):
         return _coded_bytes(node)
+    if code_of(node):
+        numbers = sum(_num_bytes(fake_of(operand)) for operand in tensor_args(node))
+        return coding_of(code_of(node)) * numbers + _cast_bytes(node)
     targets = (collectives.reduce_scatter, collectives.reduce_scatter_joined)
     together = len(tensor_args(node)) > 1
     if node.target is collectives.all_to_all:
@@ -123,6 +130,9 @@ def unpacked_bytes(node: fx.Node) -> int:
     """
     if wire_of(node):
         return _coded_bytes(node)
+    if code_of(node):
+        made = (_num_bytes(fake) for fake in results_of(node) if fake is not None)
+        return coding_of(code_of(node)) * sum(made)
     gathers = (collectives.all_gather, collectives.all_gather_joined, collectives.all_to_all)
     if node.target not in gathers or not _is_cut_inside(node):
         return 0

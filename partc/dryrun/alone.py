@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from partc.dryrun.as_c10d_takes import as_c10d_takes
 from partc.dryrun.live_memory import LiveMemory
+from partc.plan.wires import THRESHOLD, WIRES
 from partc.program.role import MeshView, Role
 
 
@@ -37,13 +38,21 @@ def alone(
 
 @contextmanager
 def in_place_of_dist(role: Role, dist: Any) -> Iterator[None]:
-    """Let a role's module call ``dist`` for ``torch.distributed``."""
-    before = role.module.__dict__.get("dist")  # the program of one rank alone needs none
-    role.module.__dict__["dist"] = dist
+    """Let a role's module call ``dist`` for ``torch.distributed``, and sums by threshold send as
+    many numbers as the plan expects: fakes have none that could be counted.
+    """
+    module = role.module.__dict__
+    before = module.get("dist")  # the program of one rank alone needs none
+    module["dist"] = dist
+    counted = module.get(WIRES[THRESHOLD].helper)
+    if counted is not None:
+        expected = {"read": lambda own, counts: [own.k], "log": []}
+        module[counted.__name__] = type(counted.__name__, (counted,), expected)
     try:
         yield
     finally:
-        role.module.__dict__["dist"] = before
+        module["dist"] = before
+        module |= {} if counted is None else {counted.__name__: counted}
 
 
 class _Ranks(Tensor):

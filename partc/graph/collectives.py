@@ -25,18 +25,20 @@ from partc.plan.sharding import take_piece
 
 def all_reduce(
     x: Tensor, *, axis: str, num: int, op: str = "sum", wire: str = "", size: int = 0,
-    start: int = 0, state: Sequence[Tensor] = (),
+    threshold: float = 0.0, start: int = 0, state: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """Sum (or ``op="max"``) over the axis: ``f32[8]{U:axis} -> f32[8]``."""
     return torch.empty_like(x)
 
 
 def all_gather(
-    x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1, dtype: torch.dtype | None = None
-) -> Tensor:
+    x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1, dtype: torch.dtype | None = None,
+    code: str = "", block: int = 0,
+) -> Tensor:  # fmt: skip
     """Give every rank the whole tensor: ``f32[8@axis] -> f32[8]``.
 
-    With ``dtype`` each rank casts its shard before it is sent: ``f32[8@axis] -> bf16[8]``.
+    With ``dtype`` each rank casts its shard before it is sent: ``f32[8@axis] -> bf16[8]``. With a
+    ``code`` shards are sent with fewer bytes, and all ranks get what was sent.
     """
     shape = list(x.shape)
     shape[dim] *= num
@@ -64,8 +66,8 @@ def all_to_all(
 
 
 def all_reduce_joined(
-    xs: Sequence[Tensor], *, axis: str, num: int, wire: str = "", size: int = 0, start: int = 0,
-    state: Sequence[Tensor] = (),
+    xs: Sequence[Tensor], *, axis: str, num: int, wire: str = "", size: int = 0,
+    threshold: float = 0.0, start: int = 0, state: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """A bucket of all_reduces: ``(f32[8]{U:axis}, f32[4]{U:axis}) -> (f32[8], f32[4])``."""
     return _side_by_side([all_reduce(x, axis=axis, num=num) for x in xs])
@@ -73,7 +75,7 @@ def all_reduce_joined(
 
 def all_gather_joined(
     xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int],
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, code: str = "", block: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """A bucket of all_gathers; tensor i is sharded along ``dims[i]``."""
     cuts = zip(xs, dims, outers, strict=True)

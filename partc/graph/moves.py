@@ -68,6 +68,11 @@ def wire_of(node: fx.Node) -> str:
     return str(node.kwargs.get("wire", ""))
 
 
+def code_of(node: fx.Node) -> str:
+    """The code in which a gather sends shards, "" for any other collective."""
+    return str(node.kwargs.get("code", ""))
+
+
 def is_keyed(node: fx.Node) -> bool:
     """Whether a sum in narrow numbers draws random ones, or asks how many steps there were."""
     wire = wire_of(node)
@@ -113,7 +118,8 @@ def gathers_param(node: fx.Node) -> bool:
 
 def kind_in_words(node: fx.Node) -> str:
     """The kind of a collective for people: ``all_reduce``, ``all_reduce in int8``."""
-    return f"{kind_of(node)} in {wire_of(node)}" if wire_of(node) else kind_of(node)
+    word = wire_of(node) or code_of(node)
+    return f"{kind_of(node)} in {word}" if word else kind_of(node)
 
 
 def kind_of(node: fx.Node) -> str:

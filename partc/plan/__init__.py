@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from partc.file_text import Unreadable, file_text
 from partc.plan.allowed import OWN_TABLES
+from partc.plan.coded import Coded
 from partc.plan.compress import Compress
 from partc.plan.decided import Sends, Sizes, decided_lines, number_text
 from partc.plan.field_kinds import plan_error
@@ -90,7 +91,7 @@ class Plan:
     schedule's usual number).
 
     Arithmetic: ``compress`` says in which narrow numbers gradients are summed over data ranks
-    (None: in their own). ``local_steps`` says how often islands, copies of the model that train
+    (None: in their own), ``compress_weights`` in which weights are gathered. ``local_steps`` says how often islands, copies of the model that train
     apart along the mesh axis ``island``, meet, and ``stale`` how many steps late islands of one
     model apply their gradients; ``uneven`` says how many microbatches each island computes of one
     step, and ``servers`` which islands own parameters and their optimizer. ``allow`` names what may
@@ -146,6 +147,7 @@ class Plan:
     hooks: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     compress: Compress | None = None
+    compress_weights: Coded | None = None
     local_steps: LocalSteps | None = None
     stale: Stale | None = None
     uneven: Uneven | None = None

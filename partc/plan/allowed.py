@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from partc.plan.coded import COMPRESS_WEIGHTS, Coded, read_compress_weights
 from partc.plan.compress import COMPRESS, Compress, read_compress
 from partc.plan.local_steps import LOCAL_STEPS, LocalSteps, read_local_steps
 from partc.plan.servers import SERVERS, Servers, read_servers
@@ -46,6 +47,10 @@ ALLOWED_TABLES: Mapping[str, OwnTable] = {
 }  # fmt: skip
 OWN_TABLES: Mapping[str, OwnTable] = {
     **ALLOWED_TABLES,
+    COMPRESS_WEIGHTS: OwnTable(
+        Coded, read_compress_weights, 'partc.plan.coded.Coded("int8")', "weights are gathered "
+        "as they are",
+    ),
     UNEVEN: OwnTable(
         Uneven, read_uneven, "partc.plan.uneven.Uneven((11, 5))",
         "all islands compute equally much",

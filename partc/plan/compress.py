@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from partc.plan.entries import Entries, is_block, is_number, is_whole, of_flag, of_steps
-from partc.plan.wires import BLOCK, RANK, SHARE, WIRES
+from partc.plan.wires import BLOCK, RANK, SHARE, THRESHOLD, WIRES
 
 COMPRESS = "compress"  # the word of ``allow``, and the name of the table
 MOST_RANK = 4096
@@ -21,7 +21,8 @@ class Compress:
     ``wire``: the scheme. ``least_mb``: transfers with fewer megabytes of gradients stay exact.
     ``error_feedback``: whether ranks keep what they have not sent, and add it to what they send in
     the next step; never of directions, which are no sums. ``block``: how many elements share a
-    scale. ``share``: of all elements those that are sent. ``rank``: the number of columns of thin
+    scale. ``share``: of all elements those that are sent; of a sum by ``threshold``, the least
+    magnitude that is sent, those that are expected. ``rank``: the number of columns of thin
     matrices. ``start_step``: so many steps are exact first.
     """
 
@@ -29,6 +30,7 @@ class Compress:
     least_mb: float = 0.01
     block: int = 256
     share: float = 0.01
+    threshold: float = 0.001
     rank: int = 4
     error_feedback: bool = True
     start_step: int = 0
@@ -54,7 +56,7 @@ class Compress:
         """The entries of the table as TOML, by name; of those that few schemes have, its own."""
         every = {
             "wire": f'"{self.wire}"', "least_mb": repr(self.least_mb), "block": str(self.block),
-            "share": repr(self.share), "rank": str(self.rank),
+            "share": repr(self.share), "threshold": repr(self.threshold), "rank": str(self.rank),
             "error_feedback": str(self.error_feedback).lower(), "start_step": str(self.start_step),
         }  # fmt: skip
         own = {*entries_of(self.wire)} - ({"start_step"} if not self.start_step else set())
@@ -63,7 +65,8 @@ class Compress:
 
 def entries_of(wire: str) -> tuple[str, ...]:
     """The entries that the table has for a scheme, in order."""
-    others = {BLOCK, SHARE, RANK} - {WIRES[wire].entry}
+    others = {BLOCK, SHARE, RANK, THRESHOLD} - {WIRES[wire].entry}
+    others -= {THRESHOLD} if WIRES[wire].has_threshold else set()
     others |= {"error_feedback"} if WIRES[wire].is_direction else set()
     return tuple(each.name for each in fields(Compress) if each.name not in others)
 
@@ -98,6 +101,10 @@ def _is_share(given: Any) -> str:
     return "" if is_number(given) and 0 < given <= 1 else "it is a number above 0, and at most 1"
 
 
+def _is_threshold(given: Any) -> str:
+    return "" if is_number(given) and 0 < given < 1e6 else "it is a number above 0"
+
+
 def _is_rank(given: Any) -> str:
     return "" if is_whole(given) and 1 <= given <= MOST_RANK else f"it is from 1 to {MOST_RANK:,}"
 
@@ -106,7 +113,8 @@ _ENTRIES = Entries(
     COMPRESS, Compress,
     {
         "wire": _is_wire, "least_mb": _is_size, "block": is_block, "share": _is_share,
-        "rank": _is_rank, "error_feedback": of_flag, "start_step": of_steps,
+        "threshold": _is_threshold, "rank": _is_rank, "error_feedback": of_flag,
+        "start_step": of_steps,
     },
     'wire = "int8"', "it does not say in which numbers", {"wire": WIRES},
 )  # fmt: skip

@@ -11,7 +11,8 @@ decode what was sent, the one that made it too, so that all have the same bits.
 Where gradients are scattered, so that rank ``i`` keeps the sum of piece ``i``, a rounded sum takes
 the first of these transfers alone. A piece then has the pieces of all gradients side by side.
 
-A *picked* sum takes one: of a few elements of each rank, which all ranks add in the same order.
+A *picked* sum takes one: of a few elements of each rank, which all ranks add in the same order. One
+by threshold takes another before, as ranks have to know how many elements the others send.
 
 Random numbers of a sum follow from seed, step, the name of its first parameter, and, where ranks
 draw their own, the place among those that sum: never from the place on another axis.
@@ -31,8 +32,9 @@ from math import prod
 from typing import Any
 
 BLOCK, SHARE, RANK = "block", "share", "rank"  # entries of [compress], of which a scheme has one
+THRESHOLD = "threshold"  # a further entry, and the scheme that has it
 BYTES_OF_SCALE = 4  # float32, one for each block
-BYTES_OF_NUMBER = BYTES_OF_PLACE = 4  # float32, and int32
+BYTES_OF_NUMBER = BYTES_OF_PLACE = BYTES_OF_COUNT = 4  # float32, and int32
 BITS_OF_BYTE = 8
 MARK = "@"  # in the name of a residual, "layers.0.w_residual@dp"; no tensor of a model has it
 OWN, PIECE, ALIKE = "a row of each rank", "a piece on each rank", "the same on all ranks"
@@ -77,6 +79,7 @@ class Wire:
     casts: bool = False  # whether it does nothing where all floats are of one dtype
     drawn: str = ""  # random numbers: ALIKE on all ranks that sum, or each rank's OWN
     takes_grads: bool = False  # whether the class is given the gradients, and not their number
+    has_threshold: bool = False  # whether the class is given one; then the size is an expected one
     is_direction: bool = False  # whether +1 or -1 arrives: of no such sum is anything left over
     scatter: str = ""  # the class that is printed for sums of which ranks keep pieces; "": none
     scattered: Callable[[Shapes, int, int], Sent] | None = None  # what these send
@@ -118,6 +121,15 @@ def _rounded(helper: str, bits: int, coding: int, *, blocks: bool = True, **more
 # picked sums --------------------------------------------------------------------------------------
 def _sent_top(shapes: Shapes, num: int, k: int) -> Sent:
     return (("all_gather", (BYTES_OF_NUMBER + BYTES_OF_PLACE) * k),)
+
+
+def _sent_by_threshold(shapes: Shapes, num: int, k: int) -> Sent:
+    return ("all_gather", BYTES_OF_COUNT), *_sent_top(shapes, num, k)
+
+
+def bytes_of_counts(counts: Sequence[int]) -> int:
+    """The bytes that a rank sends for a sum by threshold in which ranks send so many numbers."""
+    return (len(counts) - 1) * sum(size for _, size in _sent_by_threshold([], 0, max(counts)))
 
 
 def _sent_at_random(shapes: Shapes, num: int, k: int) -> Sent:
@@ -169,6 +181,10 @@ WIRES: Mapping[str, Wire] = {
     ),
     "sign": _rounded("SignSum", 1, 43),
     "top-k": Wire("TopSum", SHARE, _sent_top, _kept_whole, 43),
+    # no GPU has measured it: what its calls read and write, beside what those of top-k do
+    THRESHOLD: Wire(
+        "ThresholdSum", SHARE, _sent_by_threshold, _kept_whole, 12, has_threshold=True
+    ),
     "random-k": Wire("RandomSum", SHARE, _sent_at_random, _kept_whole, 56, drawn=ALIKE),
     "power-sgd": Wire(
         "LowRankSum", RANK, _sent_low_rank, _kept_low_rank, 16, needs_rest=True, takes_grads=True

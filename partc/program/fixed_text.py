@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from partc.file_text import toml_table
+from partc.plan.coded import BASE, CODED_WEIGHTS
 from partc.plan.wires import BASES, HELPERS
 from partc.program.fixed_words import (
     CALLED,
@@ -40,6 +41,8 @@ LISTED = "Reduced"  # the class that finishes these sums
 NARROW = {
     *BASES,
     *HELPERS,
+    BASE,
+    *CODED_WEIGHTS,
 }  # classes that the check has stand-ins for, so that they stay as a whole
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from partc.graph.draws import DRAWABLE
+from partc.plan.coded import CODED_WEIGHTS
 from partc.plan.wires import HELPERS
 from partc.program.helper_file import imported, imports_helpers
 
@@ -17,7 +18,7 @@ DRAWS = "which random numbers are drawn"
 DTYPE = "the dtype in which numbers are kept"
 TIED = "which tensors are one"
 TEXT = "a value as text, which says more than its numbers"
-ROUNDED = "in which numbers gradients are sent"
+ROUNDED = "in which numbers gradients or weights are sent"
 MEETS = "when islands meet, and what becomes of their parameters"
 CALLED = "which function a name stands for"
 
@@ -45,7 +46,7 @@ TABLES = {
     "WORKERS": MEETS,
 }
 LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE, "str": TEXT}
-LOCALS |= dict.fromkeys(HELPERS, ROUNDED)
+LOCALS |= dict.fromkeys([*HELPERS, *CODED_WEIGHTS], ROUNDED)
 ISLAND_HELPERS = {
     "average_over", "average_rounded", "average_with", "beside", "buckets_of", "copy_back",
     "give_params", "in_blocks", "paired_with", "served_by", "start_messages", "start_sums",

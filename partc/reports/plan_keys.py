@@ -38,6 +38,7 @@ MEANINGS = {
     "hooks": "modules whose results or gradients go through your functions",
     "allow": "what may change a step's numbers",
     "compress": "in which narrow numbers gradients are summed",
+    "compress_weights": "in which narrow numbers weights are gathered",
     "local_steps": "how often copies of the model that train apart meet",
     "stale": "how many steps late gradients of others are applied",
     "uneven": "how many microbatches each island computes",

@@ -59,11 +59,12 @@ def check_numbers(lr: Any, dtype: Any, timeout: Any) -> None:
 
 
 def check_compresses(program: Program) -> None:
-    """UsageError if a program sends no gradient in fewer bytes."""
-    if Plan.parse(program.plan).compress is None:
+    """UsageError if a program sends neither gradients nor weights in fewer bytes."""
+    plan = Plan.parse(program.plan)
+    if plan.compress is None and plan.compress_weights is None:
         raise UsageError(
-            where="verify(lossy=True)", what="the plan has no [compress]",
-            why="it asks for the errors of gradients that are sent in fewer bytes",
+            where="verify(lossy=True)", what="the plan has no [compress], and no "
+            "[compress_weights]", why="it asks for the errors of what is sent in fewer bytes",
             do="Leave it out: the other rows say how far this program is from the model.",
         )  # fmt: skip
 

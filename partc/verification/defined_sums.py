@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class Site:
         """The sum ``[n]`` of all ranks' numbers ``[num, n]``, in one step."""
         if self.how.wire == "top-k":
             return self._add_largest(parts)
+        if self.how.wire == "threshold":
+            return self._add_large(parts)
         if self.how.wire == "random-k":
             return self._add_at_random(parts)
         if self.how.wire == "power-sgd":
@@ -107,13 +109,25 @@ class Site:
         return total[:size]
 
     def _add_largest(self, parts: Tensor) -> Tensor:
-        """Of every rank the k numbers with the largest size, of equal ones the first."""
+        """Of every rank the k numbers with the largest size, of equal ones the first; what is no
+        number is larger than any.
+        """
         wanted = parts + self._left(0, parts)
         arrived = torch.zeros_like(wanted)
         for numbers, each in zip(wanted, arrived, strict=True):
-            order = torch.sort(-numbers.abs(), stable=True).indices
+            order = torch.sort(-numbers.abs().nan_to_num(inf, inf), stable=True).indices
             taken = order[: self.how.size(len(numbers))]
             each[taken] = numbers[taken]
+        self.after = [wanted - arrived]
+        return arrived.sum(0)
+
+    def _add_large(self, parts: Tensor) -> Tensor:
+        """Of every rank the numbers that are no smaller than the threshold, and those that are no
+        number.
+        """
+        wanted = parts + self._left(0, parts)
+        large = (wanted >= self.how.threshold) | (wanted <= -self.how.threshold) | wanted.isnan()
+        arrived = torch.where(large, wanted, torch.zeros_like(wanted))
         self.after = [wanted - arrived]
         return arrived.sum(0)
 

@@ -24,6 +24,7 @@ from partc.plan.compress import Compress
 from partc.plan.wires import SCATTERS, elements, thick
 from partc.verification.narrow_sums import Narrow, begin_anew, of_all_ranks, shapes_of
 
+GATHERED = ", as it is gathered"  # behind the name of a weight
 SLACK = 1e-5  # of all norms: schemes compute in float32
 Bound = Callable[[Tensor, Compress, Sequence[Sequence[int]]], float]
 
@@ -165,6 +166,11 @@ def _largest(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) -> f
     return sqrt(1 - how.size(size) / size) * float(every.norm(dim=1).sum())
 
 
+def _below(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) -> float:
+    """What is not sent is below the threshold, and no larger than it was."""
+    return float(every.abs().clamp(max=how.threshold).norm(dim=1).sum())
+
+
 def _norm_of_sum(every: Tensor, how: Compress, shapes: Sequence[Sequence[int]]) -> float:
     """All ranks send the same places: what is lacking is a part of the sum."""
     return float(every.sum(0).norm())
@@ -198,6 +204,7 @@ BOUNDS: Mapping[str, Bound] = {
     **_of_roundings(twice=True),
     "sign": _signs,
     "top-k": _largest,
+    "threshold": _below,
     "random-k": _norm_of_sum,
     "power-sgd": _norm_of_thick,
     "majority-sign": _direction,
@@ -236,7 +243,9 @@ def worst(found: Sequence[Sequence[SentError]]) -> tuple[SentError, ...]:
 
 def told(sent: Sequence[SentError]) -> Iterator[str]:
     """A table of errors and bounds."""
-    yield f"{'gradients as they are sent':<44}{'numbers':>12}{'error':>10}{'at most':>10}"
+    weights = any(each.name.endswith(GATHERED) for each in sent)
+    what = f"gradients {'and weights ' if weights else ''}as they are sent"
+    yield f"{what:<44}{'numbers':>12}{'error':>10}{'at most':>10}"
     for each in sent:
         beyond = "" if each.holds else "  BEYOND"
         yield f"{each.name:<44}{each.numbers:>12,}{each.error:>10.2%}{each.bound:>10.2%}{beyond}"

@@ -22,6 +22,7 @@ from partc.plan.mesh import ISLAND, PP, TP
 from partc.plan.wires import HELPERS, OWN, SCATTERS, WIRES, is_residual
 from partc.program.role import Role
 from partc.verification.defined_sums import Key, Site
+from partc.verification.exact_gathers import gather_exactly
 from partc.verification.same_draws import SEED
 
 GRADIENT = "rounded gradient"
@@ -66,7 +67,8 @@ class Definition:
     ) -> Arrived:
         """The sum, written to ``flat``; what it has not sent stays here until the step ends."""
         every, site = self._begun(flat, among, state, group, rng)
-        total = every.new_full(every[0].shape, nan) if rng and not site.key else site.add(every)
+        drawn = _generators(rng) and not site.key
+        total = every.new_full(every[0].shape, nan) if drawn else site.add(every)
         flat.copy_(total.view(flat.shape))
         return Arrived()
 
@@ -89,7 +91,8 @@ class Definition:
             self.sites.append(Site(self.how, shapes_of(flat, among)))
         site = self.sites[len(self.states)]
         self.states.append(state)
-        site.key = self._key(rng[0]) if rng else None
+        made = _generators(rng)
+        site.key = self._key(made[0]) if made else None
         return every, site
 
     def _key(self, mine: torch.Generator) -> Key:
@@ -123,16 +126,17 @@ class Definition:
 
 @dataclass
 class Spoiled:
-    """A class of sums, of which one, by its number in a step, gets an infinite element."""
+    """A class of sums, of which one, by its number in a step, gets an element that is not finite."""
 
     made: Callable[..., Any]
     number: int = -1
     count: int = 0
+    element: float = inf
 
     def __call__(self, flat: Tensor, *given: Any) -> Any:
         self.count += 1
         if self.count == self.number:
-            flat.view(-1)[0] = inf
+            flat.view(-1)[0] = self.element
         return self.made(flat, *given)
 
 
@@ -144,8 +148,11 @@ def classes_of(role: Role) -> dict[str, Any]:
 
 
 def sum_exactly(role: Role) -> None:
-    """Let a role's text sum gradients in the numbers that it is given, in place of fewer bytes."""
+    """Let a role's text sum gradients in the numbers that it is given, in place of fewer bytes, and
+    gather weights so.
+    """
     module = role.module.__dict__
+    gather_exactly(role)
 
     def exact(
         flat: Tensor, among: Any, size: int, state: list[Tensor], group: Any, *rng: Any
@@ -260,14 +267,19 @@ class Narrow:
         counts = {name: each.count // STEPS for name, each in spoiled.items()}
         for last in (False, True):  # a rank without such sums takes part in those of others
             for name, each in spoiled.items():
-                each.count = 0
+                each.count, each.element = 0, nan if last else inf
                 each.number = (counts[name] if last else 1) if self.spoils else -1
             _drop_gradients(held)
             run(first + STEPS)
             end(False)
-            kind = f"which are finite, of inf in the {'last' if last else 'first'} sum"
+            kind = f"which are finite, of {'NaN in the last' if last else 'inf in the first'} sum"
             found |= {(kind, name): x for name, x in _finite(held).items()}
         return found | {("left over behind inf", name): x.clone() for name, x in left.items()}
+
+
+def _generators(given: Sequence[Any]) -> list[torch.Generator]:
+    """Those among what a class is given behind its group; a threshold is none."""
+    return [each for each in given if isinstance(each, torch.Generator)]
 
 
 def begin_anew(held: Mapping[str, Tensor]) -> None:

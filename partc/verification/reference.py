@@ -106,6 +106,7 @@ def eager(
     train: bool = True,
     pieces: Pieces = WHOLE,
     draws: SameDraws = NO_DRAWS,
+    rounded: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Reference:
     """Run a step of the model, in ``dtype`` or, for None, in its own precision.
 
@@ -113,7 +114,8 @@ def eager(
     tensors; it is left as it was. With several ``pieces`` batch norms take the statistics of each
     piece, and running statistics are updated by the first rank's pieces only, as with microbatches
     and under DDP; the loss is that of the whole batch.
-    Random numbers are those of ``draws``. UsageError if the model has no values, or draws where the
+    Random numbers are those of ``draws``. The step computes with what ``rounded`` makes of a weight,
+    by its name; the reference's weights are exact. UsageError if the model has no values, or draws where the
     program does not.
     """
     given, returns = Given.of(model, inputs, loss), Returns(own=loss is None)
@@ -123,6 +125,8 @@ def eager(
     raised = raised_model(model) if dtype == torch.float64 else nullcontext()
     with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised, modules_of_one_device():
         weights = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
+        for name, weight in model.named_parameters() if rounded is not None else ():
+            weight.data = rounded(name, weight.data)
         with _naming_model(model, given.arguments.names, batch):
             if train:
                 whole, *others = _trained(model, batch, objective, pieces, draws)

@@ -96,7 +96,7 @@ class Verification:
         first = beyond[0]
         return CheckError(
             where=f"{self.title}, {first.name}",
-            what=f"the sum is {first.error:.2%} from the exact one",
+            what=f"what arrives is {first.error:.2%} from the exact one",
             why=f"its scheme promises {first.bound:.2%} at most",
             do="Numbers beyond what the wire can hold (65504 in fp16) do that: take another wire; "
             "if there are none, report it with the plan.",

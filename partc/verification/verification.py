@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from partc.passes.suspects import suspects
 from partc.plan import Plan
+from partc.plan.coded import Coded
 from partc.program import Program
 from partc.program import check_model as check_same_model
 from partc.program.cpp_compiler import check_compiler
@@ -34,7 +36,15 @@ from partc.verification.asked import (
     check_program,
     other_shapes,
 )
+from partc.verification.coded_weights import (
+    Comparing,
+    decoded,
+    how_of,
+    weights_compared,
+    weights_of,
+)
 from partc.verification.differences import difference, scales
+from partc.verification.exact_gathers import classes_of, gather_by, gathering_by
 from partc.verification.late_gradients import LateGradients
 from partc.verification.lossy import SentError, sent_errors, worst
 from partc.verification.meetings import Compared, Meetings, OwnBatches
@@ -123,12 +133,18 @@ def verify(
     inputs = whole_batch(program, Given.of(model, inputs, loss))
     if program.fingerprint.tensors and other_shapes(program, model):
         check_same_model(None, program.fingerprint, model)
-    reference = reference or eager(model, inputs, loss, dtype, train, pieces_of(program), draws)
+    sent = weights_of(program) if reference is None else None
+    if reference is None:
+        pieces = pieces_of(program)
+        reference = eager(model, inputs, loss, dtype, train, pieces, draws, sent)
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
         sources = {name: raised_text(text) for name, text in sources.items()}
     printed = replace(program, cost=SavedCost())
-    job = _Job(replace(printed, sources=sources), printed, reference, dtype, lr, place, lossy)
+    job = _Job(
+        replace(printed, sources=sources), printed, reference, dtype, lr, place, lossy,
+        sent is not None,
+    )  # fmt: skip
     num = program.mesh.num_ranks
     if processes:
         check_carried(program, place)
@@ -152,6 +168,7 @@ class _Job:
     """What a rank needs to compare its results with the reference.
 
     ``program`` may have float64 in its text in place of narrower floats; ``printed`` is as it was.
+    ``with_sent``: the reference computes with weights as they are gathered, and not with exact ones.
     """
 
     program: Program
@@ -161,6 +178,12 @@ class _Job:
     lr: float
     device: torch.device
     lossy: bool = False
+    with_sent: bool = False
+
+    @property
+    def coded(self) -> Coded | None:
+        """How weights are gathered with fewer bytes; None if they are not."""
+        return how_of(self.program.plan)
 
 
 def _roles(job: _Job, rank: int) -> tuple[Role, Role]:
@@ -200,8 +223,11 @@ def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int
     role, printed = roles
     meetings = Meetings.of(job.program, role, rank)
     narrow = Narrow.of(printed, job.program.plan, rank)
-    if narrow is not None:
+    gathers, coded = classes_of(printed), job.coded
+    if narrow is not None or coded is not None:
         sum_exactly(role)
+    if coded is not None and job.with_sent:
+        gather_by(role, partial(decoded, how=coded))
     raised = not role.compiles
     with _raised(job, raised):
         one = _Rank(job, role, _built(job, role, mesh), rank, raised)
@@ -212,8 +238,14 @@ def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int
             one._fill()
             met = one.met(meetings)
             found += [Row(error, kind, name, rank) for kind, name, error in met]
+    sent: list[SentError] = []
+    if coded is not None:
+        with gathering_by(printed, gathers):
+            seen = _gathered(job, printed, mesh, rank, coded)
+        found += [Row(error, kind, name, rank) for kind, name, error in seen.rows()]
+        sent += [*seen.errors()] if job.lossy else []
     if narrow is None or role.is_inference:
-        return found, []
+        return found, sent
     if not narrow.rounds_in_float64 and job.device.type == "cpu":
         job = replace(job, dtype=None)
     with _raised(job):
@@ -221,7 +253,17 @@ def _check(job: _Job, roles: tuple[Role, Role], mesh: RankMesh | None, rank: int
     one._fill()
     compared = narrow.rows(one.step, one._run)
     found += [Row(error, kind, name, rank) for kind, name, error in compared]
-    return found, [*sent_errors(narrow, one.step, one._run)] if job.lossy else []
+    return found, [*sent, *sent_errors(narrow, one.step, one._run)] if job.lossy else []
+
+
+def _gathered(job: _Job, role: Role, mesh: RankMesh | None, rank: int, how: Coded) -> Comparing:
+    """What the classes of one rank's text make of weights in a step, whose sums are exact."""
+    if not how.code.has_blocks:  # casts are none in float64
+        job = replace(job, dtype=None)
+    with _raised(job):
+        one = _Rank(job, role, _built(job, role, mesh), rank, raised=True)
+        one._fill()
+        return weights_compared(role, how, one.step, one._run)
 
 
 def _built(job: _Job, role: Role, mesh: RankMesh | None) -> nn.Module:

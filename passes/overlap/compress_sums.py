@@ -55,7 +55,7 @@ from partc.plan import Plan
 from partc.plan.compress import Compress
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Sharding, cut
-from partc.plan.wires import ALIKE, BLOCK, MARK, WIRES, Kept
+from partc.plan.wires import ALIKE, BLOCK, MARK, THRESHOLD, WIRES, Kept
 
 MOST_PLACES = 2**31 - 1
 SUMS = (collectives.all_reduce, collectives.all_reduce_joined)
@@ -162,7 +162,8 @@ def _named(node: fx.Node, how: Compress) -> dict[str, Any]:
     """The keywords of a sum of a scheme."""
     size = how.size(sum(fake_of(x).numel() for x in moved(node)))
     start = {"start": how.start_step} if how.start_step else {}
-    return {"wire": how.wire, "size": size, **start}
+    least = {THRESHOLD: how.threshold} if WIRES[how.wire].has_threshold else {}
+    return {"wire": how.wire, "size": size, **least, **start}
 
 
 def _sends_less(node: fx.Node, how: Compress) -> bool:

@@ -12,10 +12,11 @@ from torch import fx
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.text import ATOM, COMPARE, NONE, Text
 from partc.graph import collectives
-from partc.graph.moves import Move, gathers_param, kind_of, wire_of
+from partc.graph.moves import Move, code_of, gathers_param, kind_of, wire_of
 from partc.passes.shard.zeros import is_zero
+from partc.plan.coded import CODES
 from partc.plan.mesh import MICROBATCH_AXIS
-from partc.plan.wires import WIRES
+from partc.plan.wires import THRESHOLD, WIRES
 from partc.quoting import literal
 
 FIRST_DIM = (0, 1)  # dim 0, which is not fused: pieces lie there as they arrive
@@ -80,6 +81,7 @@ def narrow_sum(
     flat, grads, key = texts
     operands = [flat, grads if wire.takes_grads else str(k["num"]), str(k["size"])]
     operands += [f"[{', '.join(state)}]", f"self.{k['axis']}", *([key] if key else [])]
+    operands += [literal(k[THRESHOLD])] if wire.has_threshold else []
     call = f"{helpers.use(wire.helper)}({', '.join(operands)})"
     exact = f"dist.all_reduce({flat}, group=self.{k['axis']}, async_op=True)"
     return f"{call} if self.rng.step > {k['start']} else {exact}" if "start" in k else call
@@ -115,11 +117,22 @@ def transfer(node: fx.Node, tensors: str, helpers: Helpers) -> str:
     ``tensors`` is the text of a list of weights or of a dict of gradients. Gradients that are
     scattered lie in pieces, one after the other on dim 0 (``laid_out``).
     """
+    if code_of(node):
+        return coded_gather(node, tensors, helpers)
     name, operands = WEIGHTS_AND_GRADS[kind_of(node)], [tensors]
     name = "gather_grads" if name == "gather_weights" and not gathers_param(node) else name
     operands += [] if name == "sum_grads" else [str(node.kwargs["num"])]
     operands.append(f"self.{node.kwargs['axis']}")
     return f"{helpers.use(name)}({', '.join(operands)})"
+
+
+def coded_gather(node: fx.Node, tensors: str, helpers: Helpers) -> str:
+    """The call that starts to gather weights with fewer bytes:
+    ``gathered_from(Int8Weights([self.w], 2, 256, self.dp))``.
+    """
+    code, k = CODES[code_of(node)], dict(node.kwargs)
+    operands = f"{tensors}, {k['num']}, {k['block']}, self.{k['axis']}"
+    return f"{helpers.use('gathered_from')}({helpers.use(code.weights)}({operands}))"
 
 
 def shards(names: Sequence[str], gather: fx.Node, helpers: Helpers, every: str = "") -> str:
