@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from partc.codegen.bodies.block_arguments import LEFT, passed, reads_microbatch
-from partc.codegen.bodies.body import Body
-from partc.codegen.bodies.classes import BlockClass
-from partc.codegen.bodies.inner_blocks import lists_within
+from partc.codegen.bodies.block_arguments import passed, reads_microbatch
 from partc.codegen.bodies.step import CALLS, StepBody
 from partc.codegen.calls.hidden import hidden_by
 from partc.codegen.calls.statements import InnerCall, Statement

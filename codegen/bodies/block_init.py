@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from partc.codegen.bodies.block_arguments import own_lines
-
 from partc.codegen.bodies.tables import TABLES, declarations
 from partc.codegen.calls.arguments import spelled
 from partc.codegen.repeats.numbers import numbers_read
@@ -53,12 +52,14 @@ def init_lines(cls: BlockClass) -> list[Line]:
 def _instance(cls: BlockClass, inner: BlockClass) -> Line:
     """The statement that makes an inner block: ``self.layer_1 = T5LayerFF(mesh, ...)``."""
     part = cls.helpers.use("part")
-    tables = [constant.lower() if cls.run.kin else cls.table(constant) for constant in inner.tables()]
+    tables = [
+        constant.lower() if cls.run.kin else cls.table(constant) for constant in inner.tables()
+    ]
     given = ["mesh"] if cls.is_distributed else []
     given += [f"{part}({table}, {literal(inner.attribute)})" for table in tables]
     given += [*(["partials"] if inner.adds_up else []), *(["rng"] if inner.draws else [])]
     path = inner.run.module.removeprefix(cls.run.module)
-    given += ["f" + literal(f"{{name}}{path}")] if inner.is_named else []
+    given += ["f" + literal(f"{{self.name}}{path}")] if inner.is_named else []
     numbers = zip(inner.run.numbers, inner.run.given, strict=True)
     given += [f"{row.name}={x if isinstance(x, str) else spelled(x)}" for row, x in numbers]
     return Line(f"self.{inner.attribute} = {inner.name}({', '.join(given)})")

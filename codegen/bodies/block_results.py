@@ -8,7 +8,12 @@ from torch import fx
 
 from partc.codegen.bodies.block_arguments import LEFT, TYPES
 from partc.codegen.bodies.body import Body
-from partc.codegen.bodies.inner_blocks import lists_within, read_around, stored_within
+from partc.codegen.bodies.inner_blocks import (
+    lists_within,
+    read_around,
+    sides_within,
+    stored_within,
+)
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.repeats.equal import Group, made_in_step
 from partc.codegen.repeats.slots import Interface
@@ -83,7 +88,7 @@ def returned(cls: BlockClass, side: Interface, body: Body) -> str:
 def saved_for(cls: BlockClass, side: Interface, then: Phase) -> list[fx.Node]:
     """The values that a phase saves for a later one, but for those that inner blocks save."""
     later = cls.side(then)
-    mine = read_around(cls, later) if later is not None else None
+    mine = read_around(later.loop, sides_within(cls)) if later is not None else None
     return [node for node in side.saved.get(then, []) if mine is None or node in mine]
 
 

@@ -38,6 +38,7 @@ from partc.codegen.bodies.inner_blocks import (
     give_attributes,
     lists_within,
     read_around,
+    sides_within,
 )
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.backends import c10d
@@ -207,7 +208,7 @@ class BlockClass:
 
         What blocks inside of this one save is not among them: it stands in lists of theirs.
         """
-        mine = read_around(self, side)
+        mine = read_around(side.loop, sides_within(self))
         saved = [side.own(slot) for slot in side.of("saved") if slot.made_in == before]
         return [node for node in saved if mine is None or node in mine]
 
@@ -365,7 +366,11 @@ class BlockClass:
         given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
         lists_of_lists = dict.fromkeys(lists, self.saved_type)
-        kinds = {**ARGUMENT_TYPES, **lists_of_lists, **{row.name: row.type_name for row in self.run.numbers}}
+        kinds = {
+            **ARGUMENT_TYPES,
+            **lists_of_lists,
+            **{row.name: row.type_name for row in self.run.numbers},
+        }
         typed_arguments = [f"{a}: {kinds.get(a, 'Tensor')}" for a in arguments]
         return BlockMethod(
             signature(name, ["self", *typed_arguments], result_type(self, side)),

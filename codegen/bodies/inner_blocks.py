@@ -7,7 +7,7 @@ that the ``forward`` around it saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -50,35 +50,35 @@ def stored_within(cls: BlockClass, name: str, node: fx.Node) -> bool:
     )
 
 
-def read_around(cls: BlockClass, side: Interface) -> set[fx.Node] | None:
+def read_around(loop: Loop, sides: Mapping[Loop, Interface]) -> set[fx.Node] | None:
     """The values that a method reads itself, or passes on to inner blocks.
 
-    None for a block without inner ones.
+    None for a block without inner ones. ``sides`` has what these read.
     """
-    if not cls.inner:
+    if not loop.run.inner:
         return None
     found: set[fx.Node] = set()
-    for item in side.loop.items():
+    for item in loop.items():
         if isinstance(item, Loop):
-            found |= {slot.nodes[0] for slot in passed(_side(cls, item))}
+            found |= {slot.nodes[0] for slot in passed(sides[item])}
         else:
             found.update(item.all_input_nodes)
     return found
 
 
+def lists_of(side: Interface, before: Phase) -> list[fx.Node]:
+    """What is in the list that an earlier phase of an inner block leaves for this one."""
+    return [side.own(slot) for slot in side.of("saved") if slot.made_in == before]
+
+
 def lists_within(cls: BlockClass, before: Phase, then: Phase) -> dict[str, list[fx.Node]]:
     """The lists that inner blocks leave in one phase for a later one, with what is in them."""
-    return {name: nodes for inner in cls.inner for name, nodes in _lists(inner, before, then)}
+    sides = ((inner, inner.side(then)) for inner in cls.inner)
+    found = ((inner, lists_of(side, before)) for inner, side in sides if side is not None)
+    word = LEFT[before, then]
+    return {f"{inner.attribute}_{word}": nodes for inner, nodes in found if nodes}
 
 
-def _lists(
-    inner: BlockClass, before: Phase, then: Phase
-) -> Iterator[tuple[str, list[fx.Node]]]:  # fmt: skip
-    side, word = inner.side(then), LEFT[before, then]
-    if side is not None and word in inner.taken_by(side):
-        nodes = [side.own(slot) for slot in side.of("saved") if slot.made_in == before]
-        yield f"{inner.attribute}_{word}", nodes
-
-
-def _side(cls: BlockClass, loop: Loop) -> Interface:
-    return next(s for inner in cls.inner for s in inner.sides if s.loop is loop)
+def sides_within(cls: BlockClass) -> dict[Loop, Interface]:
+    """What the methods of inner blocks read and return."""
+    return {side.loop: side for inner in cls.inner for side in inner.sides}

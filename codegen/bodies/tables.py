@@ -121,7 +121,10 @@ def _sized(
     trained = len(frozen) < len(attributes)
     asks = f"name not in {literal(tuple(frozen))}" if trained else "False"
     rest = f", requires_grad={asks}" if frozen else ""
-    return [*lines, Line(f"self.register_parameter(name, nn.Parameter({made}{rest}))", indent=len(lines))]
+    return [
+        *lines,
+        Line(f"self.register_parameter(name, nn.Parameter({made}{rest}))", indent=len(lines)),
+    ]
 
 
 def _is_frozen(graph: Graph, node: fx.Node) -> bool:

@@ -10,9 +10,7 @@ from torch import fx
 from partc.in_order import in_order
 
 
-def in_one_piece(
-    nodes: Sequence[fx.Node], pieces: Sequence[Sequence[fx.Node]]
-) -> list[int] | None:
+def in_one_piece(nodes: Sequence[fx.Node], pieces: Sequence[Sequence[fx.Node]]) -> list[int] | None:
     """The order of a block's calls, by position, in which each piece of them is in one place.
 
     It stays near the order that the calls have, and each call stands behind what it reads. None

@@ -24,7 +24,7 @@ from partc.codegen.repeats.kin import (
 from partc.codegen.repeats.owners import blocks_of, layer_of, owners_of, takes_weights
 from partc.codegen.repeats.runs import PHASES, Run
 from partc.codegen.repeats.trim import Block
-from partc.graph import Graph, collectives, is_tensor, value
+from partc.graph import Graph, collectives, is_tensor
 from partc.graph.places import module_of
 
 

@@ -50,7 +50,9 @@ class Built:
     def runs(self, before: Sequence[Run]) -> list[Run]:
         """The runs that were there before, and behind them single blocks that are new."""
         known = {m.run: m for each in self.families.all for m in each.members if m.run is not None}
-        free = [m for each in self.families.all for m in each.members if m.run is None and not m.home]
+        free = [
+            m for each in self.families.all for m in each.members if m.run is None and not m.home
+        ]
         made = [self._known(known[run]) if run in known else run for run in before]
         return [*made, *(self._single(member) for member in free)]
 
