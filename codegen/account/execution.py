@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from partc.codegen.account.blocks import Block
+from partc.codegen.account.blocks import Block, InnerLoop, list_name
 from partc.codegen.account.frame import Frame
 from partc.codegen.account.memory import Held, Memory
 from partc.codegen.account.transfers import Gathering, Reduction, Transfers
 from partc.codegen.account.walk import Begun, Looped, Walk
+from partc.codegen.bodies.block_arguments import passed
 from partc.codegen.repeats.equal import Group
-from partc.codegen.repeats.runs import Loop, Run
+from partc.codegen.repeats.runs import LATER, Loop, Run
 from partc.codegen.repeats.slots import Slot
 from partc.graph import Phase
 
@@ -84,7 +85,7 @@ class Execution:
             carried = {p: made.held(side.group.nodes[p]) for p in side.carried}
             for position, values in listed.items():
                 values.append(made.held(side.group.nodes[position]))
-            self._save(loop, made, side.saved)
+            self._save(loop, made)
             del made
         self._bind(loop, carried, listed)
 
@@ -111,17 +112,15 @@ class Execution:
             made.bind(side.own(slot), self.frame.held(slot.nodes[index]))
         for slot in side.of("carried"):
             made.bind(side.own(slot), carried[slot.position])
-        for phase in dict.fromkeys(slot.made_in for slot in side.of("saved")):
-            self._unpack(loop, made, phase, [s for s in side.of("saved") if s.made_in == phase])
+        for phase in block.taken_from:
+            self._unpack(loop, made, phase)
         return made
 
-    def _unpack(self, loop: Loop, made: Frame, phase: Phase, slots: Sequence[Slot]) -> None:
+    def _unpack(self, loop: Loop, made: Frame, phase: Phase) -> None:
         """Hand over what the block's earlier phase has saved: the last, or in their order."""
         descends = loop.groups[0].layer != loop.run.layers[0] and phase == "F"
         saved = self.saved[loop.run, phase, loop.phase].pop(-1 if descends else 0)
-        side = self.walk.shape.sides[loop]
-        for slot, held in zip(slots, saved, strict=True):
-            made.bind(side.own(slot), held)
+        _bind(made, self.walk.shape.block(loop), phase, saved)
 
     def _gather_ahead(self, statement: Looped, loop: Loop, index: int, last: bool) -> None:
         """Start the gathers of the next block; behind the last block what comes behind the loop."""
@@ -140,15 +139,53 @@ class Execution:
         for node, weight in made.transfers.take(gathered).items():
             made.bind(node, weight)
         for statement in block.statements:
-            if statement.calls:
+            if isinstance(statement, InnerLoop) and statement.loop is not None:
+                self._inner(made, statement.loop)
+                made.drop(statement)
+            elif statement.calls:
                 made.one(statement)
             else:
                 made.drop(statement)
         del held
 
-    def _save(self, loop: Loop, made: Frame, saved: Mapping[Phase, Sequence[fx.Node]]) -> None:
-        for phase, nodes in saved.items():
-            self.saved[loop.run, loop.phase, phase].append([made.held(node) for node in nodes])
+    def _inner(self, around: Frame, loop: Loop) -> None:
+        """A method of an inner block, which the method around calls."""
+        shape = self.walk.shape
+        side, block, nodes = shape.sides[loop], shape.block(loop), loop.group.nodes
+        made = replace(around, function=block.function, variables={}, passing={}, gathered={},
+                       rooms={})  # fmt: skip
+        for slot in passed(side):
+            made.bind(side.own(slot), around.held(slot.nodes[0]))
+        for phase in block.taken_from:
+            saved = around.variables[list_name(loop.run, phase, loop.phase)]
+            _bind(made, block, phase, saved)  # type: ignore[arg-type]
+            if any(line.code.endswith(".clear()") for line in block.statements[0].lines):
+                saved.clear()  # type: ignore[union-attr]
+        self._method(made, block, [])
+        for name, held in self._left(loop, made).items():
+            around.variables[name] = held
+        for position in (*side.carried, *side.listed):
+            if position not in side.unread:
+                around.bind(nodes[position], made.held(nodes[position]))
+
+    def _save(self, loop: Loop, made: Frame) -> None:
+        for then in LATER:
+            if self.walk.shape.side(loop.run, then) is not None:
+                saved = self._left(loop, made).get(list_name(loop.run, loop.phase, then), [])
+                self.saved[loop.run, loop.phase, then].append(saved)
+
+    def _left(self, loop: Loop, made: Frame) -> dict[str, list[Held]]:
+        """The lists that a method leaves for later phases: inner lists first, then values."""
+        found: dict[str, list[Held]] = {}
+        for then in LATER:
+            if self.walk.shape.side(loop.run, then) is None:
+                continue
+            later = self.walk.shape.blocks[loop.run, then]
+            held = [made.variables[name] for name in later.lists_from(loop.phase)]
+            held += [made.held(node) for node in later.saved_from(loop.phase)]
+            if held:
+                found[list_name(loop.run, loop.phase, then)] = held
+        return found
 
     def _bind(
         self, loop: Loop, carried: Mapping[int, Held], listed: Mapping[int, Sequence[Held]]
@@ -159,3 +196,11 @@ class Execution:
         for position, values in listed.items():
             for group, held in zip(loop.groups, values, strict=False):
                 self.frame.bind(group.nodes[position], held)
+
+
+def _bind(made: Frame, block: Block, phase: Phase, saved: Sequence[Held]) -> None:
+    """Let the variables of a method hold what an earlier phase of its block has saved."""
+    lists = [*block.lists_from(phase)]
+    made.variables |= dict(zip(lists, saved, strict=False))
+    for node, held in zip(block.saved_from(phase), saved[len(lists) :], strict=True):
+        made.bind(node, held)

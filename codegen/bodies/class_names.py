@@ -44,6 +44,24 @@ def class_names(
     return found
 
 
+def inner_names(
+    runs: Sequence[Run], classes: Mapping[str, str], others: Sequence[str], own: str
+) -> list[str]:
+    """The class names of runs inside of others: ``T5LayerFF``, as the user's class is called.
+
+    ``others`` has the names that classes have already.
+    """
+    taken = Scope([*CLASSES, own, *others])
+    found: dict[str, str] = {}
+    for run in runs:
+        if run.kin not in found:
+            known = classes.get(run.module, "")
+            word = run.module.rpartition(".")[2]
+            name = identifier(known) if known.isidentifier() else class_of(word)
+            found[run.kin] = taken.fresh(name or "Block")
+    return [found[run.kin] for run in runs]
+
+
 def _last_two(parts: Sequence[str]) -> Sequence[str]:
     """The last two parts of a path, and what stands before them if they begin with a number.
 

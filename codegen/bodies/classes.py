@@ -14,6 +14,7 @@ from torch import fx
 from partc.codegen.bodies.block_arguments import (
     ARGUMENT_TYPES,
     LEFT,
+    SAVED,
     argument_name,
     main_slot,
     passed,
@@ -31,7 +32,14 @@ from partc.codegen.bodies.block_results import (
     written_buffers,
 )
 from partc.codegen.bodies.body import Body
-from partc.codegen.bodies.frees import Ledger, free_blocks
+from partc.codegen.bodies.frees import Ledger, free_blocks, held_inside
+from partc.codegen.bodies.inner_blocks import (
+    SAVED_WITH_LISTS,
+    give_attributes,
+    lists_within,
+    read_around,
+    sides_within,
+)
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.expressions import ADDS, SUMS, Adds
@@ -80,6 +88,8 @@ class BlockClass:
     sized_like: BlockClass | None = None  # of an earlier run of its kin, with blocks of its sizes
     lent: frozenset[str] = frozenset()  # buffers of blocks that the step itself reads and writes
     lends_name: bool = False  # whether the step reads the blocks' names
+    inner: list[BlockClass] = field(default_factory=list)  # of blocks inside of its first block
+    is_inner: bool = False  # whether it is one of those
     codes: list[str] = field(default_factory=list)  # the methods' statements, without comments
     texts: dict[fx.Node, str] = field(default_factory=dict)  # marks of values in earlier methods
 
@@ -89,10 +99,12 @@ class BlockClass:
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
         known = {*self.graph.params, *self.graph.buffers}
         written = self._names_written() | that_all_have(self.lent, self.run.layers, known)
+        attributes_of_inner = give_attributes(self, scope)
         for name, node in {**self.graph.params, **self.graph.buffers}.items():
             suffix = self.own(name)
-            if suffix and (node in used or name in written):
+            if suffix and name not in attributes_of_inner and (node in used or name in written):
                 self.suffixes[suffix] = scope.fresh(suffix.replace(f".{NUMBER}", ""))
+        self.suffixes |= {self.own(name): path for name, path in attributes_of_inner.items()}
 
     @cached_property
     def wishes(self) -> Wishes:
@@ -132,6 +144,27 @@ class BlockClass:
         return grads | {name for name, new in outputs.buffers.items() if new in inside}
 
     @property
+    def saved_type(self) -> str:
+        """The type of what one method saves for another."""
+        return SAVED_WITH_LISTS if self.inner else SAVED
+
+    def leaves(self, side: Interface) -> dict[str, list[fx.Node]]:
+        """The names of the lists that a phase returns to the block around, with what is in them."""
+        found: dict[str, list[fx.Node]] = {}
+        for word in self.left_by(side):
+            then = next(self.side(p) for (b, p), w in LEFT.items() if w == word)
+            saved = [] if then is None or word not in self.taken_by(then) else then.of("saved")
+            found[f"{self.attribute}_{word}"] = [
+                then.own(slot) for slot in saved if slot.made_in == side.loop.phase
+            ]
+        return found
+
+    def held(self, side: Interface) -> int:
+        """The bytes that a method holds while it runs beside what it is given and leaves."""
+        ledgers = {each: self._method(each).ledger for each in self.sides}
+        return held_inside([*ledgers.values()], ledgers[side])
+
+    @property
     def draws(self) -> bool:
         """Whether the block draws random numbers."""
         inside = [node for side in self.sides for node in side.group.nodes]
@@ -167,11 +200,21 @@ class BlockClass:
     def taken_by(self, side: Interface) -> list[str]:
         """The lists of saved values that a phase takes from the block's earlier phases."""
         words = {b: word for (b, then), word in LEFT.items() if then == side.loop.phase}
-        return [word for before, word in words.items() if self._saved(side, before)]
+        taken = {slot.made_in for slot in side.of("saved")}
+        return [word for before, word in words.items() if before in taken]
 
     def _saved(self, side: Interface, before: Phase) -> list[fx.Node]:
-        """The saved values that a phase takes from one earlier phase, in the order of the list."""
-        return [side.own(slot) for slot in side.of("saved") if slot.made_in == before]
+        """The saved values that a phase takes from one earlier phase, in the order of the list.
+
+        What blocks inside of this one save is not among them: it stands in lists of theirs.
+        """
+        mine = read_around(side.loop, sides_within(self))
+        saved = [side.own(slot) for slot in side.of("saved") if slot.made_in == before]
+        return [node for node in saved if mine is None or node in mine]
+
+    def side(self, phase: Phase) -> Interface | None:
+        """What a phase reads and returns; None if the blocks have no such phase."""
+        return next((side for side in self.sides if side.loop.phase == phase), None)
 
     def attributes(self) -> dict[str, str]:
         """For each parameter and buffer of all blocks its path in the step: ``layers.0.w``."""
@@ -292,11 +335,14 @@ class BlockClass:
         seen |= {side.own(s): Text(a) for s, a in zip(passed(side), arguments, strict=True)}
         opening, lists = [], dict[str, Statement]()
         for word in self.taken_by(side):
-            unpacked = self._saved(side, next(b for (b, p), w in LEFT.items() if w == word))
+            before = next(b for (b, p), w in LEFT.items() if w == word)
+            unpacked = self._saved(side, before)
             seen |= {n: Text(self._mark(n)) for n in unpacked}
-            names = ", ".join(str(seen[n]) for n in unpacked)
-            line = Line(f"{names} = {word}" if len(unpacked) > 1 else f"[{names}] = {word}")
-            lists[word] = Statement([line], binds=unpacked)
+            within = lists_within(self, before, side.loop.phase)
+            each = [*within, *(str(seen[n]) for n in unpacked)]
+            names = ", ".join(each)
+            line = Line(f"{names} = {word}" if len(each) > 1 else f"[{names}] = {word}")
+            lists[word] = Statement([line], binds=unpacked, lists=within)
             arguments.append(word)
         starts = self.gathered(side)
         if starts:
@@ -319,7 +365,12 @@ class BlockClass:
         self.texts |= {n: text.code for n, text in body.seen.items() if MARK.fullmatch(text.code)}
         given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
-        kinds = {**ARGUMENT_TYPES, **{row.name: row.type_name for row in self.run.numbers}}
+        lists_of_lists = dict.fromkeys(lists, self.saved_type)
+        kinds = {
+            **ARGUMENT_TYPES,
+            **lists_of_lists,
+            **{row.name: row.type_name for row in self.run.numbers},
+        }
         typed_arguments = [f"{a}: {kinds.get(a, 'Tensor')}" for a in arguments]
         return BlockMethod(
             signature(name, ["self", *typed_arguments], result_type(self, side)),
@@ -355,9 +406,14 @@ class BlockClass:
         kept |= set(written_buffers(self, group).values())
         tensors = [a for a in arguments if a not in (*ARGUMENT_TYPES, *side.numbers)]
         lends = tensors[0] if tensors else f"self.{next(iter(self.suffixes.values()))}"
-        return Body(
-            self.graph, group.nodes, wish, scope, self.helpers, seen, kept,
+        items = side.loop.items()
+        order = [item for item in items if isinstance(item, fx.Node)]
+        from partc.codegen.bodies.block_body import BlockBody
+
+        given = {"items": items, "classes": {cls.run: cls for cls in self.inner}}
+        return (BlockBody if self.inner else Body)(
+            self.graph, order, wish, scope, self.helpers, seen, kept,
             {**stored_grads(self, group), **grad_parts(self, side)},
             f"{lends}.device", prefix=self.run.module, own=self._params(), added=side.adds,
-            adds=SUMS if side.sums_up else self.adds,
+            adds=SUMS if side.sums_up else self.adds, **(given if self.inner else {}),
         )  # fmt: skip

@@ -85,7 +85,7 @@ class _Stretch:
 def _units(graph: Graph, place: Place, by_phase: bool) -> Iterator[Unit]:
     """The stretches of one place that are worth a function, with what each reads and returns."""
     parts = [[n for n in place.nodes if value(n).phase == phase] for phase in PHASES]
-    for nodes in parts if by_phase and place.loop is None else [place.nodes]:
+    for nodes in parts if by_phase and place.loop is None else place.stretches():
         for stretch in _apart(place, nodes):
             home = _home(graph, place, stretch.nodes, by_phase)
             unit = Unit(home, place, [*stretch.nodes])
@@ -194,6 +194,7 @@ def _outputs(place: Place, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
     The last call is the main result and comes first.
     """
+    place = place.outermost
     at = {node: i for i, node in enumerate(place.nodes)}
     groups = [g.nodes for g in place.loop.groups] if place.loop else [place.nodes]
     read: set[fx.Node] = set()

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import fx
 
-from partc.codegen.calls.statements import Statement, deleted
+from partc.codegen.calls.statements import InnerCall, Statement, deleted
 from partc.codegen.calls.storage import copies, num_bytes, owner, shares
 from partc.codegen.text import Line, Text
 from partc.graph import is_tensor, value
@@ -67,18 +67,19 @@ class Ledger:
         given: Iterable[fx.Node],
     ) -> None:  # fmt: skip
         self.statements, self.body, self.lists = statements, body, lists
-        unpacked = [node for statement in lists.values() for node in statement.binds]
-        self.own = {*body.order, *map(self._memory, unpacked)}
+        unpacked = [node for statement in lists.values() for node in _held_by(statement)]
+        inner = [node for s in statements if isinstance(s, InnerCall) for node in s.calls]
+        self.own = {*body.order, *inner, *map(self._memory, unpacked)}
         self.pieces: dict[fx.Node, Piece] = {}
         for i, statement in enumerate(statements):
             self._enter(i, statement)
         for word, statement in lists.items():
-            for piece in self._pieces(statement.binds):
+            for piece in self._pieces(_held_by(statement)):
                 piece.unpacked = word
         self._transfers()
         self._stay([*body.kept, *body.stored])
-        outside = sum(map(num_bytes, dict.fromkeys(map(owner, given))))
-        self.held_bytes = [outside + self._held(i) for i in range(len(statements))]
+        self.outside = sum(map(num_bytes, dict.fromkeys(map(owner, given))))
+        self.held_bytes = [self.outside + self._held(i) for i in range(len(statements))]
         self.small = 0  # `least` counts every value first
         self.small = self.least() // SMALL
 
@@ -122,7 +123,12 @@ class Ledger:
         """The bytes that are live during statement ``i`` if there is no ``del``."""
         passing = [n for n in self._unnamed(self.statements[i]) if n not in self.pieces]
         alive = [piece for piece in self.pieces.values() if piece.lives(i)]
-        return _bytes(alive) + sum(map(num_bytes, passing))
+        return _bytes(alive) + sum(map(num_bytes, passing)) + self._inside(i)
+
+    def _inside(self, i: int) -> int:
+        """The bytes that statement ``i`` holds in a method of an inner block."""
+        statement = self.statements[i]
+        return statement.held if isinstance(statement, InnerCall) else 0
 
     def _dead(self, i: int) -> list[Piece]:
         """The pieces that a ``del`` before statement ``i`` can free and that are worth a name."""
@@ -144,10 +150,19 @@ class Ledger:
         for node in self._unnamed(statement):
             if node in self.body.stored:
                 self.pieces[node] = Piece(num_bytes(node), i, i)
+        for name, nodes in statement.lists.items():
+            for node in filter(is_tensor, nodes):
+                self._enter_listed(i, name, self._memory(node))
         for node in (*statement.binds, *statement.reads):
             memory = self._memory(node)
             if memory in self.pieces:
                 self.pieces[memory].last = i
+
+    def _enter_listed(self, i: int, name: str, memory: fx.Node) -> None:
+        """Note that a list holds the memory of a value."""
+        if memory in self.own and value(memory).kind not in ("param", "buffer"):
+            piece = self.pieces.setdefault(memory, Piece(num_bytes(memory), i, i))
+            piece.names[name] = None
 
     def _memory(self, node: fx.Node) -> fx.Node:
         """The call that allocated the memory of a value, through views and calls in place."""
@@ -162,6 +177,8 @@ class Ledger:
 
     def _unnamed(self, statement: Statement) -> list[fx.Node]:
         """The calls whose results a statement allocates without a name: inlined, or gradients."""
+        if isinstance(statement, InnerCall):
+            return []
         mine = [n for n in statement.calls if is_tensor(n) and self._memory(n) is n]
         return [n for n in mine if n not in statement.binds]
 
@@ -205,12 +222,29 @@ def _bytes(pieces: Iterable[Piece]) -> int:
     return sum(piece.num_bytes for piece in pieces)
 
 
+def _held_by(statement: Statement) -> list[fx.Node]:
+    """The values that the names which a statement binds hold, also those in lists."""
+    return [*statement.binds, *(node for nodes in statement.lists.values() for node in nodes)]
+
+
+def held_inside(methods: Sequence[Ledger], method: Ledger) -> int:
+    """The bytes that one of a class's methods holds beside what it is given and leaves."""
+    peak = min(max(method.held_bytes, default=0), _limit(methods))
+    known = [p for p in method.pieces.values() if p.stays or p.unpacked]
+    return max(0, peak - method.outside - _bytes(known))
+
+
+def _limit(methods: Sequence[Ledger]) -> int:
+    least = max(method.least() for method in methods)
+    return least + least // SLACK
+
+
 def free_blocks(methods: Sequence[Ledger]) -> None:
     """Add ``del`` lines to the methods of a block class, under one limit for all of them.
 
     The limit is the highest of their least peaks, and 1/22 more. While any of them runs the other
     blocks hold the same, so only the method with the highest peak counts.
     """
-    least = max(method.least() for method in methods)
+    limit = _limit(methods)
     for method in methods:
-        method.free(least + least // SLACK)
+        method.free(limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -15,7 +15,7 @@ from partc.codegen.bodies.units import Place, Unit
 from partc.codegen.calls.moved_names import known_as
 from partc.codegen.helpers.needed import Outlined
 from partc.codegen.repeats.equal import Group
-from partc.codegen.repeats.runs import PHASES, Item, Loop, Run
+from partc.codegen.repeats.runs import PHASES, Item, Loop, Run, loop_of, with_inner
 from partc.graph import (
     Graph,
     fake_of,
@@ -40,44 +40,63 @@ def rewritten(
     cuts: dict[Place, list[tuple[Outlined, Unit]]] = defaultdict(list)
     for function, units in chosen:
         for unit in units:
-            cuts[unit.place].append((function, unit))
+            cuts[unit.place.outermost].append((function, unit))
     stand_ins: dict[str, str] = {}
     inline: dict[Place, list[fx.Node]] = {}
     groups: dict[Group, Group] = {}
-    for place in places:
+    outermost = [place for place in places if place.around is None]
+    for place in outermost:
         if place.loop is None:
-            inline[place] = _replaced(graph, place, place.nodes, cuts[place], stand_ins)
+            inline[place] = _flat(_replaced(graph, place, place.nodes, cuts[place], stand_ins))
         for group in place.loop.groups if place.loop is not None else ():
-            nodes = _replaced(graph, place, group.nodes, cuts[place], stand_ins)
-            groups[group] = Group(group.layer, tuple(nodes))
+            replaced = _replaced(graph, place, group.nodes, cuts[place], stand_ins)
+            groups[group] = Group(group.layer, tuple(_flat(replaced)))
+            if place.loop is not None and group is place.loop.group:
+                groups |= _inner_groups(place.loop, replaced)
     for node in graph.calls():
         if value(node).forward in stand_ins:
             update(node, forward=stand_ins[value(node).forward])
     items: list[Item] = []
     runs: dict[Run, Run] = {}
-    for place in places:
+    for place in outermost:
         if place.loop is None:
             items += inline[place]
         else:
             run = runs.setdefault(place.loop.run, _with_groups(place.loop.run, groups))
             looped = tuple(groups[g] for g in place.loop.groups)
-            items.append(Loop(run, place.loop.phase, looped))
+            items.append(loop_of(run, place.loop.phase, looped))
     return items
+
+
+def _flat(replaced: Mapping[int, Sequence[fx.Node]]) -> list[fx.Node]:
+    return [node for here in replaced.values() for node in here]
+
+
+def _inner_groups(loop: Loop, replaced: Mapping[int, Sequence[fx.Node]]) -> dict[Group, Group]:
+    """The blocks inside of a loop's first block, with the new calls in place of the old."""
+    at = {node: i for i, node in enumerate(loop.group.nodes)}
+    found = {}
+    for inner in with_inner(loop.inner):
+        nodes = (node for old in inner.group.nodes for node in replaced[at[old]])
+        found[inner.group] = Group(inner.group.layer, tuple(nodes))
+    return found
 
 
 def _with_groups(run: Run, groups: dict[Group, Group]) -> Run:
     """A run with the blocks' new calls in place of the old."""
     forward, backward, weights = (tuple(groups[g] for g in run.of(phase)) for phase in PHASES)
-    return replace(run, forward=forward, backward=backward, weights=weights)
+    inner = tuple(_with_groups(each, groups) for each in run.inner)
+    return replace(run, forward=forward, backward=backward, weights=weights, inner=inner, alike=())
 
 
 def _replaced(
     graph: Graph, place: Place, nodes: Sequence[fx.Node],
     cuts: Sequence[tuple[Outlined, Unit]], stand_ins: dict[str, str],
-) -> list[fx.Node]:  # fmt: skip
+) -> dict[int, list[fx.Node]]:  # fmt: skip
     """The calls of one block, ``nodes``, with calls of functions for the units of its place.
 
-    Call i of ``nodes`` does what call i of the place does, which is the first block.
+    Call i of ``nodes`` does what call i of the place does, which is the first block. The calls that
+    come in place of each are known by its position.
     """
     at = {node: i for i, node in enumerate(place.nodes)}
     replaced: dict[int, list[fx.Node]] = {i: [node] for i, node in enumerate(nodes)}
@@ -89,7 +108,7 @@ def _replaced(
         behind = [at[n] for n in unit.behind if at[n] < end]  # later ones stand behind it already
         replaced |= {i: [] for i in (*(at[n] for n in unit.nodes), *behind)}
         replaced[end] = [*call, *(nodes[i] for i in behind)]
-    return [node for here in replaced.values() for node in here]
+    return replaced
 
 
 def _called(

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from partc.codegen.bodies.block_arguments import (
-    SAVED,
     argument_name,
     main_slot,
     passed,
     reads_microbatch,
 )
 from partc.codegen.bodies.body import Body, types
-from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.loop_texts import head_of_calls, numbers_in, sliced
 from partc.codegen.calls.expressions import ADDS
 from partc.codegen.calls.path_names import inside
@@ -30,6 +29,9 @@ from partc.codegen.text import Line, Range, Text
 from partc.graph import Phase, collectives, is_call
 from partc.graph.moves import carried, gathers_param
 from partc.quoting import comment
+
+if TYPE_CHECKING:
+    from partc.codegen.bodies.classes import BlockClass
 
 CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
 
@@ -196,7 +198,7 @@ class StepBody(Body):
         targets = [variables[p] for p in side.carried] + [f"{kept[p]}_here" for p in side.listed]
         body = []
         for word in cls.left_by(side):
-            lines.append(Line(f"{self._saved(cls, word)}: list[{SAVED}] = []"))
+            lines.append(Line(f"{self._saved(cls, word)}: list[{cls.saved_type}] = []"))
             targets.append(word)
             body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
         arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]

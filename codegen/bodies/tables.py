@@ -87,7 +87,9 @@ def declarations(
     are known from the table alone.
     """
     if sized:
-        return _sized(graph, attributes, kind, source, helpers)
+        return _sized(graph, attributes, kind, source, helpers, some)
+    if some and not attributes:
+        return []
     if not is_listed(graph, list(attributes)):
         return [
             Line(_declaration(node, name, kind, _is_frozen(graph, node)), comment(typed(node)))
@@ -104,20 +106,25 @@ def declarations(
 
 
 def _sized(
-    graph: Graph, attributes: Mapping[fx.Node, str], kind: Kind, source: str, helpers: Helpers
-) -> list[Line]:
+    graph: Graph, attributes: Mapping[fx.Node, str], kind: Kind, source: str, helpers: Helpers,
+    some: bool,
+) -> list[Line]:  # fmt: skip
     """The statements that make parameters or buffers of the sizes in a table."""
     frozen = [name for node, name in attributes.items() if _is_frozen(graph, node)]
     if not attributes:
         return []
     made = f"{helpers.use('empty')}(*known)"
     lines = [Line(f"for name, (_, *known) in {source}.items():")]
+    lines += [Line('if "." not in name:', indent=1)] if some else []
     if kind == "buffer":
-        return [*lines, Line(f"self.register_buffer(name, {made})", indent=1)]
+        return [*lines, Line(f"self.register_buffer(name, {made})", indent=len(lines))]
     trained = len(frozen) < len(attributes)
     asks = f"name not in {literal(tuple(frozen))}" if trained else "False"
     rest = f", requires_grad={asks}" if frozen else ""
-    return [*lines, Line(f"self.register_parameter(name, nn.Parameter({made}{rest}))", indent=1)]
+    return [
+        *lines,
+        Line(f"self.register_parameter(name, nn.Parameter({made}{rest}))", indent=len(lines)),
+    ]
 
 
 def _is_frozen(graph: Graph, node: fx.Node) -> bool:

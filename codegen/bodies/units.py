@@ -9,13 +9,14 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import fx
 
 from partc.codegen.calls.storage import is_view, owner
 from partc.codegen.repeats.numbers import reads_numbers
-from partc.codegen.repeats.runs import Item, Loop
+from partc.codegen.repeats.runs import Item, Loop, with_inner
 from partc.graph import (
     Graph,
     collectives,
@@ -35,13 +36,28 @@ ARGUMENTS, RESULTS = 6, 6  # a call with more arguments or results is hard to re
 class Place:
     """The calls of one printed method: those of ``step`` between two loops, or of a block's method.
 
-    A block's method is printed from the first block of the ``loop``.
+    A block's method is printed from the first block of the ``loop``. Of a block inside of another
+    one ``around`` is the place of the outermost block, among whose calls its own are.
     """
 
     graph: Graph
     nodes: tuple[fx.Node, ...]
     loop: Loop | None = None
     again: bool = False  # whether another place prints the same text for both
+    around: Place | None = None
+
+    @property
+    def outermost(self) -> Place:
+        return self.around or self
+
+    def stretches(self) -> list[list[fx.Node]]:
+        """The calls between those of inner blocks, which no call moves over."""
+        inner = {n for loop in self.loop.inner for n in loop.group.nodes} if self.loop else set()
+        return [
+            [*nodes]
+            for is_inner, nodes in groupby(self.nodes, key=inner.__contains__)
+            if not is_inner
+        ]
 
 
 @dataclass(frozen=True)
@@ -90,7 +106,11 @@ def places_of(graph: Graph, items: Sequence[Item], again: bool = False) -> Itera
         if isinstance(item, Loop):
             yield Place(graph, tuple(inline), again=again)
             run = item.run
-            yield Place(graph, run.of(item.phase)[0].nodes, item, again or run.follows)
+            place = Place(graph, run.of(item.phase)[0].nodes, item, again or run.follows)
+            yield place
+            for inner in with_inner(item.inner):
+                same = again or run.follows or inner.run.follows
+                yield Place(graph, inner.group.nodes, inner, same, place)
             inline = []
         else:
             inline.append(item)
@@ -102,8 +122,10 @@ def units_of(place: Place) -> list[Unit]:
     """The units of a place: calls of one module, or one line of a function, that fit one call."""
     members: dict[tuple[Home, str, int], list[fx.Node]] = defaultdict(list)
     part = 0
-    for node in place.nodes:
-        if node.target is collectives.wait and not gathers_param(node.all_input_nodes[0]):
+    for node in (node for nodes in place.stretches() for node in (None, *nodes)):
+        if node is None:
+            part += 1
+        elif node.target is collectives.wait and not gathers_param(node.all_input_nodes[0]):
             part += 1  # no call moves over a wait: it hides the transfer
         elif is_movable(node):
             for home in _homes(place.graph, node):

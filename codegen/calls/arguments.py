@@ -186,3 +186,9 @@ def _same(value: Any, default: Any) -> bool:
     if isinstance(value, list | tuple) and isinstance(default, list | tuple):
         return list(value) == list(default)
     return type(value) is type(default) and value == default
+
+
+def spelled(given: object) -> str:
+    """A number as text: ``512 / 511`` for its digits."""
+    known = number(given) if isinstance(given, float) else None
+    return literal(given) if known is None else str(known)

@@ -7,7 +7,7 @@ value that takes much memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
@@ -39,6 +39,17 @@ class Statement:
     binds: list[fx.Node] = field(default_factory=list)
     calls: list[fx.Node] = field(default_factory=list)  # the nodes whose calls the lines make
     section: str | None = ""  # None: the section of the statement that follows
+    lists: Mapping[str, Sequence[fx.Node]] = field(default_factory=dict)  # names of lists of values
+
+
+@dataclass
+class InnerCall(Statement):
+    """The call of a method of a block inside of this one.
+
+    ``held`` are the bytes that the method holds while it runs beside what it is given and leaves.
+    """
+
+    held: int = 0
 
 
 def with_sections(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from partc.codegen.bodies.class_names import class_names
+from partc.codegen.bodies.class_names import class_names, inner_names
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.gathers_ahead import gather_ahead
@@ -48,7 +48,7 @@ from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
 from partc.codegen.repeats.equal import made_in_step
 from partc.codegen.repeats.layers import FIRST, Layers
-from partc.codegen.repeats.runs import Item, Loop, Run
+from partc.codegen.repeats.runs import Item, Loop, Run, runs_within
 from partc.codegen.repeats.slots import Interface, interfaces
 from partc.codegen.repeats.totals import unread_zeros
 from partc.codegen.text import Line, Printed, Text, block
@@ -195,24 +195,46 @@ class RoleText:
 
     def make_classes(self) -> None:
         """Make a BlockClass for every run of equal blocks."""
-        runs = sorted(dict.fromkeys(loop.run for loop in self.sides), key=lambda run: run.follows)
+        every = dict.fromkeys(loop.run for loop in self.sides)
+        within = {inner for run in every for inner in run.inner}
+        runs = sorted((run for run in every if run not in within), key=lambda run: run.follows)
         names = class_names(runs, self.graph.classes, lists(self.graph.mesh), self.class_name)
-        for run, (name, attribute) in zip(runs, names, strict=True):
-            sides = {lp.phase: s for lp, s in self.sides.items() if lp.run is run}
-            lead = next(
-                (c for r, c in self.classes.items() if run.follows and r.kin == run.kin), None
-            )
-            self.classes[run] = BlockClass(
-                self.graph, run, sides["F"], sides.get("B"), name, attribute, self.helpers,
-                self.adds, sides.get("W"), self.is_distributed, lead=lead, **self.lent_by_blocks,
-            )  # fmt: skip
-
+        named = dict(zip(runs, names, strict=True))
+        deep = [run for run in runs_within(every) if run in within]
+        inner = inner_names(deep, self.graph.classes, [n for n, _ in names], self.class_name)
+        named |= {run: (name, "") for run, name in zip(deep, inner, strict=True)}
+        for run in runs:
+            self._make_class(run, named, within)
         share_tables(self)
+
+    def _make_class(
+        self, run: Run, named: Mapping[Run, tuple[str, str]], within: Collection[Run]
+    ) -> None:
+        """The class of a run, behind those that it needs: of its kin's first run, of inner ones."""
+        if run in self.classes:
+            return
+        lead = next((r for r in named if r.layers[0] == run.kin), None) if run.follows else None
+        for needed in (*run.inner, *([lead] if lead is not None else [])):
+            self._make_class(needed, named, within)
+        sides = {lp.phase: s for lp, s in self.sides.items() if lp.run is run}
+        name, attribute = named[run]
+        self.classes[run] = BlockClass(
+            self.graph, run, sides["F"], sides.get("B"), name, attribute, self.helpers,
+            self.adds, sides.get("W"), self.is_distributed,
+            lead=self.classes[lead] if lead is not None else None,
+            inner=[self.classes[each] for each in run.inner], is_inner=run in within,
+            **self.lent_by_blocks,
+        )  # fmt: skip
+
+    @property
+    def own_classes(self) -> list[BlockClass]:
+        """The classes of which the step itself has instances."""
+        return [cls for cls in self.classes.values() if not cls.is_inner]
 
     def name_attributes(self) -> None:
         """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""
-        in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
-        scope = attributes(self.graph.mesh, *(c.attribute for c in self.classes.values()))
+        in_blocks = {n: a for c in self.own_classes for n, a in c.attributes().items()}
+        scope = attributes(self.graph.mesh, *(c.attribute for c in self.own_classes))
         short = short_names([name for name in self._stored() if name not in in_blocks])
         for name, node in self._stored().items():
             self.attributes[node] = in_blocks.get(name) or scope.fresh(short[name])
@@ -271,11 +293,11 @@ class RoleText:
         lines = []
         for kind in kinds:
             constant = TABLES[kind]
-            some = any(cls.stored(kind) for cls in self.classes.values())
+            some = any(cls.stored(kind) for cls in self.own_classes)
             lines += declarations(
                 self.graph, self.standing(kind), kind, table_of(constant), self.helpers, some
             )
-        return lines + [instances(self, cls) for cls in self.classes.values()]
+        return lines + [instances(self, cls) for cls in self.own_classes]
 
     def site_literal(self, site: str) -> str:
         """A site as an expression in a method, with ``self.n`` where layers are relative."""

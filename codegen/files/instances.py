@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from partc.codegen.bodies.classes import BlockClass
-from partc.codegen.calls.arguments import number
+from partc.codegen.calls.arguments import spelled
 from partc.codegen.files.spelling import numbered, with_numbers
 from partc.codegen.repeats.layers import FIRST
 from partc.codegen.repeats.runs import Run
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def span_of_table(text: RoleText, cls: BlockClass) -> str:
     """The blocks whose parameters or buffers one table has."""
-    same = [c for c in text.classes.values() if cls.run.kin and cls in (c, c.sized_like)]
+    same = [c for c in text.own_classes if cls.run.kin and cls in (c, c.sized_like)]
     return ", ".join(text.span(c.run) for c in same) or cls.span
 
 
@@ -44,12 +44,6 @@ def instances(text: RoleText, cls: BlockClass) -> Line:
     if differing:
         over = with_numbers(differing, numbers if name else "")
     return Line(f"self.{cls.attribute} = nn.ModuleList([{made} for {over}])", remark)
-
-
-def spelled(given: object) -> str:
-    """A number as text: ``512 / 511`` for its digits."""
-    known = number(given) if isinstance(given, float) else None
-    return literal(given) if known is None else str(known)
 
 
 def _numbered(text: RoleText, run: Run) -> tuple[str, str]:

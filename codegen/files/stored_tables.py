@@ -31,7 +31,7 @@ def stored_tables(
         standing = text.standing(kind)
         here = {n: a for n, a in standing.items() if value(n).name not in elsewhere}
         entries[constant] = _rows(text, here)
-        for cls in text.classes.values():
+        for cls in text.own_classes:
             if cls.stored(kind):
                 name = cls.table(constant)
                 if cls.sized_like is None:
@@ -43,8 +43,8 @@ def stored_tables(
 
 def share_tables(text: RoleText) -> None:
     """Let runs of one kin whose blocks have the same sizes read the same tables."""
-    for cls in text.classes.values():
-        kin = [c for c in text.classes.values() if cls.run.kin and c.run.kin == cls.run.kin]
+    for cls in text.own_classes:
+        kin = [c for c in text.own_classes if cls.run.kin and c.run.kin == cls.run.kin]
         before = [c for c in kin[: kin.index(cls)] if c.sized_like is None] if kin else []
         rows = block_rows(text, cls) if before else {}
         cls.sized_like = next((c for c in before if block_rows(text, c) == rows), None)

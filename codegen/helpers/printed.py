@@ -23,6 +23,12 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
+def part(table: dict[str, tuple], inner: str) -> dict[str, tuple]:
+    """The rows of a table of a block's parameters or buffers that a block inside of it has."""
+    rows = ((name.partition("."), row) for name, row in table.items())
+    return {rest: row for (first, _, rest), row in rows if first == inner}
+
+
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Add to a parameter's gradient, as autograd does."""
     param.grad = grad if param.grad is None else param.grad.add_(grad)

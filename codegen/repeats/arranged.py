@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from partc.codegen.repeats.blocks import arrange
-from partc.codegen.repeats.numbers import Varied, read_from_attributes
+from partc.codegen.repeats.inner_numbers import joined, layers_of, phases_of
+from partc.codegen.repeats.numbers import read_from_attributes
 from partc.codegen.repeats.runs import PHASES, Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.graph import Graph
@@ -50,12 +51,11 @@ def _read_numbers(runs: Iterable[Run]) -> None:
     for run in runs:
         kin[run.kin or run.layers[0]].append(run)
     for members in kin.values():
-        layers = [layer for run in members for layer in run.layers]
-        phases = [[group for run in members for group in run.of(phase)] for phase in PHASES]
-        numbers = zip(*(run.numbers for run in members), strict=True)
-        rows = [
-            Varied(each[0].name, tuple(v for row in each for v in row.values), each[0].word)
-            for each in numbers
-        ]
-        printed = [run.layers[0] for run in members]
-        read_from_attributes(layers, phases, rows, printed, sizes=bool(members[0].kin))
+        members.sort(key=lambda run: run.follows)
+        layers = [layer for run in members for layer in layers_of(run)]
+        inner = [each for run in members for each in run.inner]
+        nodes = {n for run in inner for phase in PHASES for g in run.of(phase) for n in g.nodes}
+        read_from_attributes(
+            layers, phases_of(members), joined(members), [run.layers[0] for run in members],
+            sizes=bool(members[0].kin), inner=nodes,
+        )  # fmt: skip

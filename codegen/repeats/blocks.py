@@ -14,10 +14,11 @@ from torch import fx
 
 from partc.codegen.repeats.equal import Equal, Group, Owner
 from partc.codegen.repeats.kin import related
+from partc.codegen.repeats.nested import nested
 from partc.codegen.repeats.numbers import varied
 from partc.codegen.repeats.own_names import is_elsewhere, name_in, own_name
 from partc.codegen.repeats.owners import blocks_of, layer_of, owners_of
-from partc.codegen.repeats.runs import LATER, PHASES, Item, Loop, Run
+from partc.codegen.repeats.runs import LATER, PHASES, Item, Loop, Run, loop_of
 from partc.codegen.repeats.trim import Block, trimmed
 from partc.graph import Graph, is_tensor
 from partc.graph.folds import DEPTHS, is_number, layer_path
@@ -58,7 +59,8 @@ def _loops(graph: Graph, given_up: GivenUp, apart: GivenUp | None) -> list[Loop]
             taken |= {n for phase in PHASES for g in run.of(phase) for n in g.nodes}
             runs += [] if run.layers in given_up else [run]
     if apart is not None:
-        runs = related(graph, runs, taken, {*given_up, *apart})
+        alone = {*given_up, *apart}
+        runs = nested(graph, related(graph, runs, taken, alone), alone)
     return [loop for run in runs for loop in _loops_of(graph, run)]
 
 
@@ -69,8 +71,8 @@ def _block_of(node: fx.Node, depth: int) -> str:
 
 def _loops_of(graph: Graph, run: Run) -> Iterator[Loop]:
     down = bool(run.backward) and _descends(graph, run.backward)
-    yield Loop(run, "F", run.forward)
-    yield from (Loop(run, p, run.of(p)[::-1] if down else run.of(p)) for p in LATER if run.of(p))
+    yield loop_of(run, "F", run.forward)
+    yield from (loop_of(run, p, run.of(p)[::-1] if down else run.of(p)) for p in LATER if run.of(p))
 
 
 def _descends(graph: Graph, groups: Sequence[Group]) -> bool:

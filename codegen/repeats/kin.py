@@ -42,7 +42,7 @@ class Kin:
     @property
     def nodes(self) -> set[fx.Node]:
         """The calls of all its single blocks."""
-        return {node for block in self.single for node in _nodes(block)}
+        return {node for block in self.single for node in nodes_of(block)}
 
     @property
     def layers(self) -> list[str]:
@@ -51,7 +51,7 @@ class Kin:
     @property
     def is_worth_it(self) -> bool:
         """Whether single blocks have fewer lines as calls of a class than in line."""
-        num = sum(is_tensor(node) for node in _nodes(self.lead))
+        num = sum(is_tensor(node) for node in nodes_of(self.lead))
         in_line = self.known.count(None)
         printed = 1 if in_line == len(self.runs) else 0
         return (in_line - printed) * num > printed * CLASS + in_line * INSTANCE
@@ -69,18 +69,18 @@ def related(
     finder = Finder(graph, Equal(graph, {}, sizes=True))
     for run in runs:
         if run.layers not in alone and not run.elsewhere and not run.is_called:
-            finder.add(tuple(_blocks(run)), run)
+            finder.add(tuple(blocks_in(run)), run)
     looped = [module_of(layer) for run in runs for layer in run.layers]
     free = set(taken)
     for of_runs in (True, False):
         level = 1
-        while paths := {path for node in graph.calls() if (path := _prefix(node, level))}:
+        while paths := {path for node in graph.calls() if (path := prefix_of(node, level))}:
             found = [layer for kin in finder.kins if kin.is_worth_it for layer in kin.layers]
             inside = [*looped, *found]
-            allowed = {p for p in paths if (p,) not in alone and not _meets(p, inside)}
-            within = partial(_within, level=level, allowed=allowed)
+            allowed = {p for p in paths if (p,) not in alone and not meets(p, inside)}
+            within = partial(within_path, level=level, allowed=allowed)
             for block in blocks_of(graph, owners_of(graph, within, free, looped=False)):
-                if _is_small(block):
+                if is_small(block):
                     continue
                 finder.add((block,), None, free, of_runs=of_runs)
             free |= {node for kin in finder.kins if kin.is_worth_it for node in kin.nodes}
@@ -109,13 +109,13 @@ class Finder:
 
         ``of_runs``: add it to the kin of a run, or not at all.
         """
-        near = self.by_calls.setdefault(_says(self.graph, run[0]), [])
+        near = self.by_calls.setdefault(says_of(self.graph, run[0]), [])
         for kin in near:
             if not kin.is_worth_it and not kin.nodes.isdisjoint(taken):
                 continue  # its calls have become part of other blocks
             if of_runs and kin.known[0] is None:
                 continue
-            if known is None and _meets(layer_of(run[0]), [layer_of(r[0]) for r in kin.runs]):
+            if known is None and meets(layer_of(run[0]), [layer_of(r[0]) for r in kin.runs]):
                 continue
             aligned = [self.equal.all_aligned(kin.lead, block) for block in run]
             blocks = tuple(block for block in aligned if block is not None)
@@ -150,23 +150,23 @@ def _run(blocks: Sequence[Block], known: Run | None) -> Run:
     return Run(layers, forward, backward, weights)
 
 
-def _blocks(run: Run) -> Iterator[Block]:
+def blocks_in(run: Run) -> Iterator[Block]:
     for i in range(len(run.forward)):
         yield {phase: run.of(phase)[i] if run.of(phase) else None for phase in PHASES}
 
 
-def _nodes(block: Block) -> list[fx.Node]:
+def nodes_of(block: Block) -> list[fx.Node]:
     return [node for group in block.values() if group is not None for node in group.nodes]
 
 
-def _is_small(block: Block) -> bool:
+def is_small(block: Block) -> bool:
     """Whether a function serves better: one module's own calls, without a transfer in between."""
     calls = block["F"].nodes if block["F"] is not None else ()
     waits = [node.all_input_nodes[0] for node in calls if node.target is collectives.wait]
     return len({value(node).module for node in calls}) < 2 and all(map(gathers_param, waits))
 
 
-def _says(graph: Graph, block: Block) -> object:
+def says_of(graph: Graph, block: Block) -> object:
     """What blocks that are kin have in common: how often they call which op in which phase."""
     groups: list[tuple[Phase, object]] = [
         (phase, frozenset(Counter(str(node.target) for node in group.nodes).items()))
@@ -176,17 +176,17 @@ def _says(graph: Graph, block: Block) -> object:
     return graph.classes.get(layer_of(block)), tuple(groups)
 
 
-def _prefix(node: fx.Node, level: int) -> str:
+def prefix_of(node: fx.Node, level: int) -> str:
     """The first ``level`` parts of a call's module path; "" if it has fewer."""
     parts = value(node).module.split(".")
     return ".".join(parts[:level]) if len(parts) >= level else ""
 
 
-def _within(node: fx.Node, level: int, allowed: Collection[str]) -> str:
+def within_path(node: fx.Node, level: int, allowed: Collection[str]) -> str:
     path = ".".join(value(node).module.split(".")[:level])
     return path if path in allowed and path.count(".") == level - 1 else ""
 
 
-def _meets(path: str, others: Collection[str]) -> bool:
+def meets(path: str, others: Collection[str]) -> bool:
     """Whether a module is one of some others, or inside of one, or around one."""
     return any(f"{path}.".startswith(f"{o}.") or f"{o}.".startswith(f"{path}.") for o in others)

@@ -6,6 +6,7 @@ Blocks that differ in nothing else are printed as one class, and each instance h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,18 +132,20 @@ def _leaves(value: Any, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, .
 
 def read_from_attributes(
     layers: Sequence[str], phases: Iterable[Sequence[Group]], rows: Sequence[Varied],
-    printed: Sequence[str], *, sizes: bool = False,
+    printed: Sequence[str], *, sizes: bool = False, inner: AbstractSet[fx.Node] = frozenset(),
 ) -> None:  # fmt: skip
     """Let the calls of the blocks from which a class is ``printed`` read the block's numbers.
 
     ``rows`` has the numbers in the order of ``layers``; a class is printed from a run's first
-    block.
+    block. Calls of ``inner`` blocks read the numbers of those.
     """
     names = {(row.word, row.values): row.name for row in rows}
     may_differ = partial(may_vary, sizes=sizes, calls=is_one_call(layers[0]))
     owner = "" if is_one_call(layers[0]) else "self."
     for groups in phases:
         for column in zip(*(group.nodes for group in groups), strict=True):
+            if not inner.isdisjoint(column):
+                continue
             differing = _differing(column, may_differ)
             at: dict[Place, str | None] = dict.fromkeys(_open(column, differing))
             for place, values in differing:
@@ -155,6 +158,27 @@ def read_from_attributes(
             for node, group in zip(column, groups, strict=True):
                 if at and group.layer in printed:
                     _rewrite(node, at, owner)
+
+
+def numbers_at(
+    layers: Sequence[str], phases: Iterable[Sequence[Group]], rows: Sequence[Varied], *,
+    sizes: bool = False,
+) -> dict[tuple[fx.Node, Place], tuple[str, Number]]:  # fmt: skip
+    """The name and the value of each number that a call reads from its block, in all blocks.
+
+    ``rows`` has the numbers in the order of ``layers``.
+    """
+    names = {(row.word, row.values): row.name for row in rows}
+    may_differ = partial(may_vary, sizes=sizes)
+    found: dict[tuple[fx.Node, Place], tuple[str, Number]] = {}
+    for groups in phases:
+        for column in zip(*(group.nodes for group in groups), strict=True):
+            for place, values in _rows(column, may_differ):
+                known = dict(zip((g.layer for g in groups), values, strict=True))
+                name = names.get((_word(column[0], *place), _spread(layers, known)))
+                if name is not None:
+                    found |= {(n, place): (name, v) for n, v in zip(column, values, strict=True)}
+    return found
 
 
 def _rewrite(node: fx.Node, at: dict[Place, str | None], owner: str) -> None:

@@ -126,6 +126,14 @@ def _is_whole(node: fx.Node) -> bool:
     return node.op == "call_function" and gathers_param(node)
 
 
+def takes_weights(node: fx.Node) -> bool:
+    """Whether a call gathers weights or waits for them, or stands for the whole step."""
+    start = node
+    while start.target in (operator.getitem, collectives.wait):
+        start = start.all_input_nodes[0]
+    return gathers_param(start) or value(node).phase == "S"
+
+
 def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
     """Give a wait to the block and phase of the collective that it waits for.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -33,6 +33,11 @@ class Run:
 
     Blocks may also be the calls of one module that is called several times. ``layers`` has their
     places then, ``cell.@0`` (``partc/graph/places.py``).
+
+    ``inner`` has single blocks inside of the first block, which its methods call as methods of
+    classes of their own: ``blocks.0.mlp``. Of such a run ``alike`` has the same block inside of the
+    other blocks, ``blocks.1.mlp``, and ``given`` what the block around it gives for each of
+    ``numbers``: the name of its own number, or a number.
     """
 
     layers: tuple[str, ...]
@@ -42,6 +47,9 @@ class Run:
     elsewhere: frozenset[str] = frozenset()
     numbers: tuple[Varied, ...] = ()
     kin: str = ""
+    inner: tuple[Run, ...] = ()
+    alike: tuple[Mapping[Phase, Group | None], ...] = ()
+    given: tuple[str | int | float, ...] = ()
 
     @property
     def is_called(self) -> bool:
@@ -74,14 +82,49 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """One phase of a run, printed as one ``for``: the calls of each block in execution order."""
+    """One phase of a run, printed as one ``for``: the calls of each block in execution order.
+
+    ``inner`` has this phase of the runs inside of the first block, whose calls are among those of
+    the block, one behind the other.
+    """
 
     run: Run
     phase: Phase
     groups: tuple[Group, ...]
+    inner: tuple[Loop, ...] = ()
+
+    @property
+    def group(self) -> Group:
+        """The first block's calls, from which the method of all blocks is printed."""
+        return self.run.of(self.phase)[0]
+
+    def items(self) -> list[Item]:
+        """The calls of the first block's method in order, with one Loop for each inner block."""
+        inner_of = {node: loop for loop in self.inner for node in loop.group.nodes}
+        return [*dict.fromkeys(inner_of.get(node, node) for node in self.group.nodes)]
 
 
 Item = fx.Node | Loop
+
+
+def loop_of(run: Run, phase: Phase, groups: tuple[Group, ...]) -> Loop:
+    """One phase of a run, with the same phase of the runs inside of its first block."""
+    inner = tuple(loop_of(each, phase, each.of(phase)) for each in run.inner if each.of(phase))
+    return Loop(run, phase, groups, inner)
+
+
+def with_inner(loops: Iterable[Loop]) -> Iterator[Loop]:
+    """The loops, each behind those inside of it."""
+    for loop in loops:
+        yield from with_inner(loop.inner)
+        yield loop
+
+
+def runs_within(runs: Iterable[Run]) -> Iterator[Run]:
+    """The runs, each behind those inside of it."""
+    for run in runs:
+        yield from runs_within(run.inner)
+        yield run
 
 
 def sections(items: Iterable[Item]) -> list[tuple[Loop | None, list[fx.Node]]]:

@@ -15,7 +15,7 @@ from torch import fx
 from partc.codegen.repeats.equal import Group, ends_step
 from partc.codegen.repeats.numbers import numbers_read
 from partc.codegen.repeats.own_names import has, own_name
-from partc.codegen.repeats.runs import PHASES, Loop, Run
+from partc.codegen.repeats.runs import PHASES, Loop, Run, with_inner
 from partc.codegen.repeats.totals import Total, totals_of
 from partc.graph import Graph, Phase, fake_of, is_backward, is_tensor, value
 from partc.passes.canonical.functionalize import viewed
@@ -107,10 +107,14 @@ class Unfit(Exception):
 
 
 def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
-    """What each loop reads and returns; raises Unfit for a loop that one method cannot serve."""
+    """What each loop reads and returns, and each loop inside of one.
+
+    Raises Unfit for a loop that one method cannot serve.
+    """
     found: dict[Loop, Interface] = {}
     leads: dict[tuple[str, Phase], Interface] = {}
-    for loop in sorted(loops, key=lambda loop: (PHASES.index(loop.phase), loop.run.follows)):
+    every = [*with_inner(loops)]
+    for loop in sorted(every, key=lambda loop: (PHASES.index(loop.phase), loop.run.follows)):
         earlier = [side for lp, side in found.items() if lp.run is loop.run]
         kin = loop.run.kin or loop.run.layers[0], loop.phase
         slots = _like(loop, earlier, leads[kin]) if kin in leads else _slots(graph, loop, earlier)
@@ -122,9 +126,10 @@ def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
         for side in earlier:
             made = [s for s in found[loop].of("saved") if s.made_in == side.loop.phase]
             side.saved[loop.phase] = [s.source for s in made if s.source is not None]
-    served = _served(found)
-    for interface in found.values():
-        _give(graph, interface, served)
+    served = _served({loop: found[loop] for loop in loops})
+    for loop, interface in found.items():
+        mine = {lp: side for lp, side in found.items() if lp.run is loop.run}
+        _give(graph, interface, served if loop in loops else _served(mine))
     for lead in leads.values():
         _give_alike([s for s in found.values() if _is_kin(s.loop, lead.loop)])
     return found

@@ -1,0 +1,33 @@
+"""Orders a block's calls so that those of each block inside of it stand one behind the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from partc.in_order import in_order
+
+
+def in_one_piece(nodes: Sequence[fx.Node], pieces: Sequence[Sequence[fx.Node]]) -> list[int] | None:
+    """The order of a block's calls, by position, in which each piece of them is in one place.
+
+    It stays near the order that the calls have, and each call stands behind what it reads. None
+    where there is no such order: some call reads of a piece and is read by the piece.
+    """
+    piece_of = {node: piece[0] for piece in pieces for node in piece}
+    rank: dict[fx.Node, int] = {}
+    needs: dict[fx.Node, dict[fx.Node, None]] = defaultdict(dict)
+    inside = {*nodes}
+    for i, node in enumerate(nodes):
+        item = piece_of.get(node, node)
+        rank.setdefault(item, i)
+        reads = (piece_of.get(n, n) for n in node.all_input_nodes if n in inside)
+        needs[item] |= dict.fromkeys(read for read in reads if read is not item)
+    order = [*in_order(needs, rank.__getitem__)]
+    if len(order) < len(needs):
+        return None
+    whole = {piece[0]: piece for piece in pieces}
+    at = {node: i for i, node in enumerate(nodes)}
+    return [at[node] for item in order for node in whole.get(item, (item,))]
