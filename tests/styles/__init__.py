@@ -25,6 +25,10 @@ class Style(NamedTuple):
     loss: Callable[..., Any] | None
 
 
+class Ill(Exception):
+    """A model whose gradients are so small that rounding decides them: it proves nothing."""
+
+
 STYLES: dict[str, Callable[[], Style]] = {}
 
 
@@ -41,7 +45,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {  # mesh, and what else compil
 
 def outcome(run: Callable[[], object]) -> tuple[str, str]:
     """What becomes of a program that ``run`` compiles and compares: "right", "refused" by name,
-    "WRONG" or "RAW", and the message.
+    "ill" (rounding alone decides its gradients), "WRONG" or "RAW", and the message.
     """
     try:
         run()
@@ -49,6 +53,8 @@ def outcome(run: Callable[[], object]) -> tuple[str, str]:
         return "WRONG", str(error)
     except PartcError as error:
         return "refused", str(error)
+    except Ill as error:
+        return "ill", str(error)
     except Exception as error:
         return "RAW", f"{type(error).__name__}: {error}"
     return "right", ""
