@@ -1,4 +1,4 @@
-"""Parameters that a graph of autograd holds from before a model's first step: nobody trains them."""
+"""Parameters that graphs of autograd hold from before a model's first step: nobody trains them."""
 
 from __future__ import annotations
 
