@@ -36,7 +36,7 @@ from partc.codegen.calls.tidy import spelled
 from partc.codegen.files.instances import instances
 from partc.codegen.files.island import Head, Islands
 from partc.codegen.files.role_file import role_file
-from partc.codegen.files.shared_blocks import Unlike, shared_blocks
+from partc.codegen.files.shared_blocks import Unlike, check_same_calls, shared_blocks
 from partc.codegen.files.spelling import (
     dtype_name,
     read,
@@ -107,8 +107,10 @@ def _emit(
     items = compiled(graph, items, helpers) if inductor else items
     items = gather_ahead(items)
     check_printed(checked, items)
+    loops = [item for item in items if isinstance(item, Loop)]
+    check_same_calls(list(dict.fromkeys(loop.run for loop in loops)))
     # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
-    sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
+    sides = interfaces(graph, loops)
     return RoleText(
         graph, header, items, sides, helpers, mesh=mesh, prefetch=prefetch, islands=islands
     ).file()

@@ -7,12 +7,13 @@ stages of one rank, or two lists of blocks that compute the same.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from partc.codegen.bodies.block_init import init_arguments, init_lines
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.files.stored_tables import block_rows
+from partc.codegen.repeats.runs import PHASES, Run
 from partc.codegen.text import WIDTH, block, wrap
 from partc.quoting import comment
 
@@ -58,6 +59,23 @@ class Unlike(Exception):
     def __init__(self, layers: Sequence[tuple[str, ...]]) -> None:
         super().__init__(layers)
         self.layers = layers
+
+
+def check_same_calls(runs: Collection[Run]) -> None:
+    """Raise Unlike for the runs whose blocks have other calls than those of their kin.
+
+    That is so where a function took the place of calls in the one and not in the other: the
+    backward of a norm stands in many blocks of one size, and in a single one of another size.
+    """
+    leads = {run.layers[0]: _calls(run) for run in runs if not run.follows}
+    unlike = [run.layers for run in runs if run.follows and _calls(run) != leads.get(run.kin)]
+    if unlike:
+        raise Unlike(unlike)
+
+
+def _calls(run: Run) -> list[list[object]]:
+    """What each phase of a run's first block calls."""
+    return [[node.target for node in run.of(phase)[0].nodes] for phase in PHASES if run.of(phase)]
 
 
 def check_alike(classes: Iterable[BlockClass]) -> None:

@@ -189,17 +189,34 @@ class _Recorder(AxisWalk):
         best = super().choose(node)
         if node not in self.wanted:
             return best  # a call of a decomposition
-        want = self.wanted[node].get(self.axis, whole_strategy(node))
+        want = self._want(node)
         if want.variant == DECOMPOSED:
             return best
         stays = decomposes(node) and self._pin(node) is None and self._gathers(node, want)
         if best != want or stays:
-            entry = dict(self.pins.get(node, _entry(self.wanted[node])))
-            if self.as_pinned(node, entry.get(self.axis, PlannedLayout())) != want:
-                entry[self.axis] = PlannedLayout(want.outs[0], want.ins)
-                assert self.as_pinned(node, entry[self.axis]) == want, f"{node}: {want}"
-            self.pins[node] = entry
+            self._add_pin(node, want)
         return want
+
+    def run(self) -> bool:
+        """As of every walk. Behind its choices some calls are cut as all of their readers are
+        (`PiecesFirst`): those that were wanted whole are pinned, too.
+        """
+        decomposed = super().run()
+        for node in () if decomposed else self.wanted:
+            want, made = self._want(node), self.choices.get(node, {})
+            if want.variant != DECOMPOSED and made.get(self.axis, whole_strategy(node)) != want:
+                self._add_pin(node, want)
+        return decomposed
+
+    def _want(self, node: fx.Node) -> Strategy:
+        return self.wanted[node].get(self.axis, whole_strategy(node))
+
+    def _add_pin(self, node: fx.Node, want: Strategy) -> None:
+        entry = dict(self.pins.get(node, _entry(self.wanted[node])))
+        if self.as_pinned(node, entry.get(self.axis, PlannedLayout())) != want:
+            entry[self.axis] = PlannedLayout(want.outs[0], want.ins)
+            assert self.as_pinned(node, entry[self.axis]) == want, f"{node}: {want}"
+        self.pins[node] = entry
 
 
 def _check(plan: Plan, choices: Choices, graph: Graph) -> None:
