@@ -54,6 +54,7 @@ ROOMS = (
     "partc.codegen.account",
     "partc.dryrun",
     "partc.reports",
+    "partc.pictures",
     "partc.verification",
     "partc.audit",
     "partc.measure",

@@ -194,6 +194,34 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _picture_options(parser: argparse.ArgumentParser) -> None:
+    add_folder(parser)
+    parser.add_argument(
+        "--of", default="timeline", choices=["timeline", "memory", "mesh", "grid"],
+        help="timeline: what ranks compute and send in a step; memory: bytes over the step, and "
+        "who holds them; mesh: ranks on machines; grid: a pipeline's schedule (default: timeline)",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help="the SVG file; left out, its text is printed"
+    )
+
+
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="+", help="folders of saved programs")
+    parser.add_argument(
+        "--devices", metavar="N,M",
+        help="numbers of devices, as 8,16,32: estimates each program's plan for them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--machines", metavar="A,B",
+        help="machines that come with partc, as dgx-h100,dgx-a100: estimates each plan on them",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--out", metavar="FILE",
+        help="an SVG file: speed-up against devices, and cost against time",
+    )  # fmt: skip
+
+
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     add_folder(parser)
     parser.add_argument(
@@ -290,6 +318,8 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "explain": (explain_command, _explain_options),
     "simulate": (show_commands.simulate_command, _simulate_options),
     "report": (show_commands.report_command, _report_options),
+    "picture": (show_commands.picture_command, _picture_options),
+    "compare": (show_commands.compare_command, _compare_options),
     "bench": (commands.bench_command, _bench_options),
     "calibrate": (commands.calibrate_command, _calibrate_options),
     "verify": (commands.verify_command, _verify_options),

@@ -184,6 +184,11 @@ def explain_program(program: Program) -> Explanation:
     )
 
 
+def explain_program_memory(program: Program) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """The peak of the program's fullest rank, and what it holds there, largest first."""
+    return peak_memory(program.cost.as_json() or {})
+
+
 def _prices(step: Prediction, topology: Topology) -> dict[str, float]:
     """The price of a million tokens, in kWh and in $, where the device's file has the data."""
     units: dict[str, Objective] = {"kWh": "energy", "$": "dollars"}

@@ -18,8 +18,8 @@ from partc.dryrun.program_trace import CALL, MESSAGES, Done, ProgramTrace
 from partc.graph.folds import list_member
 from partc.reports.step_streams import Wait
 
-AHEAD = 96  # calls of the program that may stand between those of two bars
-BACK = 16  # calls that an expression of several may make earlier than the graph has them
+AHEAD = 48  # of the user's calls that may stand between those of two bars
+BACK = 8  # of them that an expression of several may make earlier than the graph has them
 NO_LINE = 0
 
 
@@ -101,15 +101,18 @@ def _lines(boxes: Sequence[Box], starts: Sequence[Done]) -> list[int]:
 def _walk(boxes: Sequence[Box], calls: Sequence[Done]) -> list[tuple[int, int]]:
     """The line of each box of computing, and the index of the call that pairs with it.
 
-    A box without one has line 0 and the index of the box before.
+    A box without one has line 0 and the index of the box before. Calls that follow each other for
+    one call of the user count as one: a helper that packs messages makes hundreds.
     """
+    firsts = [k for k, each in enumerate(calls) if not k or calls[k - 1].site != each.site]
     found, at = [], 0
     for box in boxes:
-        near = [*range(at, min(at + AHEAD, len(calls))), *range(at - 1, max(at - BACK, -1), -1)]
-        same = (k for k in near if box.site != NOWHERE and calls[k].site == box.site)
+        near = [*range(at, min(at + AHEAD, len(firsts))), *range(at - 1, max(at - BACK, -1), -1)]
+        same = (k for k in near if box.site != NOWHERE and calls[firsts[k]].site == box.site)
         here = next(same, None)
         at = at if here is None else max(at, here)
-        found.append((NO_LINE if here is None else calls[here].line, at))
+        line = NO_LINE if here is None else calls[firsts[here]].line
+        found.append((line, firsts[at] if firsts else 0))
     return found
 
 
