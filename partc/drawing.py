@@ -84,8 +84,8 @@ def wrapped(words: str, width: float) -> Iterator[str]:
 def image(svg: str, words: str) -> str:
     """A picture as an element of a page: its style then concerns nothing else of the page."""
     data = b64encode(svg.encode()).decode()
-    told = escape(words, quote=True)
-    return f'<img alt="{told}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
+    told, style = escape(words, quote=True), "max-width:100%;display:block"
+    return f'<img alt="{told}" style="{style}" src="data:image/svg+xml;base64,{data}">'
 
 
 def rounded_up(number: float) -> float:
@@ -94,3 +94,13 @@ def rounded_up(number: float) -> float:
         return 1.0
     power = 10.0 ** (floor(log10(number)) - 1)
     return ceil(number / power * (1 - 1e-9)) * power
+
+
+def html_table(rows: Iterable[Iterable[object]], head: str = "") -> str:
+    """Rows as a table of a page; ``head`` stands above it. All text is escaped."""
+    style = ' style="text-align:left;vertical-align:top"'
+    body = "".join(
+        f"<tr>{''.join(f'<td{style}>{escape(str(cell))}</td>' for cell in row)}</tr>"
+        for row in rows
+    )
+    return f"{f'<b>{escape(head)}</b>' if head else ''}<table>{body}</table>"

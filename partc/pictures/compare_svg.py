@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log10
 
-from partc.drawing import AXIS_COLOURS, label, marks, page, rounded_up, rule
-from partc.pictures.comparison import HOURS, Compared, Comparison
+from partc.amounts import counted
+from partc.drawing import AXIS_COLOURS, box, label, marks, page, rounded_up, rule
+from partc.pictures.comparison import HOURS, PREDICTED, Comparison
 
 WIDTH, TOP, HIGH, WIDE, GAP, LEFT = 900, 76, 260, 360, 90, 58
 LIST = 20  # pixels of a row of the list of names
@@ -16,7 +17,7 @@ FRONT, IDEAL = "#e0483e", "#8b949e"
 
 @dataclass(frozen=True)
 class _Plane:
-    """A panel: from numbers to pixels, from 0 or, where numbers span much, by powers of ten."""
+    """A panel: from numbers to pixels."""
 
     left: float
     most_x: float
@@ -28,13 +29,13 @@ class _Plane:
             TOP + HIGH * (1 - y / (self.most_y or 1.0)),
         )
 
-    def axes(self, across: str, up: str) -> Iterator[str]:
+    def axes(self, across: str, up: str, numbered: bool = True) -> Iterator[str]:
         """Grid lines with their numbers, and what they count."""
         for number in marks(self.most_y, 5):
             (x, y), (end, _) = self.at(0, number), self.at(self.most_x, number)
             yield rule(x, y, end, y, "grid")
             yield label(x - 6, y + 4, _short(number), "small end")
-        for number in marks(self.most_x, 6):
+        for number in marks(self.most_x, 6) if numbered else ():
             x, y = self.at(number, 0)
             yield rule(x, y, x, y + 5)
             yield label(x, y + 18, _short(number), "small mid")
@@ -47,9 +48,9 @@ class _Plane:
 def compare_svg(found: Comparison) -> str:
     """The SVG text of a comparison."""
     base = found.base
-    names = "programs" if len(found.points) > 1 else "program"
-    title = f"{len(found.points)} {names}, by {found.points[0].how} steps"
-    said = f"Speed-up is relative to {base.name}, {base.devices} devices."
+    what = "program" if base.how == PREDICTED else "plan"
+    title = f"{counted(len(found.points), what)}, by {base.how} steps"
+    said = f"Speed-up is relative to {base.name}, {counted(base.devices, 'device')}."
     bottom = TOP + HIGH + 56
     body = [
         label(10, 20, f"{title}.", "bold"), label(10, 38, said, "small"),
@@ -60,17 +61,36 @@ def compare_svg(found: Comparison) -> str:
 
 
 def _speed_up(found: Comparison) -> Iterator[str]:
-    """Speed-up against devices, with what as many devices would give at best (dashed)."""
-    base = found.base
+    """Speed-up against devices, with what as many devices would give at best (dashed); bars where
+    all points have as many.
+    """
     most = max(each.devices for each in found.points)
     reached = max(found.speed_up(each) for each in found.points)
+    if all(each.devices == most for each in found.points):
+        yield from _bars(found, reached)
+        return
+    first = found.base.devices
     plane = _Plane(LEFT, rounded_up(1.08 * most), rounded_up(1.1 * max(reached, 1.0)))
     yield from plane.axes("devices", "speed-up")
-    end = min(plane.most_x, plane.most_y * base.devices)
-    (x, y), (to_x, to_y) = plane.at(0, 0), plane.at(end, end / base.devices)
-    yield f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{IDEAL}" stroke-dasharray="5 4"/>'
+    end = min(plane.most_x, plane.most_y * first)
+    (x, y), (to_x, to_y) = plane.at(0, 0), plane.at(end, end / first)
+    line = f"M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"
+    yield f'<path d="{line}" stroke="{IDEAL}" stroke-dasharray="5 4"/>'
     for index, each in enumerate(found.points):
-        yield _dot(index, each, *plane.at(each.devices, found.speed_up(each)))
+        yield _dot(index, *plane.at(each.devices, found.speed_up(each)))
+
+
+def _bars(found: Comparison, reached: float) -> Iterator[str]:
+    """A bar per point, of its speed-up, with the number that it has in the list of names."""
+    plane = _Plane(LEFT, len(found.points), rounded_up(1.1 * reached))
+    yield from plane.axes("", "speed-up", numbered=False)
+    wide = min(WIDE / len(found.points) - 8, 60)
+    for index, each in enumerate(found.points):
+        (x, y), (_, bottom) = plane.at(index + 0.5, found.speed_up(each)), plane.at(0, 0)
+        colour = AXIS_COLOURS[index % len(AXIS_COLOURS)]
+        yield box(x - wide / 2, y, wide, bottom - y, colour, each.name)
+        yield label(x, y - 5, f"{found.speed_up(each):.2f}", "small mid")
+        yield label(x, bottom + 18, index + 1, "small mid")
 
 
 def _cost(found: Comparison) -> Iterator[str]:
@@ -89,10 +109,10 @@ def _cost(found: Comparison) -> Iterator[str]:
         path += "".join(f"H{x:.1f}V{y:.1f}" for x, y in front[1:])
         yield f'<path fill="none" stroke="{FRONT}" stroke-width="1.5" d="{path}"/>'
     for index, each in enumerate(found.points):
-        yield _dot(index, each, *plane.at(seconds[each.name] / scale, found.cost(each)))
+        yield _dot(index, *plane.at(seconds[each.name] / scale, found.cost(each)))
 
 
-def _dot(index: int, one: Compared, x: float, y: float) -> str:
+def _dot(index: int, x: float, y: float) -> str:
     """A point with its number in the list of names."""
     colour = AXIS_COLOURS[index % len(AXIS_COLOURS)]
     dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>'

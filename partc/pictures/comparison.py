@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from partc.amounts import amount, time_text
+from partc.cost.cost_parts import peak_memory
 from partc.cost.prediction import Prediction
 from partc.errors import PartcError, UsageError
 from partc.machines.objective import Batch, per_million
@@ -18,7 +19,7 @@ from partc.machines.topology import Topology
 from partc.passes.search.plans.alternatives import grown
 from partc.passes.search.plans.search_plans import Ranked, Search, Taken
 from partc.program import Program
-from partc.reports.explanation import columns, peak_memory
+from partc.reports.explanation import columns
 
 SCHEMA = 1
 PREDICTED, ESTIMATED = "predicted", "estimated"
@@ -67,8 +68,8 @@ class Comparison:
 
     @property
     def base(self) -> Compared:
-        """What speed-ups are relative to: of the fewest devices the slowest point."""
-        return min(self.points, key=lambda each: (each.devices, each.per_s))
+        """What speed-ups are relative to: of the fewest devices the fastest point."""
+        return min(self.points, key=lambda each: (each.devices, -each.per_s))
 
     def speed_up(self, one: Compared) -> float:
         return one.per_s / self.base.per_s if self.base.per_s else 0.0
@@ -140,13 +141,17 @@ def comparison(
             express its plan; nothing fits anywhere; batches count different things.
     """
     sweeps = bool(devices or machines)
-    points, left_out = [], []
+    points: list[Compared] = []
+    left_out: list[str] = []
     for name, program in programs.items():
         if not sweeps:
             points.append(_predicted(name, program))
             continue
         for found in _elsewhere(name, program, devices, machines):
-            (left_out if isinstance(found, str) else points).append(found)  # type: ignore[arg-type]
+            if isinstance(found, str):
+                left_out.append(found)
+            else:
+                points.append(found)
     units = {each.batch.unit for each in points}
     if not points or len(units) > 1:
         raise UsageError(
@@ -157,15 +162,20 @@ def comparison(
     return Comparison(tuple(points), tuple(left_out))
 
 
-def _predicted(name: str, program: Program) -> Compared:
+def own_step(name: str, program: Program) -> Prediction:
+    """The prediction that was saved with a program; UsageError without one."""
     cost = program.cost.as_json() or {}
     if not cost.get("prediction"):
         raise UsageError(
             where=name, what="it has no prediction of its step",
             why="it was not made by partc.compile", do="Compile the model again.",
         )  # fmt: skip
-    step, topology = Prediction.of_json(cost["prediction"]), program.basis.topology()
-    batch = step.work.batch
+    return Prediction.of_json(cost["prediction"])
+
+
+def _predicted(name: str, program: Program) -> Compared:
+    step, topology = own_step(name, program), program.basis.topology()
+    batch, cost = step.work.batch, program.cost.as_json()
     preset = str(program.mesh) or "one device"
     return Compared(
         name, PREDICTED, preset, topology.name, program.mesh.num_ranks, step.seconds, batch,
@@ -190,10 +200,12 @@ def _elsewhere(
         base = Topology.load(machine) if machine else own
         for number in devices or [program.mesh.num_ranks]:
             label = f"{name}, {machine or own.name} x {number}"
-            yield _estimated(label, taken, base, number)
+            yield _estimated(label, taken, base, number, own_step(name, program).work.batch)
 
 
-def _estimated(label: str, taken: Taken, base: Topology, number: int) -> Compared | str:
+def _estimated(
+    label: str, taken: Taken, base: Topology, number: int, batch: Batch
+) -> Compared | str:
     try:
         there = taken.search.on(base.resized(number))
         found = there.best() if taken.searched else grown(taken.candidate, there)
@@ -201,15 +213,16 @@ def _estimated(label: str, taken: Taken, base: Topology, number: int) -> Compare
         return f"{label}: {error.what}"
     if found is None:
         return f"{label}: no plan fits there"
-    return _of_estimate(label, there, found, number)
+    return _of_estimate(label, there, found, batch)
 
 
-def _of_estimate(label: str, there: Search, found: Ranked, number: int) -> Compared:
+def _of_estimate(label: str, there: Search, found: Ranked, batch: Batch) -> Compared:
     machine, estimate = there.mesh.hardware, found.estimate
+    number = machine.num_devices
     return Compared(
-        label, ESTIMATED, str(found.candidate), machine.name, number, estimate.step_s, there.batch,
+        label, ESTIMATED, str(found.candidate), machine.name, number, estimate.step_s, batch,
         round(estimate.peak_bytes),
-        per_million("dollars", estimate.step_s, number, machine, there.batch),
+        per_million("dollars", estimate.step_s, number, machine, batch),
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def drawn(
 
 def _legend(kept: int) -> Iterator[str]:
     told = f"through all steps: parameters, optimizer, inputs ({amount(kept, 'B')})"
-    x = LEFT + WIDE
+    x = float(LEFT + WIDE)
     for colour, words in ((KEPT, told), (LIVE, "live in this step")):
         x -= 34 + 5.6 * len(words)
         yield box(x, 46, 12, 12, colour)
@@ -83,10 +83,10 @@ def _axes(scale: _Scale) -> Iterator[str]:
         yield rule(LEFT, y, LEFT + WIDE, y, "grid")
         yield label(LEFT - 6, y + 4, amount(round(size), "B"), "small end")
     bottom = TOP + HIGH
-    for at_ms in marks(scale.end_s * MS_PER_S, 8):
-        x = scale.x(at_ms / MS_PER_S)
+    for at in marks(scale.end_s * MS_PER_S, 8):
+        x = scale.x(at / MS_PER_S)
         yield rule(x, bottom, x, bottom + 5)
-        yield label(x, bottom + 18, f"{at_ms:g}", "small mid")
+        yield label(x, bottom + 18, f"{at:g}", "small mid")
     yield label(10, bottom + 18, "ms", "small")
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import partc
+from partc.amounts import counted
+from partc.cost.cost_html import cost_html
+from partc.drawing import html_table
 
 if TYPE_CHECKING:
     from partc.program import Program
+
+MOST_BYTES = 35_000  # of a picture in a notebook
 
 
 def picture(program: Program, of: str = "timeline") -> partc.Picture:
@@ -17,6 +22,20 @@ def picture(program: Program, of: str = "timeline") -> partc.Picture:
     nothing of the program's step was saved with it.
     """
     return partc.picture(program, of)
+
+
+def program_html(program: Program) -> str:
+    """What a program is, for a notebook: its plan in a line, its step as a picture, its costs.
+
+    A step of many bars is left out, so that the piece stays below 50 kB.
+    """
+    lines = {name: program.sources[name].count("\n") for _, name in program.roles}
+    files = [f"{name}: {counted(num, 'line')}" for name, num in lines.items()]
+    head = html_table([files], f"{program.model} on {program.mesh or 'one device'}")
+    drawn = ""
+    if program.basis.tapes:
+        drawn = partc.picture(program)._repr_html_()
+    return f"{head}{drawn if len(drawn) < MOST_BYTES else ''}{cost_html(program.cost.as_json())}"
 
 
 def report(program: Program) -> partc.ReportPage:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from math import floor, log10
 
-from partc.drawing import label, page
-from partc.schedules.timing import Timeline
+from partc.drawing import image, label, page
+from partc.schedules.actions import Schedule
+from partc.schedules.timing import Costs, Timeline
+from partc.schedules.timing import timeline as timeline_of
 
 COLOURS = {"F": (111, 168, 255), "I": (95, 200, 150), "W": (244, 178, 102), "B": (200, 150, 235)}
 MEANINGS = {"F": "forward", "I": "input gradient", "W": "weight gradients", "B": "backward"}
 ROW, GAP, LEFT, TOP = 26, 6, 70, 56  # pixels: a rank's row, between rows, around the boxes
 WIDEST = 1800  # pixels for the whole time; up to this the shortest action is 30 pixels wide
 NARROWEST = 720  # pixels for title and legend
+MOST_DRAWN = 150  # actions in a notebook, where a picture of many is too large
 MOST_SLOTS = 1 << 16  # of a grid; with one action far shorter than all others it is rounded
 
 
@@ -91,6 +95,14 @@ def svg(timeline: Timeline) -> str:
         *time_axis(longest, scale, bottom),
     ]
     return page(width, bottom + 34, title, body)
+
+
+def schedule_html(schedule: Schedule) -> str:
+    """A schedule as a picture for a notebook; a long one as text."""
+    line = timeline_of(schedule, Costs.even(schedule.stages))
+    if sum(map(len, schedule.orders)) > MOST_DRAWN:
+        return f"<pre>{escape(grid(line))}</pre>"
+    return image(svg(line), grid(line))
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
