@@ -55,6 +55,7 @@ ROOMS = (
     "partc.dryrun",
     "partc.reports",
     "partc.pictures",
+    "partc.live",
     "partc.verification",
     "partc.audit",
     "partc.measure",

@@ -14,6 +14,7 @@ from partc.cli.compile_options import compile_options
 from partc.cli.completion import completion_command
 from partc.cli.explain_command import explain_command
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
+from partc.cli.watch_command import watch_command
 from partc.errors import visible
 from partc.wrong_calls import did_you_mean
 
@@ -222,6 +223,27 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _watch_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", help="folder in which a run writes lines of JSON and checkpoints, or such a file"
+    )
+    parser.add_argument(
+        "--program", metavar="DIR",
+        help="folder of the program that runs, for its predictions (default: the newest one in the "
+        "run's folder)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--every", metavar="SECONDS", type=float, default=2.0,
+        help="seconds after which a terminal is shown the run anew (default: 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--once", action="store_true", help="show it once; so does output that is no terminal"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help="write it as an HTML page with curves, too"
+    )
+
+
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     add_folder(parser)
     parser.add_argument(
@@ -321,6 +343,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "picture": (show_commands.picture_command, _picture_options),
     "compare": (show_commands.compare_command, _compare_options),
     "bench": (commands.bench_command, _bench_options),
+    "watch": (watch_command, _watch_options),
     "calibrate": (commands.calibrate_command, _calibrate_options),
     "verify": (commands.verify_command, _verify_options),
     "check": (commands.check_command, _check_options),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from partc.cost.roofline import BLOCKS, COMPUTE, Box
@@ -19,7 +20,7 @@ from partc.graph.folds import list_member
 from partc.reports.step_streams import Wait
 
 AHEAD = 48  # of the user's calls that may stand between those of two bars
-INSIDE = 4  # of them that an expression may be the next of
+INSIDE = 6  # of them that are near: one of these may be a statement around a call
 BACK = 8  # of them that an expression of several may make earlier than the graph has them
 NO_LINE = 0
 
@@ -109,16 +110,27 @@ def _walk(boxes: Sequence[Box], calls: Sequence[Done]) -> list[tuple[int, int]]:
     runs = _runs(calls)
     found, at = [], 0
     for box in boxes:
-        near = [*range(at, min(at + AHEAD, len(runs))), *range(at - 1, max(at - BACK, -1), -1)]
-        same = (k for k in near if box.site != NOWHERE and calls[runs[k][0]].site == box.site)
-        here = next(same, None)
-        if here is None:
-            here = next((k for k in near[:INSIDE] if _is_inside(box, calls, runs[k])), None)
-        elif box.site.source:
+        here = _pair(box, calls, runs, at)
+        if here is not None and box.site.source:
             at = max(at, here)
         line = NO_LINE if here is None else calls[runs[here][0]].line
         found.append((line, runs[at][0] if runs else 0))
     return [*_filled(boxes, found)]
+
+
+def _pair(
+    box: Box, calls: Sequence[Done], runs: Sequence[tuple[int, int]], at: int
+) -> int | None:
+    """The run that makes a box's call: first one near, then a statement around it, then one far."""
+    if box.site == NOWHERE:
+        return None
+    ahead = range(at, min(at + AHEAD, len(runs)))
+    same = [k for k in ahead if calls[runs[k][0]].site == box.site]
+    if same and same[0] < at + INSIDE:
+        return same[0]
+    around = (k for k in ahead[:INSIDE] if _is_inside(box, calls, runs[k]))
+    back = (k for k in range(at - 1, max(at - BACK, -1), -1) if calls[runs[k][0]].site == box.site)
+    return next(chain(around, back, same), None)
 
 
 def _runs(calls: Sequence[Done]) -> list[tuple[int, int]]:
@@ -132,7 +144,7 @@ def _is_inside(box: Box, calls: Sequence[Done], run: tuple[int, int]) -> bool:
     last call: it is of the same module, and calls the same op.
     """
     first, last = run
-    if box.site == NOWHERE or calls[first].site.module != box.site.module:
+    if calls[first].site.module != box.site.module:
         return False
     return any(each.name.startswith(f"{box.name}.") for each in calls[first:last])
 
