@@ -68,6 +68,7 @@ class Promise:
     exposed_s: float
     peak_bytes: int
     sent_bytes: int | None
+    trains: bool  # whether the step has a backward; an evaluation's has none
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,11 @@ def _promise(folder: Path, program: str | Path | None) -> Promise | None:
     found: list[Path] = []
     for depth in range(DEEP):
         found += folder.glob("/".join(["*"] * depth + [MANIFEST]))
+    read: list[Promise] = []
     for each in sorted(found, key=lambda path: -path.stat().st_mtime):
         with suppress(UsageError):
-            return _read_promise(each.parent)
-    return None
+            read.append(_read_promise(each.parent))
+    return next((each for each in read if each.trains), read[0] if read else None)
 
 
 def _read_promise(folder: Path) -> Promise:
@@ -186,7 +188,7 @@ def _read_promise(folder: Path) -> Promise:
         return Promise(
             folder, mesh, float(step["seconds"]),
             sum(float(each["exposed_s"]) for each in step["axes"]), max(map(int, peaks)),
-            _sent(cost),
+            _sent(cost), any(each["name"] == "backward" for each in step["phases"]),
         )  # fmt: skip
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(

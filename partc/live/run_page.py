@@ -35,7 +35,7 @@ def run_page(run: Run, now: float, refresh_s: int = 0) -> str:
     saved = html_table([("step", "bytes"), *rows], "Checkpoints") if rows else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'; img-src data:\">"
         f"{again}<title>{title}</title><style>{STYLE}</style></head>"
         f"<body><h1>{title}</h1><pre>{told}</pre>{pictures}{saved}</body></html>\n"

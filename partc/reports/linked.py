@@ -118,9 +118,7 @@ def _walk(boxes: Sequence[Box], calls: Sequence[Done]) -> list[tuple[int, int]]:
     return [*_filled(boxes, found)]
 
 
-def _pair(
-    box: Box, calls: Sequence[Done], runs: Sequence[tuple[int, int]], at: int
-) -> int | None:
+def _pair(box: Box, calls: Sequence[Done], runs: Sequence[tuple[int, int]], at: int) -> int | None:
     """The run that makes a box's call: first one near, then a statement around it, then one far."""
     if box.site == NOWHERE:
         return None
