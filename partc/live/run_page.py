@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from statistics import median
 
 from partc.amounts import amount
 from partc.drawing import AXIS_COLOURS, box, html_table, label, marks, page, rounded_up, rule
@@ -14,9 +16,9 @@ from partc.live.run_text import run_text
 
 LEFT, WIDE, RIGHT, TOP, HIGH, AXIS = 70, 800, 30, 48, 170, 34  # pixels
 MOST = 400  # points of a curve
+FAR = 4  # times the median: what is above is cut off
 SAVED, AGAIN = "#2f9e7e", "#e0483e"
 Curve = Sequence[tuple[int, float]]
-_At = Callable[[float, float], tuple[float, float]]  # a step and a number -> pixels
 STYLE = (
     ":root{color-scheme:light dark}body{margin:16px auto;max-width:920px;padding:0 12px;"
     "font:14px/1.45 sans-serif;background:#fff;color:#1f2328}pre{overflow-x:auto;font-size:12px;"
@@ -60,56 +62,82 @@ def _numbers(
     return [(step, each[name] * times) for step, each in sorted(steps.items()) if name in each]
 
 
+@dataclass(frozen=True)
+class _Plane:
+    """From a step and a number to pixels; what is above the plane is drawn at its edge."""
+
+    low: float
+    high: float
+    last: int
+
+    @classmethod
+    def of(cls, values: Sequence[float], last: int, from_zero: bool) -> _Plane:
+        """The plane of some numbers. From zero on, a few that are far above the rest are cut off,
+        as one step with a checkpoint would make a line of all others.
+        """
+        if not from_zero:
+            return cls(min(values, default=0.0), max(values, default=1.0), max(last, 1))
+        most = max(values, default=1.0)
+        usual = FAR * median(values) if values else most
+        return cls(0.0, rounded_up(min(most, usual) or 1.0), max(last, 1))
+
+    def at(self, step: float, value: float) -> tuple[float, float]:
+        share = (min(value, self.high) - self.low) / ((self.high - self.low) or 1.0)
+        return LEFT + WIDE * step / self.last, TOP + HIGH * (1 - share)
+
+    def axes(self) -> Iterator[str]:
+        """Grid lines at round numbers, and the steps below."""
+        whole = marks(self.high - self.low, 4)
+        each = whole[1] if len(whole) > 1 else (self.high or 1.0)
+        for number in range(math.ceil(self.low / each), math.floor(self.high / each + 1e-9) + 1):
+            x, y = self.at(0, number * each)
+            yield rule(x, y, x + WIDE, y, "grid")
+            yield label(x - 6, y + 4, _short(number * each), "small end")
+        for step in marks(self.last, 8):
+            x, y = self.at(step, self.low)
+            yield rule(x, y, x, y + 5)
+            yield label(x, y + 18, f"{step:g}", "small mid")
+        yield label(10, TOP + HIGH + 18, "step", "small")
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
+
+
 def _drawn(
     title: str, curves: Mapping[str, Curve], run: Run, level: Mapping[str, float] | None = None,
     from_zero: bool = True,
 ) -> str:  # fmt: skip
     """Curves over the steps; checkpoints are green marks below, restarts red ones."""
     shown = {name: _thinned(curve) for name, curve in curves.items() if curve}
-    values = [x for curve in shown.values() for _, x in curve] + [*(level or {}).values()]
-    low = 0.0 if from_zero else min(values, default=0.0)
-    high = rounded_up(max(values, default=1.0)) if from_zero else max(values, default=1.0)
-    span, last = (high - low) or 1.0, max(run.step, 1)
-
-    def at(step: float, value: float) -> tuple[float, float]:
-        return LEFT + WIDE * step / last, TOP + HIGH * (1 - (value - low) / span)
-
-    body = [label(10, 20, title, "bold"), *_axes(low, high, last, at)]
+    values = [x for curve in shown.values() for _, x in curve]
+    plane = _Plane.of([*values, *(level or {}).values()], run.step, from_zero)
+    most = max(values, default=0.0)
+    cut = f", cut at {_short(plane.high)}; the most is {_short(most)}" if most > plane.high else ""
+    body = [label(10, 20, title + cut, "bold"), *plane.axes()]
     for index, (name, curve) in enumerate(shown.items()):
         colour = AXIS_COLOURS[index % len(AXIS_COLOURS)]
-        points = " ".join("{:.1f},{:.1f}".format(*at(*point)) for point in curve)
+        points = " ".join("{:.1f},{:.1f}".format(*plane.at(*point)) for point in curve)
         drawn = f'stroke="{colour}" stroke-width="1.5" points="{points}"'
         body.append(f'<polyline fill="none" {drawn}/>')
         if index < len(AXIS_COLOURS):
             body.append(box(LEFT + 110 * index, 30, 10, 10, colour))
             body.append(label(LEFT + 14 + 110 * index, 39, name, "small"))
     for name, value in (level or {}).items():
-        x, y = at(0, value)
+        x, y = plane.at(0, value)
         body.append(f'<path d="M{x} {y:.1f}h{WIDE}" stroke="#8b949e" stroke-dasharray="5 4"/>')
         body.append(label(x + WIDE, y - 4, name, "small end"))
-    body += _marks(run, at)
+    body += _marks(run, plane)
     return page(LEFT + WIDE + RIGHT, TOP + HIGH + AXIS, f"{title} over the steps of a run", body)
 
 
-def _axes(low: float, high: float, last: int, at: _At) -> Iterator[str]:
-    for number in marks(high - low, 4):
-        x, y = at(0, low + number)
-        yield rule(x, y, x + WIDE, y, "grid")
-        yield label(x - 6, y + 4, f"{low + number:.4g}", "small end")
-    for step in marks(last, 8):
-        x, y = at(step, low)
-        yield rule(x, y, x, y + 5)
-        yield label(x, y + 18, f"{step:g}", "small mid")
-    yield label(10, TOP + HIGH + 18, "step", "small")
-
-
-def _marks(run: Run, at: _At) -> Iterator[str]:
+def _marks(run: Run, plane: _Plane) -> Iterator[str]:
     bottom = TOP + HIGH
     for saved in run.checkpoints:
-        x, _ = at(saved.step, 0.0)
+        x, _ = plane.at(saved.step, 0.0)
         yield box(x - 2, bottom - 4, 4, 8, SAVED, f"checkpoint of step {saved.step}")
     for step in run.leader.restarts:
-        x, _ = at(step, 0.0)
+        x, _ = plane.at(step, 0.0)
         yield box(x - 1, TOP, 2, HIGH, AGAIN, f"the run went on from step {step}")
 
 

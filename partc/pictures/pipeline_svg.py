@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partc.amounts import time_text
+from partc.plan.mesh import PP
 from partc.program import Program
 from partc.reports import step_streams as streams
 from partc.reports.linked import Bar as Linked
@@ -28,7 +29,7 @@ def pipeline_svg(program: Program) -> str:
     line = pipeline_timeline(program)
     rows: dict[str, list[Bar]] = {}
     rank = ""
-    for stream in line.streams:
+    for stream in (each for each in line.streams if each.kind == RANKS or each.axis == PP):
         rank = stream.name if stream.kind == RANKS else rank
         name = rank if stream.kind == RANKS else f"{rank.removeprefix('rank ')} sends"
         rows[name] = [*_bars(stream)]
