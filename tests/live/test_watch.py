@@ -21,7 +21,7 @@ from partc.live.run_text import curve, run_text
 from partc.metrics import JsonLines, Meter
 from partc.verification.processes import Processes
 from tests.patience import patience
-from tests.reports.report_programs import compiled
+from tests.reports.report_programs import Net, compiled
 
 LOSS = "loss_metrics/global_avg_loss"
 
@@ -109,8 +109,6 @@ def test_the_prediction_is_that_of_the_program_beside_the_run(tmp_path: Path) ->
     program.save(tmp_path / "cache" / "abc" / "program")
     with torch.no_grad():  # a newer one, of an evaluation, says nothing of the training
         ids = torch.zeros(8, 16, dtype=torch.long)
-        from tests.reports.report_programs import Net
-
         partc.compile(Net(), "dp=2", (ids,), plan="fsdp").save(tmp_path / "cache" / "eval")
     run = read_run(tmp_path)
     cost = program.cost.as_json()
@@ -200,6 +198,7 @@ def slow_rank(folder: str, out: str) -> None:
 
     rank = int(os.environ["RANK"])
     stage = partc.load(folder).module()
+    stage.load_full(Net())
     stage.seed(0)
     name = "metrics.jsonl" if rank == 0 else "ranks/metrics-1.jsonl"
     meter, waits = Meter([JsonLines(Path(out) / name)]), StepWaits(stage)
