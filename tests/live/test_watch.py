@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -187,6 +189,20 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (told["schema"], told["step"], told["ranks"][0]["step_s"]) == (1, 10, 0.1)
     assert main(["watch", str(tmp_path / "none")]) == 2
     assert main(["watch", str(tmp_path), "--every", "0"]) == 2
+
+
+def test_watching_does_not_wait_for_torch(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    asked = f"""
+import sys
+from partc.cli.main import main
+code = main(["watch", {str(tmp_path)!r}, "-o", {str(tmp_path / "page.html")!r}])
+print(code, "torch" in sys.modules)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, timeout=patience()
+    )
+    assert ran.stdout.splitlines()[-1:] == ["0 False"], ran.stderr
 
 
 # what a rank measures ----------------------------------------------------------------------------
