@@ -40,8 +40,8 @@ class StepWaits:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step; ``numbers`` then has the seconds that this rank waited: of all axes,
-        and of each, ``time_metrics/waiting_dp(s)``.
+        """Around one step; ``numbers`` then has the seconds that this rank waited: in all, and for
+        the transfers of each axis, ``time_metrics/waiting_dp(s)``.
         """
         transfers = list[Transfer]()
         with TransferTimes(self.clock, self.axes, transfers).on():
@@ -51,6 +51,6 @@ class StepWaits:
         exposed, _ = shares(boxes)
         each = {axis: exposed.get(axis, 0.0) for axis in dict.fromkeys(self.axes.values())}
         self.numbers = {
-            WAITS_S: sum(each.values()),
+            WAITS_S: sum(exposed.values()),  # also for what ranks compare now and then
             **{f"time_metrics/waiting_{axis}(s)": waited for axis, waited in each.items()},
         }

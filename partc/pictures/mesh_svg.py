@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil, sqrt
+from math import ceil
 
 from partc.amounts import amount, time_text
 from partc.drawing import AXIS_COLOURS, box, label, page
@@ -14,7 +14,7 @@ WIDTH = 900
 CELL, GAP, MARGIN = 58, 6, 14  # pixels: of a device, between two, around those of a machine
 STRIPE = 5  # of the colour of an axis
 TOP = 64
-MOST_DEVICES, MOST_MACHINES = 64, 8  # that are drawn; more are counted
+MOST_DEVICES, MOST_MACHINES = 64, 6  # that are drawn; more are counted
 
 
 def mesh_svg(program: Program) -> str:
@@ -31,7 +31,7 @@ def drawn(mesh: Mesh, exposed: dict[str, float]) -> str:
     each = machine.unit_sizes[0] if len(machine.levels) > 1 else mesh.num_ranks
     num = ceil(mesh.num_ranks / each)
     shown = min(each, MOST_DEVICES)
-    columns = min(shown, 8) if shown > 4 or num == 1 else ceil(sqrt(shown))
+    columns = min(shown, 8 if num == 1 else 4 if shown <= 16 else 8)
     wide = 2 * MARGIN + columns * (CELL + GAP) - GAP
     high = 2 * MARGIN + 18 + ceil(shown / columns) * (CELL + GAP) - GAP
     across = max((WIDTH - 20) // (wide + 16), 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import partc
 from partc.amounts import counted
 from partc.cost.cost_html import cost_html
 from partc.drawing import html_table
+from partc.errors import PartcError
 
 if TYPE_CHECKING:
     from partc.program import Program
@@ -33,7 +35,7 @@ def program_html(program: Program) -> str:
     files = [f"{name}: {counted(num, 'line')}" for name, num in lines.items()]
     head = html_table([files], f"{program.model} on {program.mesh or 'one device'}")
     drawn = ""
-    if program.basis.tapes:
+    with suppress(PartcError):  # a program that cannot be drawn is shown without a picture
         drawn = partc.picture(program)._repr_html_()
     return f"{head}{drawn if len(drawn) < MOST_BYTES else ''}{cost_html(program.cost.as_json())}"
 
