@@ -97,18 +97,19 @@ def diff_command(args: argparse.Namespace) -> int:
     """
     from partc.program import edited_files, load_edited
     from partc.program.saved_cost import saved_numbers
+    from partc.reports.difference_lines import difference_lines
     from partc.reports.differences import differences
 
     folders = (args.old, args.new)
     programs = [load_edited(folder) for folder in folders]
     with saved_numbers(" or ".join(folders)):
         found = differences(programs[0], programs[1], folders)
+        shown = difference_lines(found, programs[0], programs[1], args.source, columns())
     edits = {folder: list(edited_files(folder)) for folder in folders}
     lines = [
         f"{folder}: edited since it was saved: {', '.join(n)}" for folder, n in edits.items() if n
     ]
-    text = [*lines, *found.told(args.source, columns())]
-    tell(args, "\n".join(text), {**found.as_json(), "edited": edits}, _painted)
+    tell(args, "\n".join([*lines, *shown]), {**found.as_json(), "edited": edits}, _painted)
     return 1 if found else 0
 
 
