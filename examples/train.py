@@ -9,6 +9,7 @@ Started again it goes on from the newest checkpoint in --out, on any mesh and pl
 import argparse
 import os
 import sysconfig
+from contextlib import nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from tqdm import tqdm
 
 import partc
+from partc.measure.step_waits import StepWaits
 from partc.metrics import JsonLines, Meter
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -66,12 +68,15 @@ def main(args: argparse.Namespace) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 10, 1 - step / args.steps), last_epoch=start - 1
     )
-    loggers = [JsonLines(out / "metrics.jsonl")] if RANK == 0 else []
-    meter = Meter(loggers, tokens=args.batch * args.length, devices=WORLD, start=start)
+    file = out / ("metrics.jsonl" if RANK == 0 else f"ranks/metrics-{RANK}.jsonl")
+    waits = StepWaits(stage)  # says which rank is slow: partc watch build/train
+    meter = Meter([JsonLines(file)], tokens=args.batch * args.length, devices=WORLD, start=start)
     batches = chain.from_iterable(repeat(loader))  # one epoch after the other
     steps = tqdm(range(start + 1, args.steps + 1), disable=RANK > 0)
     for step, batch in zip(steps, meter.waiting(batches), strict=False):
-        told = {"loss_metrics/global_avg_loss": stage.step(*batch)}
+        with waits.step() if step % 10 == 0 else nullcontext():
+            told = {"loss_metrics/global_avg_loss": stage.step(*batch)}
+        told |= waits.numbers if step % 10 == 0 else {}
         told["grad_norm"] = stage.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from partc.lowering import partition
     from partc.machines.topology import Topology
     from partc.passes.own_passes import graph_pass
+    from partc.pictures.picture import Picture, picture
     from partc.plan import Plan
     from partc.plan.mesh import Mesh
     from partc.program import Program, load
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from partc.wrappers.parallel import parallelize
 
 __all__ = [
-    "Checkpoints", "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised",
-    "ReportPage", "Topology", "Traced", "compile", "graph_pass", "load", "load_checkpoint",
-    "parallelize", "partition", "report", "save_checkpoint", "verify", "with_model",
-    "with_variants",
+    "Checkpoints", "Controller", "Mesh", "PartcError", "Picture", "Plan", "Program",
+    "Raised", "ReportPage", "Topology", "Traced", "compile", "graph_pass", "load",
+    "load_checkpoint", "parallelize", "partition", "picture", "report", "save_checkpoint", "verify",
+    "with_model", "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -42,6 +43,7 @@ _MODULES = {
     "Controller": "control.controller",
     "Mesh": "plan.mesh",
     "PartcError": "errors",
+    "Picture": "pictures.picture",
     "Plan": "plan",
     "Program": "program",
     "Raised": "verification.precision",
@@ -54,6 +56,7 @@ _MODULES = {
     "load": "program",
     "load_checkpoint": "program.checkpoints.checkpoint",
     "parallelize": "wrappers.parallel",
+    "picture": "pictures.picture",
     "partition": "lowering",
     "report": "reports.report",
     "save_checkpoint": "program.checkpoints.checkpoint",

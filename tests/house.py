@@ -54,6 +54,8 @@ ROOMS = (
     "partc.codegen.account",
     "partc.dryrun",
     "partc.reports",
+    "partc.pictures",
+    "partc.live",
     "partc.verification",
     "partc.audit",
     "partc.measure",

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from partc.cli.early import check_compile
-from partc.cli.said import check_from_one, sizes_said
+from partc.cli.said import check_from_one, listed, sizes_said
 from partc.cli.terminal import progress, tell
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ def compile_command(args: argparse.Namespace) -> int:
             target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
             microbatches=args.microbatches, schedule=args.schedule,
             virtual_stages=args.virtual_stages,
-            stages=_listed(args.stages) or None, recompute=_recompute(args),
+            stages=listed(args.stages) or None, recompute=_recompute(args),
             memory_bytes=args.memory_bytes, objective=args.objective, compile=args.compile,
             backend=args.backend, batch="local" if args.local_batch else None,
-            dump=args.dump, disable=_listed(args.disable),
+            dump=args.dump, disable=listed(args.disable),
         )  # fmt: skip
     program.save(args.out)
     _tell(args, program, time.monotonic() - start)
@@ -81,11 +81,6 @@ def _model_said(args: argparse.Namespace) -> str:
     if args.dtype != "float32":
         said.append(f"--dtype {args.dtype}")
     return " ".join([*said, *(["--no-dropout"] if args.no_dropout else [])])
-
-
-def _listed(said: str | None) -> list[str]:
-    """The names in an option such as ``A,B``; blanks beside commas do not count."""
-    return [each.strip() for each in (said or "").split(",") if each.strip()]
 
 
 def _recompute(args: argparse.Namespace) -> str | list[str] | None:

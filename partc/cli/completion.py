@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from partc.cli.terminal import tell
 from partc.errors import UsageError
 
-FOLDERS = ("folder", "old", "new", "what", "dump")  # arguments that name a folder
+# arguments that name a folder
+FOLDERS = ("folder", "folders", "old", "new", "what", "dump", "run", "program")
 FILES = ("trace", "svg", "mesh", "plan", "out")  # arguments that may name a file
 
 

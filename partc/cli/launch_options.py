@@ -12,9 +12,7 @@ EMITTED = ("torchrun", "slurm", "kubernetes", "skypilot", "torchx")
 def launch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``partc launch``."""
     add_folder(parser)
-    parser.add_argument(
-        "--emit", required=True, choices=EMITTED, help="what shall start the job"
-    )
+    parser.add_argument("--emit", required=True, choices=EMITTED, help="what shall start the job")
     parser.add_argument(
         "-o", "--out", metavar="DIR", default="launch",
         help="folder for the files; others there stay (default: launch)",

@@ -15,6 +15,16 @@ from partc.cli.completion import completion_command
 from partc.cli.explain_command import explain_command
 from partc.cli.launch_options import launch_options
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
+from partc.cli.show_options import (
+    compare_options,
+    diff_options,
+    explain_options,
+    picture_options,
+    report_options,
+    simulate_options,
+    watch_options,
+)
+from partc.cli.watch_command import watch_command
 from partc.cli.watchdog_command import add_watchdog_options, watchdog_command
 from partc.errors import visible
 from partc.wrong_calls import did_you_mean
@@ -42,6 +52,10 @@ examples:
   partc explain build/ --model mypackage.train:setup    costs as formulas of batch and mesh too
   partc compile hf:llama --layers 8 --batch 16 --mesh pp=2,dp=2 --microbatches 8 --out build/
   partc report build/ -o report.html             time line, memory and program in a browser
+  partc picture build/ --of memory -o memory.svg
+  partc compare build/ other/ -o compare.svg     partc compare build/ --devices 8,16,32
+  partc diff build/ other/ --source
+  partc watch run/                               a run that is going on, or over
   partc simulate build/ --svg step.svg --trace step.json
   partc simulate build/ --bandwidth nvlink=x2 --peak x1.5     the same program on other machines
   partc verify build/ --model mypackage.train:setup
@@ -134,70 +148,6 @@ def _passes_options(parser: argparse.ArgumentParser) -> None:
     """``partc passes`` has no options of its own."""
 
 
-def _explain_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
-        nargs="?",
-        help="folder of a saved program, an error code such as PTC030, or with --rules an op",
-    )
-    parser.add_argument(
-        "--rules",
-        action="store_true",
-        help="list the ops that have a sharding rule; with an op (aten.mm) say how it is cut",
-    )
-    parser.add_argument(
-        "--all", action="store_true",
-        help="the plan, all costs, the phases of the step and other machines too",
-    )  # fmt: skip
-    parser.add_argument(
-        "--source", action="store_true", help="print the Python text that the rank --rank runs"
-    )
-    parser.add_argument(
-        "--rank", metavar="N", type=int, help="whose text --source prints (default: 0)"
-    )
-    parser.add_argument(
-        "--model",
-        help="the model that was compiled, named as for partc compile: costs are then shown as "
-        "formulas of batch, sequence and mesh too",
-    )
-    add_sizes(parser)
-
-
-def _simulate_options(parser: argparse.ArgumentParser) -> None:
-    add_folder(parser)
-    parser.add_argument(
-        "--trace", metavar="FILE", help="write the time line as a Chrome trace (JSON)"
-    )
-    parser.add_argument("--svg", metavar="FILE", help="write the time line as a picture")
-    what_if = parser.add_argument_group(
-        "on other machines", "X is a factor: 2 (or x2) for twice as much, 0.5 for half."
-    )
-    for name, what in (("bandwidth", "bytes/s"), ("latency", "latency")):
-        what_if.add_argument(
-            f"--{name}", metavar="[LEVEL=]X", action="append", default=[],
-            help=f"multiplies the {what} of all links, or of one level of links (nvlink=x2); may "
-            "be given several times",
-        )  # fmt: skip
-    what_if.add_argument("--peak", metavar="X", default="1", help="multiplies FLOP/s of devices")
-    what_if.add_argument(
-        "--memory-bandwidth", metavar="X", default="1",
-        help="multiplies the bytes/s of their memory",
-    )  # fmt: skip
-    what_if.add_argument(
-        "--devices", metavar="N", type=int, default=None,
-        help="number of devices, in place of the program's; its step is then estimated, since it "
-        "would be another program",
-    )  # fmt: skip
-
-
-def _report_options(parser: argparse.ArgumentParser) -> None:
-    add_folder(parser)
-    parser.add_argument(
-        "-o", "--out", metavar="FILE",
-        help="the HTML file; it holds all that it shows and fetches nothing",
-    )  # fmt: skip
-
-
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     add_folder(parser)
     parser.add_argument(
@@ -275,14 +225,6 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
 
 
-def _diff_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("old", help="folder of a saved program")
-    parser.add_argument("new", help="folder of another one")
-    parser.add_argument(
-        "--source", action="store_true", help="print the lines of the files that differ, too"
-    )
-
-
 def _completion_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that completes")
 
@@ -291,14 +233,17 @@ def _completion_options(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] = {
     "compile": (compile_command, compile_options),
     "passes": (commands.passes_command, _passes_options),
-    "explain": (explain_command, _explain_options),
-    "simulate": (show_commands.simulate_command, _simulate_options),
-    "report": (show_commands.report_command, _report_options),
+    "explain": (explain_command, explain_options),
+    "simulate": (show_commands.simulate_command, simulate_options),
+    "report": (show_commands.report_command, report_options),
+    "picture": (show_commands.picture_command, picture_options),
+    "compare": (show_commands.compare_command, compare_options),
     "bench": (commands.bench_command, _bench_options),
+    "watch": (watch_command, watch_options),
     "calibrate": (commands.calibrate_command, _calibrate_options),
     "verify": (commands.verify_command, _verify_options),
     "check": (commands.check_command, _check_options),
-    "diff": (show_commands.diff_command, _diff_options),
+    "diff": (show_commands.diff_command, diff_options),
     "launch": (launch_commands.launch_command, launch_options),
     "completion": (completion_command, _completion_options),
     "watchdog": (watchdog_command, add_watchdog_options),

@@ -73,3 +73,20 @@ def check_from_one(args: argparse.Namespace, names: Iterable[str]) -> None:
                 where=f"{option} {given}", what="there is no such number of them",
                 why="it counts from 1", do="Give 1 or more, or leave it out.",
             )  # fmt: skip
+
+
+def listed(said: str | None) -> list[str]:
+    """The names in an option such as ``A,B``; blanks beside commas do not count."""
+    return [each.strip() for each in (said or "").split(",") if each.strip()]
+
+
+def whole_numbers(option: str, said: str | None) -> list[int]:
+    """The numbers in an option such as ``8,16``; UsageError for what is none, or below 1."""
+    found = listed(said)
+    wrong = next((each for each in found if not each.isdecimal() or int(each) < 1), None)
+    if wrong is not None:
+        raise UsageError(
+            where=f"{option} {wrong}", what="that is no number of them",
+            why="they count from 1", do=f"Write {option} 8,16.",
+        )  # fmt: skip
+    return [int(each) for each in found]

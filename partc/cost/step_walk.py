@@ -10,6 +10,7 @@ graph leaves out are walked as often as they run.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from partc.cost.record_events import record_phases
 from partc.cost.roofline import Clock, Spent
@@ -77,18 +78,22 @@ def step_seconds(step: StepEvents, mesh: Mesh) -> float:
     return sum(spent.seconds for spent in step_times(step, mesh).values())
 
 
-def walk_phases(step: StepEvents, mesh: Mesh) -> dict[Phase, Spent]:
+def walk_phases(
+    step: StepEvents, mesh: Mesh, clock_of: Callable[[str], Clock] | None = None
+) -> dict[Phase, Spent]:
     """The time of each phase of a pipeline stage; each phase starts with idle streams.
 
-    ``mesh`` has all axes, ``pp`` too: which links an axis crosses depends on all axes.
+    ``mesh`` has all axes, ``pp`` too: which links an axis crosses depends on all axes. ``clock_of``
+    makes the clock of a phase, which may record the time line too.
     """
     walks: dict[str, _Walk] = {}
     spent: dict[Phase, Spent] = {}
     for ran in step.unrolled():
-        for event in ran.run.events:
+        for event, site in ran.events():
             phase: Phase = event.phase  # type: ignore[assignment]
-            walk = walks.setdefault(phase, _Walk(step, Clock(mesh)))
-            walk.run(event, spent.setdefault(phase, Spent()))
+            if phase not in walks:
+                walks[phase] = _Walk(step, clock_of(phase) if clock_of else Clock(mesh))
+            walks[phase].run(event, spent.setdefault(phase, Spent()), site)
     return spent
 
 

@@ -22,6 +22,7 @@ from partc.plan.decided import Sends, Sizes, decided_lines, number_text
 from partc.plan.field_kinds import plan_error
 from partc.plan.local_steps import LocalSteps
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
+from partc.plan.plan_html import plan_html
 from partc.plan.plan_text import (
     escape,
     list_lines,
@@ -282,6 +283,9 @@ class Plan:
     def sharding(self, cuts: Cuts) -> Sharding:
         assert self.mesh is not None
         return Sharding.of(cuts, layout_mesh(self.mesh, self.microbatches))
+
+    def _repr_html_(self) -> str:
+        return plan_html(str(self))
 
     def __str__(self) -> str:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""

@@ -247,6 +247,8 @@ class Program(NotAStage):
         return start_stage(self, device, mesh, choices)
 
     forward_batch = cached_property(ForwardBatch)
+    _repr_html_ = shown.program_html
+    picture = shown.picture
     report = shown.report
     data_world = property(reads_rows.data_world)
     data_rank = reads_rows.data_rank

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from partc.cost.cost_html import cost_html
 from partc.errors import LoadError, PartcError, UsageError
 
 
@@ -25,6 +26,13 @@ class SeveralNumbers:
             why="it has seconds, bytes and FLOPs",
             do='Take one of program.cost.as_json(): ["prediction"]["seconds"].',
         )  # fmt: skip
+
+    def as_json(self) -> Any:
+        """The numbers as plain data."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return cost_html(self.as_json())
 
 
 @dataclass(frozen=True)

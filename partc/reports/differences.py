@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +25,7 @@ from partc.reports.changes import (
     toml_of,
     unified,
 )  # fmt: skip
-from partc.reports.numbers_of import FULLEST, STEP, message_bytes, peaks, seconds, transfers
+from partc.reports.numbers_of import message_bytes, peaks, seconds, transfers
 
 ROLES = "roles"
 MOST = 20  # tensors of a model that are named
@@ -37,7 +37,6 @@ class Differences:
 
     rows: tuple[Difference, ...]
     sources: Mapping[str, tuple[str, ...]]
-    head: tuple[str, ...] = ()  # step, peak and bytes, which are told of equal programs too
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -48,22 +47,6 @@ class Differences:
             lines += [f"{topic if i == 0 else '':<10} {row}" for i, row in enumerate(rows)]
         shown = [line for each in self.sources.values() for line in each]
         return "\n".join([*lines, *([""] if shown else []), *shown]) or "no difference"
-
-    def told(self, source: bool, width: int) -> list[str]:
-        """Lines for a terminal: step, peak, bytes; then what differs, each in one line of the
-        width; with ``source`` the lines of the files, else how many differ.
-        """
-        if not self:
-            return ["no difference"]
-        rows = [row for row in self.rows if row.topic != ROLES or "," not in row.what]
-        lines = str(replace(self, rows=(*rows,), sources={})).splitlines() if rows else []
-        counts = [_count(name, each) for name, each in self.sources.items()]
-        counts = [f"{'text' if i == 0 else '':<10} {each}" for i, each in enumerate(counts)]
-        cut = (x if len(x) <= width else f"{x[: max(width - 3, 0)]}..." for x in (*lines, *counts))
-        more = ["", *(line for each in self.sources.values() for line in each)] if source else []
-        if counts and not source:
-            more = ["", "the lines themselves: --source"]
-        return [*self.head, "", *cut, *more] if self.head else [*cut, *more]
 
     def as_json(self) -> dict[str, Any]:
         """Topic -> what -> [old, new]; ``sources``: the lines of each file that differ."""
@@ -87,42 +70,7 @@ def differences(old: Program, new: Program, folders: tuple[str, str]) -> Differe
         found = differences(one, other, (f"{folders[0]}/{place}", f"{folders[1]}/{place}"))
         rows += [Difference(f"{place}, {r.topic}", r.what, r.old, r.new) for r in found.rows]
         sources |= {f"{place}/{name}": lines for name, lines in found.sources.items()}
-    return Differences(tuple(rows), sources, tuple(_head(old, new)))
-
-
-def _count(name: str, lines: Sequence[str]) -> str:
-    """``stage0.py: 3 lines gone, 4 new``, from the lines of a unified diff."""
-    body = [x for x in lines if not x.startswith(("---", "+++"))]
-    gone, come = (sum(x.startswith(mark) for x in body) for mark in "-+")
-    return f"{name}: {counted(gone, 'line')} gone, {come} new"
-
-
-def _head(old: Program, new: Program) -> Iterator[str]:
-    """``step 10.58 s -> 10.22 s (-3.4%)``, and alike of the memory and of all bytes sent."""
-    stages = "  (a microbatch, all stages)" if old.schedule or new.schedule else ""
-    steps = [seconds(program).get(STEP) for program in (old, new)]
-    yield from _compared("step", steps[0], steps[1], "s")
-    yield from _compared("peak", peaks(old).get(FULLEST), peaks(new).get(FULLEST), "B")
-    for line in _compared("sent", _all_sent(old), _all_sent(new), "B"):
-        yield line + stages
-
-
-def _compared(what: str, old: float | None, new: float | None, unit: str) -> Iterator[str]:
-    if old is None and new is None:
-        return
-    texts = [_number(each, unit) for each in (old, new)]
-    more = f" ({new / old - 1:+.1%})" if old and new is not None and new != old else ""
-    same = old == new
-    yield f"{what:<10} {texts[0]}, the same" if same else f"{what:<10} {' -> '.join(texts)}{more}"
-
-
-def _all_sent(program: Program) -> float | None:
-    """Bytes that a rank sends in a step (of a pipeline: all stages, in a microbatch)."""
-    found = transfers(program)
-    if not program.basis.tapes:
-        return None
-    stages = (program.cost.as_json() or {}).get("stages", ())
-    return sum(sent for _, sent in found.values()) + sum(int(x["sent_bytes"]) for x in stages)
+    return Differences(tuple(rows), sources)
 
 
 # model, plan, machine -------------------------------------------------------------------------
@@ -184,12 +132,13 @@ def _grown(
     """A number that differs, with how much more or less it is."""
     if old == new:
         return
-    texts = [_number(each, unit) for each in (old, new)]
+    texts = [number_text(each, unit) for each in (old, new)]
     more = f" ({new / old - 1:+.1%})" if old and new else ""
     yield Difference(topic, what, texts[0], texts[1] + more)
 
 
-def _number(number: float | None, unit: str) -> str:
+def number_text(number: float | None, unit: str) -> str:
+    """Seconds or bytes as text; ``none`` for None."""
     if number is None:
         return NONE
     return time_text(number) if unit == "s" else amount(int(number), unit)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from partc.amounts import amount, time_text
+from partc.cost.cost_parts import peak_memory
 from partc.cost.prediction import Prediction
 from partc.machines.objective import Objective, per_million
 from partc.machines.topology import Topology
@@ -184,6 +185,11 @@ def explain_program(program: Program) -> Explanation:
     )
 
 
+def explain_program_memory(program: Program) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """The peak of the program's fullest rank, and what it holds there, largest first."""
+    return peak_memory(program.cost.as_json() or {})
+
+
 def _prices(step: Prediction, topology: Topology) -> dict[str, float]:
     """The price of a million tokens, in kWh and in $, where the device's file has the data."""
     units: dict[str, Objective] = {"kWh": "energy", "$": "dollars"}
@@ -192,25 +198,6 @@ def _prices(step: Prediction, topology: Topology) -> dict[str, float]:
         for unit, objective in units.items()
     }
     return {unit: price for unit, price in prices.items() if price is not None}
-
-
-def peak_memory(cost: Mapping[str, Any]) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """The peak of the rank that needs most memory, and what it holds there, largest first."""
-    if "ranks" in cost:
-        rank = max(cost["ranks"], key=lambda each: each["peak_bytes"])
-        state = {name: rank[name] for name in ("params", "optimizer", "buffers_and_inputs")}
-        live, peak = rank["holders"], rank["peak_bytes"]
-    elif "state_bytes" in cost:
-        held = cost["state_bytes"]
-        state = {name: held[name] for name in ("params", "optimizer", "buffers", "inputs")}
-        live, peak = cost["holders"].items(), cost["peak_bytes"]
-    else:
-        return 0, ()
-    names = {"params": "parameters", "optimizer": f"states of {cost['optimizer']}",
-             "buffers_and_inputs": "buffers and inputs"}  # fmt: skip
-    kept = [(names.get(name, name), size) for name, size in state.items()]
-    holders = [(who, size) for who, size in (*kept, *map(tuple, live)) if size]
-    return peak, tuple(sorted(holders, key=lambda holder: -holder[1]))
 
 
 def _more(ratio: float) -> str:

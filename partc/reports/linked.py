@@ -8,8 +8,9 @@ What does not pair has line 0, and no guess.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from partc.cost.roofline import BLOCKS, COMPUTE, Box
@@ -18,8 +19,9 @@ from partc.dryrun.program_trace import CALL, MESSAGES, Done, ProgramTrace
 from partc.graph.folds import list_member
 from partc.reports.step_streams import Wait
 
-AHEAD = 96  # calls of the program that may stand between those of two bars
-BACK = 16  # calls that an expression of several may make earlier than the graph has them
+AHEAD = 48  # of the user's calls that may stand between those of two bars
+INSIDE = 6  # of them that are near: one of these may be a statement around a call
+BACK = 8  # of them that an expression of several may make earlier than the graph has them
 NO_LINE = 0
 
 
@@ -101,16 +103,62 @@ def _lines(boxes: Sequence[Box], starts: Sequence[Done]) -> list[int]:
 def _walk(boxes: Sequence[Box], calls: Sequence[Done]) -> list[tuple[int, int]]:
     """The line of each box of computing, and the index of the call that pairs with it.
 
-    A box without one has line 0 and the index of the box before.
+    A box without one has line 0 and the index of the box before. Calls that follow each other for
+    one call of the user count as one run: a helper that packs messages makes hundreds. A copy that
+    no line of the user asks for has a module alone, and leads no further.
     """
+    runs = _runs(calls)
     found, at = [], 0
     for box in boxes:
-        near = [*range(at, min(at + AHEAD, len(calls))), *range(at - 1, max(at - BACK, -1), -1)]
-        same = (k for k in near if box.site != NOWHERE and calls[k].site == box.site)
-        here = next(same, None)
-        at = at if here is None else max(at, here)
-        found.append((NO_LINE if here is None else calls[here].line, at))
-    return found
+        here = _pair(box, calls, runs, at)
+        if here is not None and box.site.source:
+            at = max(at, here)
+        line = NO_LINE if here is None else calls[runs[here][0]].line
+        found.append((line, runs[at][0] if runs else 0))
+    return [*_filled(boxes, found)]
+
+
+def _pair(box: Box, calls: Sequence[Done], runs: Sequence[tuple[int, int]], at: int) -> int | None:
+    """The run that makes a box's call: first one near, then a statement around it, then one far."""
+    if box.site == NOWHERE:
+        return None
+    ahead = range(at, min(at + AHEAD, len(runs)))
+    same = [k for k in ahead if calls[runs[k][0]].site == box.site]
+    if same and same[0] < at + INSIDE:
+        return same[0]
+    around = (k for k in ahead[:INSIDE] if _is_inside(box, calls, runs[k]))
+    back = (k for k in range(at - 1, max(at - BACK, -1), -1) if calls[runs[k][0]].site == box.site)
+    return next(chain(around, back, same), None)
+
+
+def _runs(calls: Sequence[Done]) -> list[tuple[int, int]]:
+    """The calls that follow each other for one call of the user: the first, and behind the last."""
+    firsts = [k for k, each in enumerate(calls) if not k or calls[k - 1].site != each.site]
+    return [*zip(firsts, [*firsts[1:], len(calls)], strict=True)]
+
+
+def _is_inside(box: Box, calls: Sequence[Done], run: tuple[int, int]) -> bool:
+    """Whether a statement makes a box's call inside of an expression, which has the place of its
+    last call: it is of the same module, and calls the same op.
+    """
+    first, last = run
+    if calls[first].site.module != box.site.module:
+        return False
+    return any(each.name.startswith(f"{box.name}.") for each in calls[first:last])
+
+
+def _filled(boxes: Sequence[Box], found: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Boxes without a line that stand between two of one line, all of one module, have it too."""
+    after = [NO_LINE] * len(found)  # the line of the next box of the module that has one
+    for i in range(len(found) - 2, -1, -1):
+        if boxes[i].site.module == boxes[i + 1].site.module:
+            after[i] = found[i + 1][0] or after[i + 1]
+    before = NO_LINE
+    for i, (line, at) in enumerate(found):
+        if i and boxes[i].site.module != boxes[i - 1].site.module:
+            before = NO_LINE
+        yield (line or (before if before == after[i] else NO_LINE)), at
+        before = line or before
 
 
 def _waited(box: Box, waits: Sequence[Wait]) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from partc.cost.roofline import COMPUTE as COMPUTING
 from partc.cost.roofline import Box
 from partc.dryrun.program_trace import CALL, START, TURN, TURNED, Done, ProgramTrace, program_trace
-from partc.plan.mesh import PP
+from partc.plan.mesh import PP, Mesh
 from partc.program import Program
+from partc.reports.action_calls import MOST_BARS, Inside, Turn, insides, turns_of
 from partc.reports.linked import NO_LINE, Bar, Point
 from partc.reports.saved_step import SavedStep, saved_step
 from partc.reports.timeline import RANKS, TRANSFERS, Stream, Timeline, held_lines
@@ -24,8 +26,8 @@ from partc.schedules.queues import operation
 METHOD_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 WORDS = {SEND: "send", RECEIVE: "receive", STARTS: "collective"}
 OPTIMIZER = "optimizer"
+_MESSAGES = ((SEND, "send"), (RECEIVE, "receive"))
 NEIGHBOURS = 2  # of a pipeline rank, at most
-Turn = tuple[int, str, int]  # which of the rank's stages, method, microbatch
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,62 @@ def pipeline_timeline(program: Program) -> Timeline:
     ranks = [*_ranks(program, saved, fullest)]
     most, cost = ranks[fullest], saved.cost.ranks[fullest]
     role = program.role(program.mesh.first_rank(fullest))
+    within = _insides(most)
     return Timeline(
         file=most.file,
-        streams=tuple(stream for rank in ranks for stream in _streams(rank)),
+        streams=tuple(
+            stream
+            for rank in ranks
+            for stream in (*_streams(rank), *(_inside(rank, within) if rank is most else ()))
+        ),
         curve=tuple(_curve(most)),
         kept_bytes=cost.peak_bytes - cost.live,
         holders=tuple(held_lines(most.trace, role, program.sources[most.file])),
-        orders_agree=True,
+        orders_agree=all(map(_messages_pair, ranks)) and _calls_pair(within),
         moved={axis: _moved(most.trace, axis) for axis in program.mesh.names},
         memory_of=f"pipeline rank {fullest}",
     )
+
+
+def _insides(rank: _Rank) -> dict[int, dict[str, Inside]]:
+    """For each stage of a rank what its actions do, by their kind."""
+    program, turns = rank.program, turns_of(rank.trace)
+    mesh = Mesh(program.mesh.axes, program.basis.topology()).at_place(rank.number)
+    stages = rank.saved.step.schedule.stages_of(rank.number)
+    return {
+        stage: insides(
+            program.basis.tapes[stage], mesh, turns.get(place, {}), rank.trace, METHOD_OF
+        )
+        for place, stage in enumerate(stages)
+    }
+
+
+def _inside(rank: _Rank, within: Mapping[int, Mapping[str, Inside]]) -> Iterator[Stream]:
+    """The calls of a rank's actions, and a row of transfers for each axis that has any."""
+    bars: list[Bar] = []
+    for action, begin, end in rank.actions():
+        found = within[action.stage].get(action.kind)
+        if found and len(bars) + len(found.step.bars) <= MOST_BARS:
+            bars += found.at(begin, end)
+    names = dict.fromkeys(bar.box.stream for bar in bars)
+    for name in sorted(names, key=lambda stream: (stream != COMPUTING, stream)):
+        own = tuple(bar for bar in bars if bar.box.stream == name)
+        if name == COMPUTING:
+            yield Stream("calls", COMPUTING, rank.file, own)
+        else:
+            yield Stream(f"over {name}", TRANSFERS, rank.file, own, name)
+
+
+def _messages_pair(rank: _Rank) -> bool:
+    """Whether as many messages are simulated as the program sends and receives."""
+    lines, events = _message_lines(rank), rank.saved.step.programs[rank.number].events
+    codes = [code for code, _ in events]
+    return all((word, 0) in lines for code, word in _MESSAGES if code in codes)
+
+
+def _calls_pair(within: Mapping[int, Mapping[str, Inside]]) -> bool:
+    """Whether the transfers inside of all actions are in the order of the program's lines."""
+    return all(each.step.orders_agree for stage in within.values() for each in stage.values())
 
 
 def _ranks(program: Program, saved: SavedStep, fullest: int) -> Iterator[_Rank]:
@@ -153,7 +201,7 @@ def _message_lines(rank: _Rank) -> Mapping[tuple[str, int], int]:
     """
     found: dict[tuple[str, int], int] = {}
     events = rank.saved.step.programs[rank.number].events
-    for code, word in ((SEND, "send"), (RECEIVE, "receive")):
+    for code, word in _MESSAGES:
         started = [each for each in rank.trace.done if each.kind == START and each.name == word]
         mine = [each for each in started if each.axis not in rank.trace.sizes or each.axis == PP]
         num = sum(event[0] == code for event in events)

@@ -11,26 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from partc.amounts import time_text
+from partc.cost.cost_parts import waterfall
 from partc.cost.memory_limit import usable
 from partc.cost.prediction import Prediction
 from partc.errors import UsageError
 from partc.plan.mesh import Mesh
+from partc.plan.plan_keys import MEANINGS
 from partc.program import Program
 from partc.reports.explanation import Explanation, explain_program
 from partc.reports.pipeline_timeline import pipeline_timeline
-from partc.reports.plan_keys import MEANINGS
 from partc.reports.timeline import Timeline, timeline_of
 
 SCHEMA = 1
-OPTIMIZER = "optimizer"
 Json = dict[str, Any]
-WORDS = {
-    "arithmetic": "arithmetic",
-    "memory": "bound by memory",
-    "launches": "launches of kernels",
-    "bubble": "pipeline's bubble",
-    "optimizer": "optimizer",
-}
 
 
 def report_data(program: Program, where: str = "program") -> Json:
@@ -86,23 +79,6 @@ def _numbers(program: Program, mesh: Mesh, why: Explanation, step: Prediction) -
         "ranks": program.mesh.num_ranks,
         "lines": sum(text.count("\n") for text in program.sources.values()),
     }
-
-
-def waterfall(step: Prediction) -> list[Json]:
-    """What the step consists of, in seconds that add up to the step."""
-    names = list(dict.fromkeys(name for phase in step.phases for name in phase.parts))
-    order = ("arithmetic", "memory", "launches")
-    names.sort(key=lambda name: order.index(name) if name in order else len(order))
-    own = [phase for phase in step.phases if phase.name != OPTIMIZER]
-    sums = {name: sum(phase.parts.get(name, 0.0) for phase in own) for name in names}
-    rows = [{"part": name, "seconds": seconds} for name, seconds in sums.items() if seconds]
-    ends = sum(phase.seconds for phase in step.phases if phase.name == OPTIMIZER)
-    return [*rows, *([{"part": OPTIMIZER, "seconds": ends}] if ends else [])]
-
-
-def part_text(name: str) -> str:
-    """A part of the step as readers know it; an axis is what computing waits for."""
-    return WORDS.get(name, f"waits for {name}")
 
 
 def verdict(bounds: Sequence[Json], step: Prediction, alternatives: Json | None) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 import jinja2
 
 from partc.amounts import amount, counted, time_text
-from partc.reports.report_data import Json, part_text
+from partc.cost.cost_parts import part_text
+from partc.reports.report_data import Json
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("partc.reports"),

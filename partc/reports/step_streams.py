@@ -63,6 +63,7 @@ class Panel:
     """A span of the step with its rows of bars by label.
 
     ``names_work``: the bars of the first row are labelled by kinds of work, such as ``matmul``.
+    ``notes``: what stands below the caption; None: how much of each kind of transfer is hidden.
     """
 
     caption: str
@@ -70,6 +71,7 @@ class Panel:
     end_s: float
     rows: dict[str, list[Bar]]
     names_work: bool
+    notes: tuple[str, ...] | None = None
 
 
 def panels(boxes: Sequence[Box], waits: Sequence[Wait]) -> Iterator[Panel]:

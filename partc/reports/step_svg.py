@@ -11,6 +11,7 @@ from html import escape
 
 from partc.amounts import time_text
 from partc.cost.prediction import Prediction
+from partc.drawing import LETTER, page
 from partc.errors import UsageError
 from partc.machines.what_if import Change
 from partc.program import Program
@@ -22,7 +23,6 @@ from partc.schedules.picture import time_axis
 LEFT, RIGHT, WIDE = 70, 20, 870  # pixels: of labels, of margin, of the longest panel
 ROW, GAP, HEAD, AXIS = 24, 4, 48, 34  # of a row, below it, a panel's caption, its time axis
 TOP = 52  # of title and legend
-LETTER = 6.2  # pixels of a letter in a box
 MS_PER_S = 1e3
 LEGEND = {  # colour and meaning of what streams do
     streams.FORWARD: ("#7fb2e5", "forward"),
@@ -33,11 +33,6 @@ LEGEND = {  # colour and meaning of what streams do
     streams.HIDDEN: ("#f0d9a8", "transfer, hidden behind computing"),
     streams.EXPOSED: ("#e0483e", "transfer that computing waits for"),
 }
-STYLE = (
-    "text{fill:#1f2328}.in{fill:#14181d;text-anchor:middle;font-size:11px}"
-    ".small{font-size:11px}.line{stroke:#8b949e;fill:none}.page{fill:#fff}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.in{fill:#14181d}.page{fill:#0d1117}}"
-)
 
 
 def step_svg(
@@ -70,16 +65,10 @@ def picture(panels: Sequence[Panel], title: str, verdict: str) -> str:
     for panel, scale in zip(panels, scales, strict=True):
         parts += _drawn(panel, y, scale)
         y += HEAD + len(panel.rows) * (ROW + GAP) + AXIS
-    width = LEFT + WIDE + RIGHT
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
-        f'viewBox="0 0 {width} {y}" font-family="sans-serif" font-size="12" role="img">'
-    )
-    about = [f"<title>{escape(title)}. {escape(verdict)}</title>", f"<style>{STYLE}</style>"]
-    page = f'<rect class="page" width="{width}" height="{y}"/>'
     heading = f'<text x="10" y="20"><tspan font-weight="bold">{escape(title)}.</tspan> '
     heading += f"{escape(verdict)}</text>"
-    return "\n".join([head, *about, page, heading, *_legend(), *parts, "</svg>"]) + "\n"
+    body = [heading, *_legend(), *parts]
+    return page(LEFT + WIDE + RIGHT, y, f"{title}. {verdict}", body)
 
 
 def _verdict(step: Prediction) -> str:
@@ -106,7 +95,7 @@ def _legend() -> Iterator[str]:
 def _drawn(panel: Panel, top: int, scale: float) -> Iterator[str]:
     """A panel's caption, rows and time axis."""
     yield f'<text x="10" y="{top + 20}" font-weight="bold">{escape(panel.caption)}</text>'
-    notes = "; ".join(streams.hidings(panel))
+    notes = "; ".join(streams.hidings(panel) if panel.notes is None else panel.notes)
     yield f'<text class="small" x="10" y="{top + 37}">{escape(notes)}</text>'
     for number, (label, bars) in enumerate(panel.rows.items()):
         y = top + HEAD + number * (ROW + GAP)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from partc.amounts import amount, counted, time_text
+from partc.cost.cost_parts import part_text, peak_memory, waterfall
 from partc.machines.topology import Topology
 from partc.machines.topology_text import shipped
 from partc.program import Program
-from partc.reports.explanation import Explanation, columns, peak_memory
-from partc.reports.report_data import part_text, verdict, waterfall
+from partc.reports.explanation import Explanation, columns
+from partc.reports.report_data import verdict
 
 BAR = 24  # characters of the longest bar of a waterfall
 

@@ -85,7 +85,7 @@ class Timeline:
         }  # fmt: skip
 
     def _memory(self) -> Json:
-        points = _thinned(self.curve, MOST_POINTS)
+        points = thinned(self.curve, MOST_POINTS)
         return {
             "at_ns": _steps([point.at_s for point in points]),
             "bytes": [point.num_bytes + self.kept_bytes for point in points],
@@ -204,7 +204,7 @@ def _steps(times: Sequence[float]) -> list[int]:
     return [now - before for now, before in zip(whole, [0, *whole], strict=False)]
 
 
-def _thinned(curve: Sequence[Point], most: int) -> list[Point]:
+def thinned(curve: Sequence[Point], most: int) -> list[Point]:
     """A curve with few points, of which each has the most bytes of those it stands for."""
     each = -(-len(curve) // most) if curve else 1
     parts = (curve[i : i + each] for i in range(0, len(curve), each))

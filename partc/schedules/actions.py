@@ -79,6 +79,12 @@ class Schedule:
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, order)) for order in self.orders)
 
+    def _repr_html_(self) -> str:
+        """The schedule as a picture, where every forward takes as long as half a backward."""
+        from partc.schedules.picture import schedule_html
+
+        return schedule_html(self)
+
 
 def looped(ranks: int, chunks: int) -> tuple[int, ...]:
     """The rank of every stage if stages are dealt out in turns: stage ``s`` on ``s % ranks``.

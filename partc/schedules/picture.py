@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from html import escape
 from math import floor, log10
 
-from partc.schedules.timing import Timeline
+from partc.drawing import image, label, page
+from partc.schedules.actions import Schedule
+from partc.schedules.timing import Costs, Timeline
+from partc.schedules.timing import timeline as timeline_of
 
 COLOURS = {"F": (111, 168, 255), "I": (95, 200, 150), "W": (244, 178, 102), "B": (200, 150, 235)}
 MEANINGS = {"F": "forward", "I": "input gradient", "W": "weight gradients", "B": "backward"}
 ROW, GAP, LEFT, TOP = 26, 6, 70, 56  # pixels: a rank's row, between rows, around the boxes
 WIDEST = 1800  # pixels for the whole time; up to this the shortest action is 30 pixels wide
 NARROWEST = 720  # pixels for title and legend
+MOST_DRAWN = 150  # actions in a notebook, where a picture of many is too large
 MOST_SLOTS = 1 << 16  # of a grid; with one action far shorter than all others it is rounded
 
 
@@ -84,18 +88,21 @@ def svg(timeline: Timeline) -> str:
         f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
         f"bubble {timeline.bubble:.1%}"
     )
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 34}" '
-        f'viewBox="0 0 {width:.0f} {bottom + 34}" font-family="sans-serif" font-size="12">',
-        "<style>text{fill:#222}.box{fill:#111;text-anchor:middle}.line{stroke:#888}"
-        "@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>",
-        f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
+    body = [
+        label(10, 18, title, "bold"),
         *_legend(timeline),
         *(line for rank in range(schedule.ranks) for line in _boxes(timeline, rank, scale)),
         *time_axis(longest, scale, bottom),
-        "</svg>",
     ]
-    return "\n".join(lines) + "\n"
+    return page(width, bottom + 34, title, body)
+
+
+def schedule_html(schedule: Schedule) -> str:
+    """A schedule as a picture for a notebook; a long one as text."""
+    line = timeline_of(schedule, Costs.even(schedule.stages))
+    if sum(map(len, schedule.orders)) > MOST_DRAWN:
+        return f"<pre>{escape(grid(line))}</pre>"
+    return image(svg(line), grid(line))
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
@@ -125,7 +132,7 @@ def _boxes(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
         )
         if width >= 7 * len(str(action.microbatch)) + 3:
             middle = x + width / 2
-            yield f'<text class="box" x="{middle:.1f}" y="{y + 17}">{action.microbatch}</text>'
+            yield f'<text class="in" x="{middle:.1f}" y="{y + 17}">{action.microbatch}</text>'
 
 
 def time_axis(longest: float, scale: float, y: int) -> Iterator[str]:

@@ -197,6 +197,15 @@ def test_every_option_has_a_help(command: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith(f"usage: partc {command}")
 
 
+def test_what_was_called_a_report_still_is() -> None:
+    import partc
+    from partc.reports.report import ReportPage
+    from partc.verification.report import Report, Verification
+
+    assert partc.Report is partc.ReportPage is ReportPage
+    assert Report is Verification
+
+
 def test_public_names_are_no_modules_names() -> None:
     import partc
 

@@ -280,7 +280,7 @@ def run_script(folder: Path, **environment: str) -> subprocess.CompletedProcess[
 def test_run_py_refuses_a_wrong_world_with_exit_code_2(folder: Path) -> None:
     done = run_script(folder, WORLD_SIZE="3")
     assert done.returncode == 2
-    assert "has 4 ranks, but 3 processes were started" in done.stderr
+    assert "the mesh dp=2 tp=2 has 4 ranks, but 3 processes were started" in done.stderr
 
 
 def test_run_py_refuses_an_edited_role_with_exit_code_2(folder: Path) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 import partc
 from partc.errors import LoadError
 from partc.program import Program
+from partc.reports.difference_lines import difference_lines
 from partc.reports.differences import differences
 from tests.texts import with_role
 
@@ -42,6 +43,23 @@ def test_nothing_differs(fsdp: Program) -> None:
 def test_an_edited_plan_that_is_none(fsdp: Program, text: str, why: str) -> None:
     with pytest.raises(LoadError, match=why):
         differences(fsdp, replace(fsdp, plan=text), ("a", "b"))
+
+
+def test_a_terminal_is_told_step_peak_and_bytes_first(fsdp: Program) -> None:
+    ddp = compiled("ddp")
+    found = differences(fsdp, ddp, ("a", "b"))
+    lines = difference_lines(found, fsdp, ddp, source=False, width=80)
+    assert [line.split()[0] for line in lines[:3]] == ["step", "peak", "sent"]
+    assert " -> " in lines[0]
+    assert lines[4].startswith("plan       preset: fsdp -> ddp")
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "the lines themselves: --source"
+    assert any("stage0.py: " in line and " gone, " in line for line in lines)
+    shown = difference_lines(found, fsdp, ddp, source=True, width=80)
+    assert "--- a/stage0.py" in shown
+    assert found.sources["stage0.py"][-1] in shown
+    same = differences(fsdp, fsdp, ("a", "b"))
+    assert difference_lines(same, fsdp, fsdp, source=True, width=80) == ["no difference"]
 
 
 def test_every_topic_of_two_plans(fsdp: Program) -> None:

@@ -49,7 +49,7 @@ def test_what_no_estimate_knows_has_bounds_and_holders_alone(golden: Golden) -> 
 def test_a_saved_program_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled("open", "auto").save(tmp_path / "b")
     assert str(explain_program(load(tmp_path / "b"))) == str(explained("open", "auto"))
-    assert main(["explain", str(tmp_path / "b")]) == 0
+    assert main(["explain", str(tmp_path / "b"), "--all"]) == 0
     assert str(explained("open", "auto")) in capsys.readouterr().out
     assert main(["explain", str(tmp_path / "b"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["explanation"]

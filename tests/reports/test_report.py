@@ -18,9 +18,9 @@ from partc.cost.sites import NOWHERE
 from partc.dryrun.program_trace import program_trace
 from partc.machines.what_if import Change
 from partc.plan import Plan
+from partc.plan.plan_keys import MEANINGS
 from partc.reports.linked import NO_LINE, linked_step
 from partc.reports.other_machines import stage_step
-from partc.reports.plan_keys import MEANINGS
 from partc.reports.report_page import report_page
 from partc.reports.step_streams import waits_of
 from tests.reports.report_programs import PLANS, compiled

@@ -38,6 +38,16 @@ def test_the_picture_in_the_docs(program: partc.Program, request: pytest.Fixture
     assert ElementTree.fromstring(made).tag.endswith("svg")
 
 
+@pytest.mark.parametrize("of", ["memory", "mesh"])
+def test_other_pictures_in_the_docs(
+    of: str, program: partc.Program, request: pytest.FixtureRequest
+) -> None:
+    made, path = partc.picture(program, of).svg, PICTURE.with_name(f"demo-{of}.svg")
+    if request.config.getoption("--update-golden"):
+        path.write_text(made)
+    assert path.read_text() == made, "run pytest tests/reports --update-golden"
+
+
 def test_red_is_as_long_as_the_exposed_time(program: partc.Program) -> None:
     step = stage_step(program, Change(), "demo")
     whole = next(panels(step.boxes, waits_of(program.basis.tapes[0], step.mesh)))

@@ -1,0 +1,95 @@
+"""Which line of the program a bar of computing has: near, inside of an expression, behind noise."""
+
+from __future__ import annotations
+
+import pytest
+
+from partc.cost.roofline import COMPUTE, Box
+from partc.cost.sites import Site
+from partc.dryrun.program_trace import CALL, Done, ProgramTrace
+from partc.program import Program
+from partc.reports.linked import NO_LINE, linked_step
+from partc.reports.pipeline_timeline import pipeline_timeline
+from partc.reports.timeline import Timeline, timeline_of
+from tests.reports.report_programs import PLANS, compiled
+
+UP, NORM, DOWN = (Site(f"blocks.0.{name}", f"net.py:{i}") for i, name in enumerate("abc"))
+NORM_INSIDE = Site(NORM.module, "net.py:7")
+
+
+def call(name: str, site: Site, line: int, live: int = 0) -> Done:
+    return Done(CALL, name, "", line, site, 0, live, 0, False)
+
+
+def box(name: str, site: Site, begin: float) -> Box:
+    return Box(COMPUTE, name, "", begin, 1.0, site)
+
+
+def lines(boxes: list[Box], done: list[Done]) -> list[int]:
+    trace = ProgramTrace(tuple(done), 0, 0, (), {})
+    return [bar.line for bar in linked_step(boxes, [], trace).bars]
+
+
+def test_hundreds_of_calls_for_one_line_lose_no_place() -> None:
+    done = [call("prim.device", UP, 1)] * 300 + [call("aten.mm", NORM, 2), call("aten.mm", DOWN, 3)]
+    boxes = [box("aten.mm", each, i) for i, each in enumerate((UP, NORM, DOWN))]
+    assert lines(boxes, done) == [1, 2, 3]
+
+
+def test_a_call_inside_of_an_expression_has_its_line() -> None:
+    done = [call("aten.pow.Scalar", NORM, 5), call("aten.mul.Tensor", NORM, 5)]
+    ops = (("aten.pow", NORM_INSIDE), ("aten.sum", NORM_INSIDE), ("aten.mul", NORM))
+    boxes = [box(name, site, i) for i, (name, site) in enumerate(ops)]
+    assert lines(boxes, done) == [5, 5, 5]
+
+
+def test_a_call_that_no_statement_makes_has_no_line() -> None:
+    boxes = [box("aten.exp", NORM_INSIDE, 0), box("aten.mm", UP, 1)]
+    assert lines(boxes, [call("aten.mm.default", UP, 1), call("aten.pow.x", NORM, 5)]) == [0, 1]
+
+
+def test_a_copy_without_a_line_of_the_user_leads_no_further() -> None:
+    """A copy of a module's gathered weights stands long before the module is computed."""
+    copies = Site("norm", "")
+    done = [call("aten.mm", UP, 1), call("aten.mm", DOWN, 2), call("copy", copies, 9)]
+    boxes = [box("copy", copies, 0), box("aten.mm", UP, 1), box("aten.mm", DOWN, 2)]
+    assert lines(boxes, done) == [9, 1, 2]
+
+
+def share(line: Timeline) -> float:
+    bars = [bar for each in line.streams if each.kind == COMPUTE for bar in each.bars]
+    return sum(bar.line != NO_LINE for bar in bars) / len(bars)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_nearly_all_bars_have_a_line(plan: str) -> None:
+    assert share(timeline_of(compiled(plan), plan)) >= 0.95
+
+
+# inside of a pipeline's actions ------------------------------------------------------------------
+def pipeline() -> Program:
+    return compiled("megatron", "pp=2,tp=2", 4)
+
+
+def test_calls_stand_inside_of_the_actions_of_the_fullest_rank() -> None:
+    line = pipeline_timeline(pipeline())
+    assert line.orders_agree
+    number = int(line.memory_of.removeprefix("pipeline rank "))
+    (rank,) = [each for each in line.streams if each.name == f"rank {number}"]
+    calls, moved = ([x for x in line.streams if x.name == name] for name in ("calls", "over tp"))
+    actions = [bar for bar in rank.bars if bar.box.name in "FBIW"]
+    for bar in (*calls[0].bars, *moved[0].bars):
+        assert any(
+            a.box.begin_s - 1e-9 <= bar.box.begin_s and bar.end_s <= a.end_s + 1e-9 for a in actions
+        )
+    for each in actions:  # none is empty
+        assert any(each.box.begin_s <= bar.box.begin_s < each.end_s for bar in calls[0].bars)
+    assert share(line) > 0.95
+    assert all(bar.line for bar in moved[0].bars)
+
+
+def test_messages_that_do_not_pair_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pipeline_timeline(compiled("ddp", "pp=2", 4)).orders_agree
+    neighbours = -1  # so that a program's messages are always too many
+    monkeypatch.setattr("partc.reports.pipeline_timeline.NEIGHBOURS", neighbours)
+    assert not pipeline_timeline(compiled("ddp", "pp=2", 4)).orders_agree
