@@ -105,9 +105,7 @@ def check_name(name: str, *, taken: bool = False) -> str:
     if taken or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UsageError(
             where=f"partc_golden(name={name!r})",
-            what="a second program has this name"
-            if taken
-            else "it cannot be part of a file's name",
+            what="a second program has this name" if taken else "it is no name of a program",
             why="a folder is called so",
             do="Give each program of a test a name of letters, digits, _ and -.",
         )

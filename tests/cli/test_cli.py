@@ -22,8 +22,9 @@ import torch
 
 from partc import __version__
 from partc.cli.main import main
-from partc.cli.models import Sizes, find_model, parameters_on_meta
+from partc.cli.models import find_model
 from partc.cli.options import COMMANDS
+from partc.cli.target import Sizes, parameters_on_meta
 from partc.errors import UsageError
 from tests.example_program import example_batch, example_loss, example_model, example_program
 from tests.patience import patience

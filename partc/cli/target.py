@@ -1,0 +1,72 @@
+"""What a name on the command line stands for: a model, example inputs, a loss; their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from partc.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model, its example inputs and its loss."""
+
+    model: nn.Module
+    inputs: Any  # as ``partc.compile`` takes them
+    loss: Callable[..., Any] | None = None
+    labels: int = 0  # how many of the last inputs only the loss reads
+    note: str = ""  # what a user should know of batch and loss
+
+    def for_inference(self) -> Target:
+        """The model in eval mode, without a loss and the inputs that only the loss reads."""
+        if isinstance(self.inputs, dict):
+            names = [*self.inputs][: len(self.inputs) - self.labels]
+            return Target(self.model.eval(), {name: self.inputs[name] for name in names})
+        inputs = self.inputs[: -self.labels] if self.labels else self.inputs
+        return Target(self.model.eval(), inputs)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The options of the command line for a Hugging Face model; None: not given."""
+
+    batch: int | None = None
+    seq: int | None = None
+    layers: int | None = None
+    dtype: torch.dtype = torch.float32
+    dropout: bool = True
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put parameters that are made inside of the ``with`` on the meta device.
+
+    Buffers keep their values, as the compiler uses those of small tables.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # else a tied weight would become two
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def unknown(name: str, why: str, do: str = "") -> UsageError:
+    return UsageError(
+        where=name,
+        what="does not name a model",
+        why=why,
+        do=do or "Write package.module:callable, hf:llama or another type, or hf:path/config.json.",
+    )
