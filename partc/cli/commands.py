@@ -21,7 +21,7 @@ from partc.cli.said import check_compared, check_explained, check_from_one, size
 from partc.errors import UsageError, explain, visible
 
 if TYPE_CHECKING:
-    from partc.cli.models import Target
+    from partc.cli.target import Target
     from partc.program import Program
     from partc.reports.cost import CostReport
     from partc.verification.report import Report
@@ -41,6 +41,8 @@ def compile_command(args: argparse.Namespace) -> int:
     check_output(args.out, written_files)
     with _progress(f"building {args.model}"):
         target = find_model(args.model, sizes_said(args))
+        if target.note:
+            print(f"  {args.model}: {target.note}", file=sys.stderr, flush=True)
         target = target.for_inference() if args.inference else target
     compiling = f"compiling for {args.mesh}, plan {args.plan}"
     with _progress(compiling), torch.set_grad_enabled(not args.inference):

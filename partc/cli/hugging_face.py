@@ -36,12 +36,8 @@ TASKS = (  # transformers' classes in the order of preference, and their labels
 )
 OF_ENCODERS = (("AutoModelForMaskedLM", TOKENS),)
 OF_BOTH = (("AutoModelForSpeechSeq2Seq", TOKENS), ("AutoModelForSeq2SeqLM", TOKENS))
-SEQUENCE, BATCH, SAMPLES, SHORT = (
-    128,
-    8,
-    16_000,
-    16,
-)  # unless said: tokens, rows, of a sound, of CTC
+SEQUENCE, BATCH = 128, 8  # tokens and rows, unless they are given
+SAMPLES, SHORT = 16_000, 16  # of a sound: numbers, and tokens of its text
 SOUNDS = ("input_values", "input_features")
 MODES = ("pixel_values", "pixel_values_videos", *SOUNDS, "input_ids")  # in the order of a batch
 SHAPE = {  # what configurations call the numbers of a picture
@@ -157,13 +153,7 @@ def _with_batch(model: Any, config: Any, labels: str, sizes: Sizes, name: str) -
     main = model.main_input_name
     names = [each for each in MODES if each in takes] if compares else [main]
     makers = _makers(config, sizes)
-    needed = {
-        n for n, p in takes.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-    }
-    left = [
-        *sorted(needed - {*names, "self", "kwargs", "args"}),
-        *(n for n in names if n not in makers),
-    ]
+    left = sorted(_needed(takes) - {*names}) or [each for each in names if each not in makers]
     if left or not set(names) <= {*takes}:
         raise _no_inputs(name, f"{type(model).__name__} also takes {', '.join(left or names)}")
     try:
@@ -182,6 +172,12 @@ def _with_batch(model: Any, config: Any, labels: str, sizes: Sizes, name: str) -
     if [*batch] == [main, "labels"]:
         return Target(model, tuple(batch.values()), loss, labels=1, note=note)
     return Target(model, batch, loss, labels=int(has_labels), note=note)
+
+
+def _needed(takes: Mapping[str, inspect.Parameter]) -> set[str]:
+    """The names of the arguments that a call may not leave out."""
+    plain = (each for each in takes.values() if each.kind is each.POSITIONAL_OR_KEYWORD)
+    return {each.name for each in plain if each.default is each.empty} - {"self"}
 
 
 def _makers(config: Any, sizes: Sizes) -> Mapping[str, Callable[[], Tensor]]:
