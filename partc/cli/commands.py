@@ -307,6 +307,8 @@ def diff_command(args: argparse.Namespace) -> int:
 
 def _explain_program(args: argparse.Namespace) -> None:
     """Print plan, cost, roles and explanation of a saved program, or one rank's source."""
+    from partc.cli.tp_hint import as_json, hint_text, hints
+    from partc.plan import Plan
     from partc.program import load
     from partc.program.saved_cost import saved_numbers
     from partc.reports.explanation import explain_program
@@ -317,7 +319,10 @@ def _explain_program(args: argparse.Namespace) -> None:
         source = program.source(rank)
         _tell(args, source, {"rank": rank, "file": program.role_of(rank), "source": source})
         return
-    cost = _with_formulas(args, program) if args.model else program.cost
+    target = _target(args, args.what, program) if args.model else None
+    cost = _with_formulas(program, target) if target else program.cost
+    plan = Plan.parse(program.plan)
+    hint = hints(target.model, plan) if target else ()
     roles, first = [], 0
     for num, name in program.roles:
         roles.append(f"ranks {first} to {first + num - 1}: {name}")
@@ -333,7 +338,10 @@ def _explain_program(args: argparse.Namespace) -> None:
             "inputs": {name: [list(s), d] for name, (s, d) in program.inputs.items()},
             "batch": "local" if program.dealt else "global",
         }  # fmt: skip
-        _tell(args, "\n".join([*text, "", program.plan, str(cost), str(why)]), told)
+        if hint:
+            told["suggested"] = as_json(hint)
+        rest = [program.plan, str(cost), str(why), *hint_text(hint, plan)]
+        _tell(args, "\n".join([*text, "", *rest]), told)
 
 
 def _input(program: Program, name: str) -> str:
@@ -347,11 +355,10 @@ def _input(program: Program, name: str) -> str:
     return f"{name} {dtype}{list(shape)} ({piece} on each rank)"
 
 
-def _with_formulas(args: argparse.Namespace, program: Program) -> CostReport:
+def _with_formulas(program: Program, target: Target) -> CostReport:
     """The cost of a saved program with formulas, for which its model is traced again."""
     from partc.cli.formulas import cost_with_formulas
 
-    target = _target(args, args.what, program)
     with _progress("compiling at other sizes"):
         return cost_with_formulas(program, target.model, target.inputs, target.loss)
 

@@ -126,23 +126,44 @@ def _auto_class(transformers: Any, config: Any, name: str) -> tuple[Any, str]:
         found = getattr(transformers, auto, None)
         if found is not None and type(config) in found._model_mapping:
             return found, labels
-    raise _no_inputs(name, f"no class of transformers has {type(config).__name__}")
+    raise _no_inputs(
+        name, f"no class of transformers has {type(config).__name__}", _whole_of(config)
+    )
 
 
 def _no_config(name: str, error: Exception) -> UsageError:
     """The refusal of a configuration with numbers of which no model can be made."""
     said = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    do = "Correct the config.json."
+    if isinstance(error, ImportError):
+        do = "Install what it names."
+    elif not name.endswith(".json") and not Path(name).exists():
+        do = "Its default numbers make no model: name a config.json with others, hf:config.json."
     return UsageError(
         where=f"hf:{name}", what="transformers makes no model of this configuration",
-        why=f"{type(error).__name__}: {said[-1]}", do="Correct the config.json.",
+        why=f"{type(error).__name__}: {said[-1]}", do=do,
     )  # fmt: skip
 
 
-def _no_inputs(name: str, why: str) -> UsageError:
+def _no_inputs(name: str, why: str, do: str = "") -> UsageError:
+    own = "a function of yours that builds model, inputs and loss: package.module:callable."
     return UsageError(
         where=f"hf:{name}", what="partc makes no batch for such a model", why=why,
-        do="Name a function of yours that builds model, inputs and loss: package.module:callable.",
+        do=f"{do} Or name {own}" if do else f"Name {own}",
     )  # fmt: skip
+
+
+def _whole_of(config: Any) -> str:
+    """Which types have a part with this configuration, of those in the same module."""
+    from transformers.models.auto.configuration_auto import (
+        CONFIG_MAPPING_NAMES,
+        model_type_to_module_name,
+    )
+
+    module = type(config).__module__.split(".")[-2]
+    known = (t for t in CONFIG_MAPPING_NAMES if model_type_to_module_name(t) == module)
+    whole = [f"hf:{t}" for t in known if t == module.replace("_", "-") or t == module]
+    return f"It is a part of {whole[0]}: name that." if whole else ""
 
 
 # batch and loss ---------------------------------------------------------------------------------

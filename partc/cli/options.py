@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from partc.cli import commands
+from partc.cli.plan_command import plan_command, plan_options
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 from partc.errors import visible
 from partc.wrong_calls import RENAMED, did_you_mean
@@ -39,6 +40,7 @@ examples:
   partc simulate build/ --svg step.svg --trace step.json
   partc simulate build/ --bandwidth nvlink=x2 --peak x1.5     the same program on other machines
   partc verify build/ --model mypackage.train:setup
+  partc plan --from ds_config.json --devices 8 -o plan.toml    or of Accelerate or torchtitan
   partc calibrate --ranks 4 -o mesh.toml         or on several machines
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
@@ -381,4 +383,5 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "verify": (commands.verify_command, _verify_options),
     "check": (commands.check_command, _check_options),
     "diff": (commands.diff_command, _diff_options),
+    "plan": (plan_command, plan_options),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from partc.errors import UsageError
+
+LARGE = 2**28  # numbers of a tensor: 1 GB of float32
+_MAKERS = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,31 @@ class Sizes:
     dropout: bool = True
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes tensors on the meta device that are too large for anything but a parameter."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if function in _MAKERS and given.get("device") is None and _size(args, given) > LARGE:
+            given["device"] = "meta"
+        return function(*args, **given)
+
+
+def _size(args: Any, given: dict[str, Any]) -> int:
+    """How many numbers a call of torch.empty and its like asks for."""
+    sizes = given.get("size", args[0] if len(args) == 1 else args)
+    sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
+    return math.prod(size for size in sizes if isinstance(size, int))
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Put parameters that are made inside of the ``with`` on the meta device.
 
-    Buffers keep their values, as the compiler uses those of small tables.
+    Buffers keep their values, as the compiler uses those of small tables. Only what is larger than
+    any buffer that models have, such as the experts of a layer in one tensor, is on meta at once.
     """
     register = nn.Module.register_parameter
 
@@ -58,7 +83,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
