@@ -18,7 +18,7 @@ PLACES = re.compile(r"\w*(layer|block|stage)\w*|out_indices")  # lists that may 
 
 def has_depth(config: Any) -> bool:
     """Whether a key of a configuration, or of one inside of it, counts layers."""
-    return any(_counts(part) or _stages(part) for part in _parts(config))
+    return any(_counts(part) or _stages(part) for part in parts_of(config))
 
 
 def set_depth(config: Any, layers: int) -> None:
@@ -27,7 +27,7 @@ def set_depth(config: Any, layers: int) -> None:
     Of several stages each has no more than ``layers``. Lists with an entry for each layer get as
     many entries, and lists of layers' numbers lose those that are gone.
     """
-    for part in _parts(config):
+    for part in parts_of(config):
         if stages := _stages(part):
             for key in stages:
                 now = getattr(part, key)
@@ -41,12 +41,12 @@ def set_depth(config: Any, layers: int) -> None:
             _shorten(part, max(before), layers)
 
 
-def _parts(config: Any) -> Iterator[Any]:
+def parts_of(config: Any) -> Iterator[Any]:
     """A configuration and those inside of it."""
     yield config
     for each in list(vars(config).values()):
         if hasattr(each, "to_diff_dict"):
-            yield from _parts(each)
+            yield from parts_of(each)
 
 
 def _counts(part: Any) -> list[str]:

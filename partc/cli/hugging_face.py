@@ -9,13 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partc.cli.depth import has_depth, set_depth
+from partc.cli.depth import has_depth, parts_of, set_depth
 from partc.cli.hub_names import as_hub
 from partc.cli.target import Sizes, Target, parameters_on_meta, unknown
 from partc.errors import UsageError
@@ -27,6 +29,7 @@ TASKS = (  # transformers' classes in the order of preference, and their labels
     ("AutoModelForImageTextToText", TOKENS),
     ("AutoModelForMultimodalLM", TOKENS),
     ("AutoModelForMaskedLM", TOKENS),
+    ("AutoModelForZeroShotImageClassification", ""),  # which compare pictures with texts
     ("AutoModelForImageClassification", CLASS),
     ("AutoModelForVideoClassification", CLASS),
     ("AutoModelForAudioClassification", CLASS),
@@ -58,7 +61,7 @@ def find_configured(name: str, sizes: Sizes, values: bool) -> Target:
         ) from None  # fmt: skip
     config = _config(transformers, name)
     _set_layers(config, name, sizes.layers)
-    _settle(config)
+    settled = _settle(config)
     auto, labels = _auto_class(transformers, config, name)
     torch.manual_seed(0)
     try:
@@ -66,7 +69,9 @@ def find_configured(name: str, sizes: Sizes, values: bool) -> Target:
             model = auto.from_config(config).to(sizes.dtype).train()
     except Exception as error:
         raise _no_config(name, error) from error
-    return _with_batch(model, config, labels, sizes, name)
+    target = _with_batch(model, config, labels, sizes, name)
+    notes = "; ".join(each for each in (settled, target.note) if each)
+    return replace(target, note=notes)
 
 
 def _config(transformers: Any, name: str) -> Any:
@@ -102,9 +107,11 @@ def _set_layers(config: Any, name: str, layers: int | None) -> None:
         raise _no_config(name, error) from error
 
 
-def _settle(config: Any) -> None:
-    """What a training step needs and a configuration leaves open: no cache, and the tokens with
-    which an encoder's labels become a decoder's inputs.
+def _settle(config: Any) -> str:
+    """What a training step needs and a configuration leaves open: no cache, no layers that are left
+    out at random, and the tokens with which an encoder's labels become a decoder's inputs.
+
+    What a user should know of it.
     """
     for each in (config, config.get_text_config()):
         if getattr(each, "use_cache", False):
@@ -113,11 +120,16 @@ def _settle(config: Any) -> None:
         for key in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, key, None) is None:
                 setattr(config, key, getattr(config, "pad_token_id", None) or 0)
+    dropped = [(p, key) for p in parts_of(config) for key in vars(p) if "layerdrop" in key]
+    dropped = [(part, key) for part, key in dropped if getattr(part, key)]
+    for part, key in dropped:
+        setattr(part, key, 0.0)
+    return f"{dropped[0][1]} is 0, as a step has all layers" if dropped else ""
 
 
 def _auto_class(transformers: Any, config: Any, name: str) -> tuple[Any, str]:
     """Which of transformers' classes makes the model, and what its labels are."""
-    tasks = TASKS
+    tasks: tuple[tuple[str, str], ...] = TASKS
     if getattr(config, "is_encoder_decoder", False):
         tasks = (*OF_BOTH, *TASKS)
     elif not getattr(config, "is_decoder", True):
@@ -207,7 +219,7 @@ def _makers(config: Any, sizes: Sizes) -> Mapping[str, Callable[[], Tensor]]:
         "input_ids": lambda: _tokens(config, sizes, sizes.seq or _length(config)),
         "pixel_values": lambda: _images(config, sizes),
         "pixel_values_videos": lambda: _images(config, sizes),
-        **{name: lambda name=name: _sounds(config, sizes, name) for name in SOUNDS},
+        **{name: partial(_sounds, config, sizes, name) for name in SOUNDS},
     }
 
 
@@ -243,9 +255,11 @@ def _sounds(config: Any, sizes: Sizes, name: str) -> Tensor:
 
     generator = torch.Generator().manual_seed(1)
     waves = torch.randn(sizes.batch or BATCH, SAMPLES, generator=generator)
+    if channels := _number_of(config, "audio_channels"):
+        waves = waves.unsqueeze(1).repeat(1, channels, 1)
     with suppress(KeyError, ImportError):  # without one the model takes the sound itself
         extract = FEATURE_EXTRACTOR_MAPPING[type(config)]()
-        rows = [wave.numpy() for wave in waves]
+        rows = [wave.squeeze(0).T.numpy() for wave in waves]
         found = extract(rows, sampling_rate=extract.sampling_rate, return_tensors="pt")
         waves = found[name]
     return waves.to(sizes.dtype)

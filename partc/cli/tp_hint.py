@@ -60,7 +60,7 @@ def hint_text(found: tuple[Hint, ...], plan: Plan) -> list[str]:
     """The comparison as lines: how many are the same, then those that are not."""
     if not found:
         return []
-    if AXIS not in dict(plan.mesh or {}):
+    if AXIS not in dict(plan.mesh.axes if plan.mesh else ()):
         return [
             f"transformers suggests shards over tp for {len(found)} modules; the mesh has no tp"
         ]

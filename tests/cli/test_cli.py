@@ -297,8 +297,8 @@ def test_a_path_that_cannot_be_written_is_an_error_not_a_traceback(
         ("tests.example_program:example_model", "without example inputs"),
         ("hf:nothing", "nothing"),
         ("hf:no/config.json", "no/config.json"),
-        ("hf:clip", "num_channels"),
-        ("hf:sam", "SamConfig fits none of"),
+        ("hf:sam2_video", "inference_session"),
+        ("hf:clipseg_vision_model", "It is a part of hf:clipseg"),
     ],
 )
 def test_names_that_are_no_model_are_explained(name: str, why: str) -> None:

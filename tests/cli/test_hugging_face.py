@@ -78,6 +78,7 @@ def test_the_depth_of_a_type(kind: str, depths: dict[str, Any]) -> None:
     set_depth(config, 3)
     for key, depth in depths.items():
         found = getattr(config, key)
+        found = list(found) if isinstance(found, tuple) else found
         assert (len(found) if key == "layer_types" else found) == depth
 
 

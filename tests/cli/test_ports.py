@@ -45,6 +45,10 @@ enable = true
 """
 
 
+def axes(plan: Plan) -> dict[str, int]:
+    return dict(plan.mesh.axes) if plan.mesh else {}
+
+
 def read(folder: Path, name: str, text: str, devices: int | None = None) -> tuple[Draft, Plan]:
     (folder / name).write_text(text, encoding="utf-8")
     draft = read_config(folder / name, devices)
@@ -64,7 +68,7 @@ def read(folder: Path, name: str, text: str, devices: int | None = None) -> tupl
 def test_accelerate(tmp_path: Path, strategy: str, preset: str, mesh: dict[str, int]) -> None:
     pytest.importorskip("yaml")
     draft, plan = read(tmp_path, "a.yaml", ACCELERATE.format(strategy=strategy))
-    assert (plan.preset, dict(plan.mesh or {}), plan.recompute) == (preset, mesh, "block")
+    assert (plan.preset, axes(plan), plan.recompute) == (preset, mesh, "block")
     assert draft.tool == "Accelerate"
     assert draft.left_out == ["precision bf16"]
     assert len(draft.told) == 8
@@ -76,7 +80,7 @@ def test_accelerate_by_axes(tmp_path: Path) -> None:
     rows = [f"  parallelism_config_{name}: {size}" for name, size in names.items()]
     text = "\n".join(["num_processes: 16", "distributed_type: FSDP", "parallelism_config:", *rows])
     _, plan = read(tmp_path, "a.yaml", text)
-    assert dict(plan.mesh or {}) == {"dp_replicate": 2, "dp_shard": 2, "tp": 4}
+    assert axes(plan) == {"dp_replicate": 2, "dp_shard": 2, "tp": 4}
     assert plan.preset == "hsdp+megatron"
     with pytest.raises(UsageError, match=r"24 devices: .* have 16 ranks"):
         read(tmp_path, "a.yaml", text.replace("16", "24"))
@@ -85,7 +89,7 @@ def test_accelerate_by_axes(tmp_path: Path) -> None:
 def test_deepspeed(tmp_path: Path) -> None:
     draft, plan = read(tmp_path, "ds.json", json.dumps(DEEPSPEED), devices=8)
     assert (plan.preset, plan.microbatches, plan.bucket_mb) == ("fsdp", 4, 200)
-    assert dict(plan.mesh or {}) == {"dp": 8}
+    assert axes(plan) == {"dp": 8}
     assert draft.left_out == ["bf16"]
     assert "the Trainer fills it in" in draft.told['gradient_clipping = "auto"']
     _, open_mesh = read(tmp_path, "ds.json", json.dumps(DEEPSPEED))
@@ -96,7 +100,7 @@ def test_torchtitan(tmp_path: Path) -> None:
     _, plan = read(tmp_path, "t.toml", TORCHTITAN, devices=16)
     assert (plan.preset, plan.schedule) == ("fsdp+megatron-sp", "interleaved-1f1b")
     assert (plan.recompute, plan.compile) == ("block", "inductor")
-    assert dict(plan.mesh or {}) == {"pp": 2, "dp": 4, "tp": 2}
+    assert axes(plan) == {"pp": 2, "dp": 4, "tp": 2}
     for devices, why in ((None, "leave the data axis open"), (6, "no multiple of the 4 ranks")):
         with pytest.raises(UsageError, match=why):
             read(tmp_path, "t.toml", TORCHTITAN, devices)
