@@ -7,6 +7,7 @@ takes, what its configuration says. No type is known by its name.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -32,14 +33,15 @@ TASKS = (  # transformers' classes in the order of preference, and their labels
     ("AutoModelForZeroShotImageClassification", ""),  # which compare pictures with texts
     ("AutoModelForImageClassification", CLASS),
     ("AutoModelForVideoClassification", CLASS),
-    ("AutoModelForAudioClassification", CLASS),
     ("AutoModelForCTC", TOKENS),
+    ("AutoModelForAudioClassification", CLASS),
     ("AutoModelForSequenceClassification", CLASS),
     ("AutoModel", ""),
 )
 OF_ENCODERS = (("AutoModelForMaskedLM", TOKENS),)
 OF_BOTH = (("AutoModelForSpeechSeq2Seq", TOKENS), ("AutoModelForSeq2SeqLM", TOKENS))
 SEQUENCE, BATCH = 128, 8  # tokens and rows, unless they are given
+AT_RANDOM = re.compile("layer_?drop$|apply_spec_augment")  # by which parts of a step are left out
 SAMPLES, SHORT = 16_000, 16  # of a sound: numbers, and tokens of its text
 SOUNDS = ("input_values", "input_features")
 MODES = ("pixel_values", "pixel_values_videos", *SOUNDS, "input_ids")  # in the order of a batch
@@ -120,11 +122,12 @@ def _settle(config: Any) -> str:
         for key in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, key, None) is None:
                 setattr(config, key, getattr(config, "pad_token_id", None) or 0)
-    dropped = [(p, key) for p in parts_of(config) for key in vars(p) if "layerdrop" in key]
-    dropped = [(part, key) for part, key in dropped if getattr(part, key)]
-    for part, key in dropped:
-        setattr(part, key, 0.0)
-    return f"{dropped[0][1]} is 0, as a step has all layers" if dropped else ""
+    left_out = [(p, key) for p in parts_of(config) for key in vars(p) if AT_RANDOM.search(key)]
+    left_out = [(part, key) for part, key in left_out if getattr(part, key)]
+    for part, key in left_out:
+        setattr(part, key, type(getattr(part, key))(0))
+    keys = ", ".join(dict.fromkeys(key for _, key in left_out))
+    return f"{keys} set to 0: Python draws what a step leaves out" if keys else ""
 
 
 def _auto_class(transformers: Any, config: Any, name: str) -> tuple[Any, str]:

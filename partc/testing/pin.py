@@ -15,8 +15,9 @@ import torch
 from partc.atomic import atomic_directory
 from partc.errors import UsageError
 from partc.file_text import Unreadable, file_text, toml_table
-from partc.program import OTHERS, PLAN, SCHEDULE, Program
+from partc.program import PLAN, SCHEDULE, Program
 from partc.program.hooks import NAME as HOOKS
+from partc.program.manifest import OTHERS
 from partc.reports.numbers_of import FULLEST, STEP, message_bytes, peaks, seconds, transfers
 from partc.version import __version__
 

@@ -11,7 +11,7 @@ from partc.amounts import amount, time_text
 from partc.errors import LoadError, UsageError
 from partc.file_text import Unreadable
 from partc.program import PLAN
-from partc.program.helper_file import HELPERS
+from partc.program.helper_file import NAME as HELPERS
 from partc.reports.changes import NONE, plan_changes, unified
 from partc.testing.pin import GRAPH, Pin
 from partc.testing.stale import first_lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def compiled(name: str, target: Target) -> Iterator[tuple[str, str, str]]:
     """What becomes of a model under each layout; it is traced once."""
     step = partc.Traced(target.model, target.inputs, target.loss)
     for plan, mesh in LAYOUTS.items():
-        word, text = outcome(lambda mesh=mesh, plan=plan: partc.compile(step, mesh, plan=plan))
+        word, text = outcome(partial(partc.compile, step, mesh, plan=plan))
         yield plan, word, text or target.note
 
 

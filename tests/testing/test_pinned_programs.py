@@ -192,8 +192,8 @@ def test_a_full_run_fails_on_stale_files(theirs: Path, processes: tuple[str, ...
     for words in (["-k", "step"], [TEST], ["tests/test_model.py"], ["-m", "not slow"]):
         if not processes:
             assert run_pytest(theirs, *words)[0] == 0
-    for words in ((), ("tests",)):
-        code, said = run_pytest(theirs, *processes, *words)
+    for folder in ((), ("tests",)):
+        code, said = run_pytest(theirs, *processes, *folder)
         assert code == pytest.ExitCode.TESTS_FAILED
         in_order(
             said, "no test asks for", f"{PINNED}/test_step/helpers.py", "remove with: pytest --pa"
