@@ -1,4 +1,4 @@
-"""The command `partc`: compile, passes, explain, simulate, bench, calibrate, verify, check, diff, plan.
+"""The command `partc`: compile, explain, simulate, bench, calibrate, verify, check, diff, plan.
 
 In: the words of a command line. Out: printed results, an exit code. Start: `main.py`; `options.py`
 has the parsers, `commands.py` the commands. Never: torch before a command needs it; no other room
