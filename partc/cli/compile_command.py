@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ def compile_command(args: argparse.Namespace) -> int:
     check_output(args.out, written_files)
     with progress(f"building {args.model}"):
         target = find_model(args.model, sizes_said(args))
+        if target.note:
+            print(f"  {args.model}: {target.note}", file=sys.stderr, flush=True)
         target = target.for_inference() if args.inference else target
     compiling = f"compiling for {args.mesh}, plan {args.plan}"
     with progress(compiling), torch.set_grad_enabled(not args.inference):

@@ -16,8 +16,8 @@ from partc.cli.terminal import columns, progress, shortened, tell
 from partc.errors import UsageError, explain
 
 if TYPE_CHECKING:
+    from partc.cli.target import Target
     from partc.program import Program
-    from partc.program.saved_cost import Cost
     from partc.reports.cost import CostReport
 
 
@@ -65,16 +65,21 @@ def _explain_program(args: argparse.Namespace) -> None:
         source = program.source(rank)
         tell(args, source, {"rank": rank, "file": program.role_of(rank), "source": source})
         return
-    cost = _with_formulas(args, program) if args.model else program.cost
+    target = target_of(args, args.what, program) if args.model else None
     with saved_numbers(args.what):
-        _tell_program(args, program, cost)
+        _tell_program(args, program, target)
 
 
-def _tell_program(args: argparse.Namespace, program: Program, cost: Cost) -> None:
+def _tell_program(args: argparse.Namespace, program: Program, target: Target | None) -> None:
     """What a program is and why; in short, or with ``--all`` its plan and all costs too."""
+    from partc.cli.tp_hint import as_json, hint_text, hints
+    from partc.plan import Plan
     from partc.reports.explanation import explain_program
     from partc.reports.summary import Summary, short_explanation
 
+    cost = _with_formulas(program, target) if target else program.cost
+    plan = Plan.parse(program.plan)
+    hint = hints(target.model, plan) if target else ()
     why, summed = explain_program(program), Summary.of(program)
     told = {
         "model": program.model, "mesh": dict(program.mesh.axes), "plan": program.plan,
@@ -83,13 +88,16 @@ def _tell_program(args: argparse.Namespace, program: Program, cost: Cost) -> Non
         "inputs": {name: [list(s), d] for name, (s, d) in program.inputs.items()},
         "batch": "local" if program.dealt else "global", "summary": summed.as_json(),
     }  # fmt: skip
+    if hint:
+        told["suggested"] = as_json(hint)
     inputs = [_input(program, name) for name in program.inputs]
     head = [
         f"{program.model} on {program.mesh}", str(summed), f"inputs {', '.join(inputs)}",
         *_roles(program), "",
     ]  # fmt: skip
     if args.all or args.model:
-        tell(args, "\n".join([*head, program.plan, str(cost), str(why)]), told)
+        rest = [program.plan, str(cost), str(why), *hint_text(hint, plan)]
+        tell(args, "\n".join([*head, *rest]), told)
         return
     said, *rest = short_explanation(why).split("\n")
     short = [*wrap(said, columns()), *shortened(rest, columns())]
@@ -116,10 +124,9 @@ def _input(program: Program, name: str) -> str:
     return f"{name} {dtype}{list(shape)} ({piece} on each rank)"
 
 
-def _with_formulas(args: argparse.Namespace, program: Program) -> CostReport:
+def _with_formulas(program: Program, target: Target) -> CostReport:
     """The cost of a saved program with formulas, for which its model is traced again."""
     from partc.cli.formulas import cost_with_formulas
 
-    target = target_of(args, args.what, program)
     with progress("compiling at other sizes"):
         return cost_with_formulas(program, target.model, target.inputs, target.loss)

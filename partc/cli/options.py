@@ -14,6 +14,7 @@ from partc.cli.compile_options import compile_options
 from partc.cli.completion import completion_command
 from partc.cli.explain_command import explain_command
 from partc.cli.launch_options import launch_options
+from partc.cli.plan_command import plan_command, plan_options
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 from partc.cli.show_options import (
     compare_options,
@@ -59,6 +60,7 @@ examples:
   partc simulate build/ --svg step.svg --trace step.json
   partc simulate build/ --bandwidth nvlink=x2 --peak x1.5     the same program on other machines
   partc verify build/ --model mypackage.train:setup
+  partc plan --from ds_config.json --devices 8 -o plan.toml    or of Accelerate or torchtitan
   partc calibrate --ranks 4 -o mesh.toml         or on several machines
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
@@ -247,4 +249,5 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "launch": (launch_commands.launch_command, launch_options),
     "completion": (completion_command, _completion_options),
     "watchdog": (watchdog_command, add_watchdog_options),
+    "plan": (plan_command, plan_options),
 }

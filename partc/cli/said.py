@@ -14,7 +14,7 @@ _LEFT_OUT = (None, False, "float32")  # what options have that nobody has given
 
 def sizes_said(args: argparse.Namespace) -> Any:
     """The sizes of a Hugging Face model; UsageError for what is none, and for another model."""
-    from partc.cli.models import Sizes
+    from partc.cli.target import Sizes
     from partc.program.role import dtype_of
 
     given = {"--batch": args.batch, "--seq": args.seq, "--layers": args.layers}

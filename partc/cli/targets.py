@@ -10,7 +10,7 @@ from partc.cli.said import sizes_said
 from partc.cli.terminal import progress
 
 if TYPE_CHECKING:
-    from partc.cli.models import Target
+    from partc.cli.target import Target
     from partc.program import Program
 
 

@@ -18,6 +18,7 @@ from partc.trace.arguments import Given
 from partc.trace.record import Kind
 
 if TYPE_CHECKING:
+    from partc.graph import Graph
     from partc.program import Program
 
 Mode = Literal["train", "eval"]
@@ -97,6 +98,15 @@ class Recipe(Protocol):
 
     def variant(self, wanted: Wanted, plan: Any, first: Program) -> Program:
         """The step of ``first`` by another plan, with parameters stored as ``first`` does."""
+        ...
+
+    @property
+    def held(self) -> Callable[[], nn.Module | None]:
+        """Gives the script's model, None once it is gone."""
+        ...
+
+    def graph(self, first: Program) -> Graph:
+        """The joint graph of the first program's step before any plan, without what repeats."""
         ...
 
     def keep_twin(self) -> None:

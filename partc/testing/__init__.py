@@ -116,7 +116,8 @@ class Golden:
 
 def accept_command(request: pytest.FixtureRequest) -> str:
     """What to type to pin what a test compiles."""
-    return f"pytest {shlex.quote(request.config.cwd_relative_nodeid(request.node.nodeid))} {OPTION}"
+    test = str(request.config.cwd_relative_nodeid(request.node.nodeid))
+    return f"pytest {shlex.quote(test)} {OPTION}"
 
 
 def folder_of(root: Path, nodeid: str) -> Path:

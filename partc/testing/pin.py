@@ -15,8 +15,9 @@ import torch
 from partc.atomic import atomic_directory
 from partc.errors import UsageError
 from partc.file_text import Unreadable, file_text, toml_table
-from partc.program import OTHERS, PLAN, SCHEDULE, Program
+from partc.program import PLAN, SCHEDULE, Program
 from partc.program.hooks import NAME as HOOKS
+from partc.program.manifest import OTHERS
 from partc.reports.numbers_of import FULLEST, STEP, message_bytes, peaks, seconds, transfers
 from partc.version import __version__
 
@@ -105,9 +106,7 @@ def check_name(name: str, *, taken: bool = False) -> str:
     if taken or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UsageError(
             where=f"partc_golden(name={name!r})",
-            what="a second program has this name"
-            if taken
-            else "it cannot be part of a file's name",
+            what="a second program has this name" if taken else "it is no name of a program",
             why="a folder is called so",
             do="Give each program of a test a name of letters, digits, _ and -.",
         )

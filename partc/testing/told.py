@@ -11,12 +11,13 @@ from partc.amounts import amount, time_text
 from partc.errors import LoadError, UsageError
 from partc.file_text import Unreadable
 from partc.program import PLAN
+from partc.program.helper_file import NAME as HELPERS
 from partc.reports.changes import NONE, plan_changes, unified
-from partc.testing.pin import Pin
+from partc.testing.pin import GRAPH, Pin
 from partc.testing.stale import first_lines
 from partc.wrong_calls import quoted
 
-ROLE = "stage"  # what the files of roles begin with
+LAST = (HELPERS, GRAPH)  # behind the files of roles
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _diff(old: Pin, new: Pin, place: str) -> Iterator[str]:
     """The lines that differ; of roles first, of the plan where no key does."""
     hidden = {PLAN} if _keys(old, new) else set()
     names = {*old.texts, *new.texts} - hidden
-    for name in sorted(names, key=lambda name: (not name.startswith(ROLE), name)):
+    for name in sorted(names, key=lambda name: (name.endswith(LAST), name)):
         before, after = old.texts.get(name, ""), new.texts.get(name, "")
         if before != after:
             yield from unified(name, before, after, (place, "now"), context=1)

@@ -29,6 +29,15 @@ from partc.rules.discover import strategies_for
 _LOSS_SOFTMAX = torch.ops.aten._log_softmax.default  # decomposed where the vocabulary is sharded
 _OUTERS = (1, 3, 2)  # plain weights, fused q k v, fused k v or gate and up
 _ONE_EACH = 2  # dims of a value with one row for each sample, which has nothing to scatter
+_DEEPEST = 100  # calls of a chain that are followed by recursion
+
+
+class _TooDeep(Exception):
+    """A chain of calls is longer than a walk along it may be; ``key`` is where it ended."""
+
+    def __init__(self, key: tuple[fx.Node, Layout]) -> None:
+        super().__init__(key)
+        self.key = key
 
 
 def cut_weights(
@@ -196,22 +205,43 @@ class _Walk:
         )
 
     def flows(self, node: fx.Node, layout: Layout) -> bool:
-        """Whether a value with this layout reaches products with weights without communication."""
+        """Whether a value with this layout reaches products with weights without communication.
+
+        A chain of calls that is longer than Python's stack is walked from its far end.
+        """
+        found, asked = False, [(node, layout)]
+        while asked:
+            try:
+                found = self._carried(*asked[-1], _DEEPEST)
+                asked.pop()
+            except _TooDeep as further:
+                asked.append(further.key)
+        return found
+
+    def _carried(self, node: fx.Node, layout: Layout, depth: int) -> bool:
+        """The same, of a chain of at most ``depth`` calls; _TooDeep at the end of a longer one."""
         key = (node, layout)
         if key not in self.known_flows:
+            if not depth:
+                raise _TooDeep(key)
             self.known_flows[key] = False  # the answer, should the walk below come back here
             users = [u for u in node.users if u.op == "output" or value(u).phase == "F"]
-            self.known_flows[key] = all(self._accepts(u, node, layout) for u in users)
+            try:
+                every = all(self._accepts(u, node, layout, depth - 1) for u in users)
+            except _TooDeep:
+                del self.known_flows[key]
+                raise
+            self.known_flows[key] = every
         return self.known_flows[key]
 
-    def _accepts(self, user: fx.Node, node: fx.Node, layout: Layout) -> bool:
+    def _accepts(self, user: fx.Node, node: fx.Node, layout: Layout, depth: int) -> bool:
         """Whether a reader ends the sharding of ``node`` in a row-wise product, or carries it on
         to readers that do.
         """
         if user.op == "output" or user.target is _LOSS_SOFTMAX:
             return user.op != "output"
         if user.target is operator.getitem:
-            return self.flows(user, layout)
+            return self._carried(user, layout, depth)
         operands = tensor_args(user)
         seen = [(i, layout) for i, o in enumerate(operands) if o is node]
         for strategy in strategies_for(user, self.num, seen):
@@ -222,7 +252,7 @@ class _Walk:
             if any(out.kind in "UM" for out in strategy.outs):
                 if self._ends(operands, node, strategy):
                     return True
-            elif self._results_flow(user, strategy):
+            elif self._results_flow(user, strategy, depth):
                 return True
         return False
 
@@ -245,16 +275,17 @@ class _Walk:
             if o is not node
         )
 
-    def _results_flow(self, user: fx.Node, strategy: Strategy) -> bool:
-        if len(strategy.outs) == 1:
-            return strategy.outs[0].kind == "cut" and self.flows(user, strategy.outs[0])
+    def _results_flow(self, user: fx.Node, strategy: Strategy, depth: int) -> bool:
+        outs = strategy.outs
+        if len(outs) == 1:
+            return outs[0].kind == "cut" and self._carried(user, outs[0], depth)
         gets = [
             u
             for u in user.users
             if u.target is operator.getitem and value(u).phase == "F" and _read_forward(u)
         ]
         return bool(gets) and all(
-            strategy.outs[picked(g)[1]].kind == "cut" and self.flows(g, strategy.outs[picked(g)[1]])
+            outs[picked(g)[1]].kind == "cut" and self._carried(g, outs[picked(g)[1]], depth)
             for g in gets
         )
 

@@ -22,8 +22,9 @@ import torch
 
 from partc import __version__
 from partc.cli.main import main
-from partc.cli.models import Sizes, find_model, parameters_on_meta
+from partc.cli.models import find_model
 from partc.cli.options import COMMANDS
+from partc.cli.target import Sizes, parameters_on_meta
 from partc.errors import UsageError
 from tests.example_program import example_batch, example_loss, example_model, example_program
 from tests.patience import patience
@@ -307,8 +308,8 @@ def test_a_path_that_cannot_be_written_is_an_error_not_a_traceback(
         ("tests.example_program:example_model", "without example inputs"),
         ("hf:nothing", "nothing"),
         ("hf:no/config.json", "no/config.json"),
-        ("hf:clip", "num_channels"),
-        ("hf:sam", "SamConfig fits none of"),
+        ("hf:sam2_video", "inference_session"),
+        ("hf:clipseg_vision_model", "It is a part of hf:clipseg"),
     ],
 )
 def test_names_that_are_no_model_are_explained(name: str, why: str) -> None:

@@ -164,8 +164,6 @@ def test_programs_of_other_shapes_and_pipelines_are_pinned_too() -> None:
     batch = (torch.zeros(8, 6),)
     made = partc.compile(model, "pp=2", batch, loss=loss, plan="ddp", microbatches=2, stages=["1"])
     pin = Pin.of(made.for_shapes((torch.zeros(4, 6),)))
-    assert {"stage0.py", "stage1.py", "programs/0/stage0.py", "programs/0/plan.toml"} <= {
-        *pin.texts
-    }
+    assert {"pipeline0.py", "programs/0/pipeline0.py", "programs/0/plan.toml"} <= {*pin.texts}
     assert pin.sent_bytes["messages between stages"] > 0
     assert pin.step_s

@@ -1,0 +1,102 @@
+"""Configurations of other tools as plans: Accelerate's YAML, DeepSpeed's JSON, torchtitan's TOML.
+
+In: a file of one of these tools. Out: the text of a plan, with a line for each key of the file:
+what it became, or why the plan has nothing for it. Start: ``read_config`` here; ``draft.py`` is
+what the tables in the other files write into. Never: a key that is left out without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from partc.errors import UsageError
+from partc.file_text import Unreadable, file_text, toml_table
+from partc.plan.ports import accelerate, deepspeed, torchtitan
+from partc.plan.ports.draft import Draft, Table
+
+TOOLS = {"Accelerate": accelerate, "DeepSpeed": deepspeed, "torchtitan": torchtitan}
+
+
+def read_config(path: str | Path, devices: int | None = None) -> Draft:
+    """The plan that a file of another tool asks for.
+
+    Args:
+        path: an Accelerate config (``.yaml``), a DeepSpeed one (``.json``) or torchtitan's
+            (``.toml``).
+        devices: how many ranks there are, where the file does not say it.
+
+    Raises:
+        UsageError: the file cannot be read, is none of these, or says what no plan can be.
+    """
+    path = Path(path)
+    keys = dict(_flat(_table(path)))
+    name, tool = _tool_of(path, keys)
+    draft = Draft(name, path.name, devices)
+    tool.before(keys, draft)
+    for key, value in keys.items():
+        draft.put(key, value, _entry(tool.KEYS, key))
+    draft.finish()
+    return draft
+
+
+def _entry(table: Table, key: str) -> Any:
+    """What a table has for a key; an entry ``"optimizer.*"`` stands for all keys below it."""
+    if key in table:
+        return table[key]
+    parts = key.split(".")
+    above = (".".join([*parts[:number], "*"]) for number in range(len(parts) - 1, 0, -1))
+    return next((table[name] for name in above if name in table), None)
+
+
+def _tool_of(path: Path, keys: Mapping[str, Any]) -> tuple[str, Any]:
+    """The tool that most keys of a file belong to."""
+    known = {n: sum(_entry(t.KEYS, key) is not None for key in keys) for n, t in TOOLS.items()}
+    name = max(known, key=lambda each: known[each])
+    if not known[name]:
+        raise UsageError(
+            where=str(path), what="it is no configuration that partc can read",
+            why=f"none of its keys is one of {', '.join(TOOLS)}",
+            do="Name an Accelerate config (.yaml), a DeepSpeed config (.json) or one of torchtitan "
+            "(.toml).",
+        )  # fmt: skip
+    return name, TOOLS[name]
+
+
+def _table(path: Path) -> Mapping[str, Any]:
+    """The table of a file, by the ending of its name."""
+    try:
+        text = file_text(path)
+        if path.suffix == ".toml":
+            return toml_table(text)
+        table = json.loads(text) if path.suffix == ".json" else _yaml(text)
+        if not isinstance(table, dict):
+            raise Unreadable("it has no keys")
+        return table
+    except (Unreadable, ValueError, RecursionError) as error:
+        raise UsageError(
+            where=str(path), what="it cannot be read", why=str(error) or type(error).__name__,
+            do="Name a .yaml, .json or .toml file.",
+        ) from None  # fmt: skip
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise Unreadable("YAML needs a package: pip install pyyaml") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise Unreadable(" ".join(str(error).split())) from None
+
+
+def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of nested tables as ``"zero_optimization.stage"``."""
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
