@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from partc.cli.said import check_compared, check_explained, check_from_one, sizes_said, tell
 from partc.errors import UsageError, explain
@@ -194,11 +194,11 @@ def calibrate_command(args: argparse.Namespace) -> int:
 
     first = os.environ.get("RANK", "0") == "0"  # under torchrun one rank speaks
 
-    def tell(line: str) -> None:
+    def say(line: str) -> None:
         if first:
             print(line, file=sys.stderr, flush=True)
 
-    found = calibrate(args.ranks, args.backend, keep_noisy=args.keep_noisy, tell=tell)
+    found = calibrate(args.ranks, args.backend, keep_noisy=args.keep_noisy, tell=say)
     if first and args.out:
         atomic_write(Path(args.out), str(found))
     if first:

@@ -1,5 +1,5 @@
 """The command `partc`: compile, passes, explain, simulate, report, bench, calibrate, verify, check,
-diff.
+diff, launch, doctor.
 
 Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes:
 0 done, 1 a verification failed or a diff is not empty, 2 an error, 130 interrupted, 141 nobody

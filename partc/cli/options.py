@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from partc.cli import commands, launch_commands
-from partc.cli.launch_options import launch_options
+from partc.cli.launch_options import doctor_options, launch_options
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 from partc.errors import visible
 from partc.wrong_calls import RENAMED, did_you_mean
@@ -44,6 +44,7 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
   partc launch build/ --emit slurm --script train.py      files for a cluster; nothing is started
+  torchrun --nproc-per-node 4 -m partc doctor build/      what is wrong on these ranks, and between
 """
 
 
@@ -384,4 +385,5 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "check": (commands.check_command, _check_options),
     "diff": (commands.diff_command, _diff_options),
     "launch": (launch_commands.launch_command, launch_options),
+    "doctor": (launch_commands.doctor_command, doctor_options),
 }

@@ -10,7 +10,7 @@ from partc.atomic import atomic_files
 from partc.errors import UsageError
 from partc.file_text import Unreadable, file_text
 
-PLAIN = re.compile(r"[A-Za-z0-9_.@+=-][A-Za-z0-9_.@+=/-]*\Z", re.ASCII)
+PLAIN = re.compile(r"[A-Za-z0-9_.@+=][A-Za-z0-9_.@+=/-]*\Z", re.ASCII)
 
 
 def seen_path(option: str, given: str) -> str:
