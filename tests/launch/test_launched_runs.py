@@ -71,27 +71,42 @@ def two_nodes(folder: Path, steps: int) -> Iterator[list[subprocess.Popen[bytes]
     nodes = []
     try:
         for number in range(2):
+            name, _, sign = sign_of(number).partition("=")
             with (folder / f"node-{number}.log").open("ab") as log:
                 nodes.append(
                     subprocess.Popen(
                         ["launch/torchrun.sh", str(number), "127.0.0.1"], cwd=folder,
-                        env={**os.environ, **more}, stdout=log, stderr=log, start_new_session=True,
+                        env={**os.environ, **more, name: sign}, stdout=log, stderr=log,
                     )
                 )  # fmt: skip
         yield nodes
     finally:
-        for node in nodes:
-            end_session(node.pid)
+        for number, node in enumerate(nodes):
+            for process, _ in processes_of(number):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             node.wait()
 
 
-def end_session(leader: int) -> None:
-    """Kill what is left of a session: torchrun gives its ranks process groups of their own."""
+def processes_of(node: int) -> Iterator[tuple[int, list[bytes]]]:
+    """All that a node has started: numbers, and environments. Ranks have sessions of their own."""
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, ProcessLookupError):
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == leader:
-                os.kill(int(process.name), signal.SIGKILL)
+        with suppress(OSError):
+            words = (process / "environ").read_bytes().split(b"\0")
+            if sign_of(node).encode() in words:
+                yield int(process.name), words
+
+
+def sign_of(node: int) -> str:
+    return f"LAUNCHED_NODE={os.getpid()}-{node}"
+
+
+def ranks_of(node: int) -> list[int]:
+    """The processes of a node's ranks."""
+    return [
+        process for process, words in processes_of(node)
+        if any(word.startswith(b"LOCAL_RANK=") for word in words)
+    ]  # fmt: skip
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -110,18 +125,6 @@ def wait_until(holds: Callable[[], bool], folder: Path) -> None:
         time.sleep(0.05)
 
 
-def ranks_of(node: subprocess.Popen[bytes]) -> list[int]:
-    """The processes of a node's ranks."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            words = (process / "environ").read_bytes().split(b"\0")
-            if int(fields[3]) == node.pid and any(w.startswith(b"LOCAL_RANK=") for w in words):
-                found.append(int(process.name))
-    return found
-
-
 def alone(folder: Path, steps: int) -> dict[int, float]:
     """The losses of the undistributed model, in this process."""
     model, batch, loss_of = script_of(folder).setup()
@@ -138,7 +141,7 @@ def alone(folder: Path, steps: int) -> dict[int, float]:
 def test_a_run_that_is_stopped_and_ended_comes_to_the_same_losses(folder: Path) -> None:
     with two_nodes(folder, 10**9) as nodes:
         wait_until(lambda: len(losses(folder)) > 25, folder)  # behind the first checkpoint
-        (rank,) = ranks_of(nodes[1])
+        (rank,) = ranks_of(1)
         os.kill(rank, signal.SIGSTOP)  # it hears nothing any more
         wait_until(lambda: "attempt 1 of build" in log_of(folder, 1), folder)
         assert f"process {rank}, of a rank, is stopped" in log_of(folder, 1)
@@ -165,7 +168,8 @@ def compare(found: Mapping[int, float], expected: Mapping[int, float]) -> None:
 
 def test_a_node_says_why_it_cannot_begin(folder: Path) -> None:
     (folder / "train.py").unlink()
-    (folder / "checkpoints").write_text("a file in its place")
+    blocked = folder / "checkpoints"
+    blocked.write_text("a file in its place")
     for said in ("checkpoints cannot be written", "there is no train.py here"):
         done = subprocess.run(
             ["launch/torchrun.sh", "0", "127.0.0.1"], cwd=folder, capture_output=True, text=True,
@@ -174,7 +178,8 @@ def test_a_node_says_why_it_cannot_begin(folder: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 1
         assert said in done.stderr
-        (folder / "checkpoints").unlink(missing_ok=True)
+        if blocked.is_file():
+            blocked.unlink()
     done = subprocess.run(["launch/torchrun.sh"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2
     assert "NODE from 0 to 1" in done.stderr
