@@ -2,8 +2,8 @@
 diff, launch, doctor.
 
 Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes:
-0 done, 1 a verification failed or a diff is not empty, 2 an error, 130 interrupted, 141 nobody
-reads the output any more (``| head``).
+0 done, 1 a verification failed, a diff is not empty or the doctor found something wrong, 2 an
+error, 130 interrupted, 141 nobody reads the output any more (``| head``).
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ _OF_OTHERS = {  # options that other tools have: what says the same here
 }
 Command = Callable[[argparse.Namespace], int]
 EPILOG = """\
-`partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification failed
-or a diff is not empty, 2 an error, 130 interrupted.
+`partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification
+failed, a diff is not empty or the doctor found something wrong, 2 an error, 130 interrupted.
 
 examples:
   partc compile hf:llama --layers 2 --batch 8 --mesh dp=2,tp=2 --plan megatron --out build/

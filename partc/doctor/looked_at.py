@@ -25,7 +25,7 @@ class Here:
     variables: Mapping[str, str]
     program: Program | None = None
     folder: str = ""
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    cores: int = field(default_factory=lambda: num_cores())
 
     @property
     def ranks(self) -> int:
@@ -69,6 +69,12 @@ def versions(folder: str) -> dict[str, str]:
     if folder:
         found["program"] = sha256_of(Path(folder) / NAME)[:12]
     return found
+
+
+def num_cores() -> int:
+    """The processors that this process may use."""
+    may_use = getattr(os, "sched_getaffinity", None)  # not everywhere
+    return len(may_use(0)) if may_use else os.cpu_count() or 1
 
 
 def host() -> str:

@@ -75,6 +75,7 @@ class Job:
     torch: str
     variables: tuple[Variable, ...]
     wishes: Wishes
+    compiles: bool = False  # whether kernels of torch.compile are made where it runs
 
     @property
     def name(self) -> str:
@@ -134,6 +135,7 @@ def job_of(program: Program, folder: str, wishes: Wishes) -> Job:
         step_s=float(cost["prediction"]["seconds"]), peak_bytes=peak_bytes(cost),
         state_bytes=MOMENTS * _param_bytes(program), torch=_torch(),
         variables=variables_of(machine, network, wishes.interface), wishes=wishes,
+        compiles=program.role(0).compiles,
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ NOT_RUN = {  # how many blocks of a page no test can run; the reason stands abov
     "docs/how-to/checkpoints.md": 1,
     "docs/how-to/explain-and-measure.md": 2,
     "docs/how-to/let-a-run-adapt.md": 2,
+    "docs/how-to/launch-on-a-cluster.md": 1,
     "docs/how-to/load-data.md": 3,
     "docs/how-to/run-a-program.md": 7,
     "docs/how-to/shapes-and-modes.md": 6,
@@ -51,7 +52,7 @@ NOT_RUN = {  # how many blocks of a page no test can run; the reason stands abov
     "docs/how-to/trainer-and-accelerate.md": 2,
     "docs/how-to/use-parameter-servers.md": 1,
     "docs/performance.md": 10,
-    "docs/reference/commands.md": 3,
+    "docs/reference/commands.md": 4,
 }
 TIMEOUT_S = 120
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from partc.launch.targets import files_of
 from partc.machines.topology import Topology
 from partc.plan.mesh import Mesh
 
-TOOLS = "PARTC_LAUNCH_TOOLS"  # names an environment that has the tools, where they stand apart
+TOOLS = "PARTC_LAUNCH_TOOLS"  # names environments that have the tools, where they stand apart
 WISHES = Wishes(name="gpt", script="train.py", arguments=("--lr", "1e-3"), grace_s=90)
 MACHINES = ("dgx-h100", "p4d-ethernet", "l40s-pcie", "mi300x", "cpu")
 
@@ -48,10 +49,22 @@ def written(folder: Path, target: str, of: Job) -> Path:
     return out
 
 
+def apart() -> list[str]:
+    """The folders of commands of the environments that are named."""
+    return [f"{each}/bin" for each in os.environ.get(TOOLS, "").split(os.pathsep) if each]
+
+
+def python_with(module: str) -> str:
+    """A Python that has a module: one of the tools', or that of the tests."""
+    for python in (*(f"{folder}/python" for folder in apart()), sys.executable):
+        if not subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode:
+            return python
+    pytest.skip(f"no Python here has {module}, nor one in ${TOOLS}")
+
+
 def tool(name: str) -> str:
     """The path of a command; the test is skipped where there is none."""
-    apart = os.environ.get(TOOLS)
-    places = [*[f"{apart}/bin"] * bool(apart), os.environ["PATH"], "/usr/sbin"]
+    places = [*apart(), os.environ["PATH"], "/usr/sbin"]
     found = shutil.which(name, path=os.pathsep.join(places))
     if found is None:
         pytest.skip(f"no {name} here, nor in ${TOOLS}")

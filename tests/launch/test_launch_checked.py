@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from partc.launch.targets import TARGETS
-from tests.launch.launched import MACHINES, job, passes, tool, written
+from tests.launch.launched import MACHINES, job, passes, python_with, tool, written
 from tests.patience import patience
 
 SLURM = """\
@@ -175,14 +175,6 @@ def test_jobset_is_the_same_behind_its_model(machine: str, tmp_path: Path) -> No
         [python, "-c", ROUND_TRIP, out / "wrong.yaml"], capture_output=True, check=False
     )
     assert done.returncode == 1
-
-
-def python_with(module: str) -> str:
-    """A Python that has a module: that of the tools, or of the tests."""
-    python = tool("python")
-    if subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode:
-        pytest.skip(f"{python} has no {module}")
-    return python
 
 
 # SkyPilot and TorchX ------------------------------------------------------------------------------

@@ -107,6 +107,18 @@ def test_every_machine_has_files(machine: str, target: str) -> None:
     assert "NODE" in start_of(of, target, "launch") or of.nodes == 1 or target != "torchrun"
 
 
+def test_an_image_has_what_its_program_needs() -> None:
+    def image(of: Job) -> str:
+        return files_of(of, "kubernetes", "launch")["Dockerfile"]
+
+    assert "libibverbs1" in image(job())
+    assert "libibverbs1" not in image(job("l40s-pcie"))
+    assert "g++" not in image(job())
+    assert "install -y --no-install-recommends g++ " in image(replace(job("cpu", 2), compiles=True))
+    assert "torch==" not in image(job("mi300x"))
+    assert "whl/cpu torch==2.13.0" in image(job("cpu", 2))
+
+
 def test_notes_say_what_is_left_to_the_reader() -> None:
     told = " ".join(notes_of(job("p4d-ethernet"), "kubernetes"))
     assert "aws-ofi-nccl" in told
@@ -220,3 +232,8 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["launch", "build", "--emit", "slurn"])
     assert "slurm" in capsys.readouterr().err
     assert main(["launch", "bild", "--emit", "slurm"]) == 2
+    assert main(["launch", "build", "--emit", "slurm", "--script", "no.py"]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+    assert main(["launch", "build", "--emit", "slurm", "-o", "build/launch"]) == 2
+    assert "it lies in the program's folder" in capsys.readouterr().err
+    assert not (here / "build" / "launch").exists()
