@@ -59,6 +59,8 @@ ROOMS = (
     "partc.verification",
     "partc.audit",
     "partc.measure",
+    "partc.launch",
+    "partc.doctor",
     TOP,
     "partc.control",
     "partc.wrappers",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import sys
 from typing import TYPE_CHECKING
 
 from partc.cli.terminal import tell
@@ -19,11 +21,12 @@ def launch_command(args: argparse.Namespace) -> int:
     """
     from partc.launch.job import job_of
     from partc.launch.targets import files_of, notes_of, start_of
-    from partc.launch.writing import seen_path, write_files
+    from partc.launch.writing import check_places, seen_path, write_files
     from partc.program import load
     from partc.program.saved_cost import saved_numbers
 
     out = seen_path("-o ", args.out)
+    check_places(args.folder, args.script, args.out)
     with saved_numbers(args.folder):
         job = job_of(load(args.folder), seen_path("", args.folder), _wishes(args))
     files = files_of(job, args.emit, out)
@@ -67,7 +70,25 @@ def _resource(text: str) -> tuple[str, int]:
     name, equals, number = text.partition("=")
     if not equals or not number.isdecimal():
         raise UsageError(
-            where=f"--resource {text}", what="that is no resource", why="it has a name and a number",
-            do="Write --resource rdma/hca=8.",
+            where=f"--resource {text}", what="that is no resource",
+            why="it has a name and a number", do="Write --resource rdma/hca=8.",
         )  # fmt: skip
     return name, int(number)
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    """Say what is right and wrong here for a run: versions, devices, variables, and under torchrun
+    what differs between ranks, clocks and links; exit code 1 if something is wrong.
+    """
+    from partc.doctor.doctor import examine
+
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun one rank speaks
+
+    def say(line: str) -> None:
+        if first:
+            print(line, file=sys.stderr, flush=True)
+
+    found = examine(args.folder or "", args.links, say)
+    if first:
+        tell(args, str(found), found.as_json())
+    return 0 if found.ok else 1

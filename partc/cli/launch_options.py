@@ -66,3 +66,15 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         "--resource", metavar="NAME=N", action="append", default=[],
         help="what a pod asks for beside GPUs, as rdma/hca=8; may be given several times",
     )  # fmt: skip
+
+
+def doctor_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``partc doctor``."""
+    parser.add_argument(
+        "folder", nargs="?", help="folder of a saved program that shall run here; may be left out"
+    )
+    parser.add_argument(
+        "--links", metavar="SECONDS", type=float, default=5.0,
+        help="how long links between ranks are measured, under torchrun and with a program "
+        "(default: 5; 0: not at all)",
+    )  # fmt: skip

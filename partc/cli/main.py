@@ -1,8 +1,8 @@
 """The command `partc`: what it prints, its exit codes, and what becomes of an error.
 
 Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes:
-0 done, 1 a verification failed, a diff is not empty or no plan fits, 2 an error, 130 interrupted,
-141 nobody reads the output any more (``| head``).
+0 done, 1 a verification failed, a diff is not empty, no plan fits or the doctor found something
+wrong, 2 an error, 130 interrupted, 141 nobody reads the output any more (``| head``).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from partc.cli.compile_command import compile_command
 from partc.cli.compile_options import compile_options
 from partc.cli.completion import completion_command
 from partc.cli.explain_command import explain_command
-from partc.cli.launch_options import launch_options
+from partc.cli.launch_options import doctor_options, launch_options
 from partc.cli.plan_command import plan_command, plan_options
 from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 from partc.cli.show_options import (
@@ -44,7 +44,8 @@ _OF_OTHERS = {  # options that other tools have: what says the same here
 Command = Callable[[argparse.Namespace], int]
 EPILOG = """\
 `partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification
-failed, a diff is not empty or no plan fits, 2 an error, 130 interrupted.
+failed, a diff is not empty, no plan fits or the doctor found something wrong, 2 an error, 130
+interrupted.
 
 examples:
   partc compile hf:llama --layers 2 --batch 8 --mesh dp=2,tp=2 --plan megatron --out build/
@@ -66,6 +67,7 @@ examples:
   torchrun --nproc-per-node 4 build/run.py
   partc launch build/ --emit slurm --script train.py      files for a cluster; nothing is started
   partc watchdog -- torchrun --nproc-per-node 4 --max-restarts 3 train.py
+  torchrun --nproc-per-node 4 -m partc doctor build/      what is wrong on these ranks, and between
 """
 
 
@@ -250,4 +252,5 @@ COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] =
     "completion": (completion_command, _completion_options),
     "watchdog": (watchdog_command, add_watchdog_options),
     "plan": (plan_command, plan_options),
+    "doctor": (launch_commands.doctor_command, doctor_options),
 }

@@ -75,6 +75,7 @@ class Job:
     torch: str
     variables: tuple[Variable, ...]
     wishes: Wishes
+    compiles: bool = False  # whether kernels of torch.compile are made where it runs
 
     @property
     def name(self) -> str:
@@ -128,12 +129,13 @@ def job_of(program: Program, folder: str, wishes: Wishes) -> Job:
     NETWORKS[network]  # UsageError for another name
     cost = program.cost.as_json()
     return Job(
-        folder=folder.rstrip("/") or folder, model=_on_one_line(program.model), mesh=mesh, machine=machine,
-        nodes=mesh.num_ranks // ranks, ranks=ranks, network=network,
+        folder=folder.rstrip("/") or folder, model=_on_one_line(program.model),
+        mesh=mesh, machine=machine, nodes=mesh.num_ranks // ranks, ranks=ranks, network=network,
         placed=tuple(_placed(program, ranks)),
-        step_s=float(cost["prediction"]["seconds"]), peak_bytes=_peak_bytes(cost),
+        step_s=float(cost["prediction"]["seconds"]), peak_bytes=peak_bytes(cost),
         state_bytes=MOMENTS * _param_bytes(program), torch=_torch(),
         variables=variables_of(machine, network, wishes.interface), wishes=wishes,
+        compiles=program.role(0).compiles,
     )  # fmt: skip
 
 
@@ -168,9 +170,9 @@ def _on_one_line(name: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in name)
 
 
-def _peak_bytes(cost: Mapping[str, Any]) -> int:
+def peak_bytes(cost: Mapping[str, Any]) -> int:
     """The predicted memory of the fullest rank; the ranks of a pipeline differ."""
-    ranks = cost["ranks"] if "ranks" in cost else [cost]
+    ranks = cost.get("ranks", [cost])
     return max(int(rank["peak_bytes"]) for rank in ranks)
 
 

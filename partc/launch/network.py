@@ -75,9 +75,7 @@ def devices_of_node(machine: Topology) -> int:
 
     Where no level's name tells a network, a node is what the innermost level joins.
     """
-    inside = next(
-        (number for number, level in enumerate(machine.levels) if network_of(level)), 1
-    )
+    inside = next((number for number, level in enumerate(machine.levels) if network_of(level)), 1)
     return prod(level.size for level in machine.levels[:inside])
 
 
@@ -92,7 +90,7 @@ def variables_of(machine: Topology, network: str, interface: str) -> tuple[Varia
     ``interface`` is the network interface over which ranks find each other, "" where libraries
     shall choose.
     """
-    found = []
+    found: list[Variable] = []
     if machine.library == "nccl":
         found += NETWORKS[network].variables
         found += [

@@ -107,7 +107,7 @@ def _words(job: Job, out: str) -> dict[str, Any]:
         "shown_nodes": range(min(job.nodes, MOST_SHOWN)),
         "whole_nodes": job.on_gpus and job.ranks >= devices_of_node(job.machine),
         "resources": _resources(job), "rdma": _uses_rdma(job), "accelerator": _accelerator(job),
-        "amd": _is_amd(job),
+        "amd": _is_amd(job), "packages": _packages(job),
         "memory_bytes": memory, "memory_gb": ceil(memory / 1e9), "memory_mb": ceil(memory / 1e6),
         "mount": f"/job/{job.checkpoints}" if job.checkpoints[:1] != "/" else job.checkpoints,
     }  # fmt: skip
@@ -127,6 +127,16 @@ def _resources(job: Job) -> dict[str, int]:
 
 def _is_amd(job: Job) -> bool:
     return job.machine.kinds.startswith(AMD)
+
+
+def _packages(job: Job) -> dict[str, str]:
+    """The packages of Debian that the image needs, and why."""
+    found = {}
+    if _uses_rdma(job) and not NETWORKS[job.network].plugin:
+        found["libibverbs1 ibverbs-providers"] = "NCCL reaches the network cards through libibverbs"
+    if job.compiles:
+        found["g++"] = "torch.compile writes C++"
+    return found
 
 
 def _accelerator(job: Job) -> str:

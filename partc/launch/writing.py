@@ -10,7 +10,7 @@ from partc.atomic import atomic_files
 from partc.errors import UsageError
 from partc.file_text import Unreadable, file_text
 
-PLAIN = re.compile(r"[A-Za-z0-9_.@+=-][A-Za-z0-9_.@+=/-]*\Z", re.ASCII)
+PLAIN = re.compile(r"[A-Za-z0-9_.@+=][A-Za-z0-9_.@+=/-]*\Z", re.ASCII)
 
 
 def seen_path(option: str, given: str) -> str:
@@ -33,6 +33,21 @@ def seen_path(option: str, given: str) -> str:
             do="Rename it: letters, digits and any of _ . @ + = - are good.",
         )  # fmt: skip
     return seen
+
+
+def check_places(program: str, script: str, out: str) -> None:
+    """UsageError for a script that there is not, and for files inside of a program's folder."""
+    if script and not Path(script).is_file():
+        raise UsageError(
+            where=f"--script {script}", what="there is no such file",
+            why="it is what each rank would run", do="Name a script that is there.",
+        )  # fmt: skip
+    if Path(out).resolve().is_relative_to(Path(program).resolve()):
+        raise UsageError(
+            where=f"-o {out}", what="it lies in the program's folder",
+            why="run.py refuses a folder with code that program.json does not list",
+            do="Name a folder beside it.",
+        )  # fmt: skip
 
 
 def write_files(folder: str, files: Mapping[str, str], force: bool) -> None:
