@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from partc.control.controller import Controller
     from partc.control.variants import with_variants
     from partc.errors import PartcError
+    from partc.failures.guard import StepGuard
     from partc.lowering import partition
     from partc.machines.topology import Topology
     from partc.passes.own_passes import graph_pass
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints", "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Report",
-    "Topology", "Traced", "compile", "graph_pass", "load", "load_checkpoint", "parallelize",
-    "partition", "report", "save_checkpoint", "verify", "with_model", "with_variants",
+    "StepGuard", "Topology", "Traced", "compile", "graph_pass", "load", "load_checkpoint",
+    "parallelize", "partition", "report", "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -44,6 +45,7 @@ _MODULES = {
     "Program": "program",
     "Raised": "verification.precision",
     "Report": "reports.report",
+    "StepGuard": "failures.guard",
     "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",
