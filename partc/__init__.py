@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoints", "Controller", "Mesh", "PartcError", "Plan", "Program", "Raised", "Report",
     "StepGuard", "Topology", "Traced", "compile", "graph_pass", "load", "load_checkpoint",
-    "parallelize", "partition", "report", "save_checkpoint", "verify", "with_model", "with_variants",
+    "parallelize", "partition", "report", "save_checkpoint", "verify", "with_model",
+    "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No

@@ -35,7 +35,7 @@ from tests.damage.recovered import EVERY
 from tests.damage.verdicts import Verdict
 from tests.patience import patience
 
-RANKS, STEPS = 4, 16
+RANKS, STEPS = 4, 24
 JOB_S = 50.0  # on a quiet machine a job with two attempts takes a fifth of it
 MOST_DEEDS = 16  # of a rank in a save
 ROOT = Path(__file__).parents[2]
@@ -114,19 +114,27 @@ class Progress:
     @classmethod
     def of(cls, run: Path, rank: int) -> list[Progress]:
         path = run / f"progress-{rank}"
-        lines = path.read_text().splitlines() if path.exists() else []
-        each = [line.split() for line in lines]
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        each = [line.split() for line in lines if line.endswith("\n") and line.count(" ") == 2]
         return [cls(int(step), int(attempt), float(at)) for step, attempt, at in each]
 
 
-def await_step(launcher: subprocess.Popen[bytes], run: Path, rank: int, step: int) -> RankProcess:
-    """The process of a rank, as soon as it is behind a step."""
+def await_step(
+    launcher: subprocess.Popen[bytes], run: Path, rank: int, attempt: int, share: float
+) -> RankProcess:
+    """The process of a rank at a random moment of an attempt.
+
+    ``share``: of the steps that are left; a fraction of a step is waited behind the last of them.
+    """
     end = time.monotonic() + patience(JOB_S)
     while time.monotonic() < end and launcher.poll() is None:
-        if any(line.step >= step for line in Progress.of(run, rank)):
+        mine = [line for line in Progress.of(run, rank) if line.attempt == attempt]
+        wanted = mine[0].step + share * (STEPS - mine[0].step - 1) if mine else 0.0
+        if mine and mine[-1].step >= int(wanted):
+            time.sleep(wanted % 1.0 * _step_s(run, attempt))
             return next(each for each in rank_processes(launcher.pid) if each.rank == rank)
         time.sleep(0.002)
-    raise TimeoutError(f"rank {rank} has not come to step {step}")
+    raise TimeoutError(f"rank {rank} has not come so far in attempt {attempt}")
 
 
 def judged(
@@ -147,79 +155,84 @@ def judged(
     return None
 
 
-def back(run: Path, failed_at: float) -> str:
-    """How long it took until all ranks were behind a step that they had not done before."""
+def back(run: Path, attempt: int, failed_at: float) -> str:
+    """How long it took until rank 0 was behind a step that it had not done before an attempt."""
     lines = Progress.of(run, 0)
-    done = max((x.step for x in lines if x.attempt == 0), default=0)
-    again = [x for x in lines if x.attempt]
-    begun = again[0]
+    done = max((x.step for x in lines if x.attempt < attempt), default=0)
+    again = [x for x in lines if x.attempt == attempt]
+    if not again:
+        return f"attempt {attempt} did not begin"
     new = next((x.at for x in again if x.step > done), again[-1].at)
-    lost = done - begun.step
     return (
-        f"began again behind step {begun.step}, {lost} steps lost, "
-        f"{begun.at - failed_at:.1f} s later; new steps {new - failed_at:.1f} s later"
+        f"{done - again[0].step} steps lost, began {again[0].at - failed_at:.1f} s later, first "
+        f"new step {new - failed_at:.1f} s later"
     )
 
 
 # cases ---------------------------------------------------------------------------------------
-def _kill(rng: random.Random, built: Built, place: Path) -> Made:
-    """At a random moment of the training, or before it."""
-    rank, step, share = rng.randrange(RANKS), rng.randrange(STEPS), rng.random()
-    begins = rng.random() < 0.2
+def _struck(number: signal.Signals, times: int) -> Make:
+    """A signal to a random rank at a random moment of each of the first attempts of one job."""
+    watched = number is signal.SIGSTOP
 
-    def read() -> Verdict | None:
-        program, run = program_of(built.folder / "recovery"), Path("run").resolve()
-        with job(program, run) as (launcher, said):
-            if begins:
-                found = _began(launcher, rank, share)
-            else:
-                found = await_step(launcher, run, rank, step)
-                time.sleep(share * _step_s(run))
-            at = time.time()
-            os.kill(found.pid, signal.SIGKILL)
-            return judged(program, run, launcher, said) or Verdict("harmless", back(run, at))
+    def make(rng: random.Random, built: Built, place: Path) -> Made:
+        hits = [(rng.randrange(RANKS), rng.random(), rng.random() < 0.2) for _ in range(times)]
 
-    return Made(f"rank {rank}, {'as it starts' if begins else f'behind step {step}'}", read)
+        def read() -> Verdict | None:
+            program, run = program_of(built.folder / "recovery"), Path("run").resolve()
+            done: list[tuple[RankProcess, float]] = []
+            with job(program, run, watched=watched) as (launcher, said):
+                for attempt, (rank, share, begins) in enumerate(hits):
+                    if begins:
+                        found = _began(launcher, rank, share, [each.pid for each, _ in done])
+                    else:
+                        found = await_step(launcher, run, rank, attempt, share)
+                    os.kill(found.pid, number)
+                    done.append((found, time.time()))
+                bad = judged(program, run, launcher, said)
+                text = said.read_text(errors="replace")
+            if bad is not None:
+                return bad
+            return _told(run, done, text if watched else None)
+
+        return Made(f"ranks {[rank for rank, *_ in hits]}", read)
+
+    return make
 
 
-def _began(launcher: subprocess.Popen[bytes], rank: int, share: float) -> RankProcess:
-    """A rank's process at some moment of its first seconds."""
+def _told(run: Path, done: list[tuple[RankProcess, float]], said: str | None) -> Verdict:
+    """What became of each signal; ``said`` has to name each process that was stopped."""
+    told = []
+    for attempt, (found, at) in enumerate(done):
+        why = back(run, attempt + 1, at)
+        if said is not None:
+            named = re.search(
+                rf"rank {found.rank} \(process {found.pid}\) stands still: (.*)\.", said
+            )
+            if named is None:
+                return Verdict("wrong", f"rank {found.rank} is not named: {said[-1500:]}")
+            why = f"{named[1]}; {why}"
+        told.append(f"rank {found.rank}: {why}")
+    return Verdict("harmless", " | ".join(told))
+
+
+def _began(
+    launcher: subprocess.Popen[bytes], rank: int, share: float, known: list[int]
+) -> RankProcess:
+    """A new process of a rank at some moment of its first seconds, while it imports and loads."""
     end = time.monotonic() + patience(JOB_S)
     while time.monotonic() < end:
         for each in rank_processes(launcher.pid):
-            if each.rank == rank:
+            if each.rank == rank and each.pid not in known and launcher.poll() is None:
                 time.sleep(3.0 * share)
                 return each
         time.sleep(0.01)
     raise TimeoutError("no rank was started")
 
 
-def _step_s(run: Path) -> float:
+def _step_s(run: Path, attempt: int) -> float:
     """How long a step with its save takes now."""
-    lines = Progress.of(run, 0)
+    lines = [line for line in Progress.of(run, 0) if line.attempt == attempt]
     return (lines[-1].at - lines[0].at) / (len(lines) - 1) if len(lines) > 1 else 0.05
-
-
-def _stop(rng: random.Random, built: Built, place: Path) -> Made:
-    """A rank that is stopped, and a watchdog beside it."""
-    rank, step = rng.randrange(RANKS), rng.randrange(1, STEPS - 1)
-
-    def read() -> Verdict | None:
-        program, run = program_of(built.folder / "recovery"), Path("run").resolve()
-        with job(program, run, watched=True) as (launcher, said):
-            found = await_step(launcher, run, rank, step)
-            at = time.time()
-            os.kill(found.pid, signal.SIGSTOP)
-            bad = judged(program, run, launcher, said)
-            text = said.read_text(errors="replace")
-            if bad is not None:
-                return bad
-        named = re.search(rf"rank {rank} \(process {found.pid}\) stands still: (.*)\.", text)
-        if named is None or f"rank {rank} is ended" not in text.replace("Rank", "rank"):
-            return Verdict("wrong", f"rank {rank} is not named: {text[-1500:]}")
-        return Verdict("harmless", f"{named[1]}; {back(run, at)}")
-
-    return Made(f"rank {rank}, behind step {step}", read)
 
 
 def _in_save(rng: random.Random, built: Built, place: Path) -> Made:
@@ -252,5 +265,6 @@ def _failing(built: Built, failure: dict[str, Any]) -> Any:
 
 
 RECOVERIES: dict[str, Make] = {
-    "kill": _kill, "kill in a save": _in_save, "stop": _stop, "full disk": _full
+    "kill": _struck(signal.SIGKILL, 3), "kill in a save": _in_save,
+    "stop": _struck(signal.SIGSTOP, 1), "full disk": _full,
 }  # fmt: skip
