@@ -33,7 +33,7 @@ class StepGuard:
     """Says of each step whether the optimizer may take it; all ranks are told the same.
 
     Between a step and the optimizer's, ``passes`` looks at the loss and at this rank's gradients,
-    and asks the other ranks by one all_reduce of three numbers. A bad step is told of by name: the
+    and asks the other ranks by one all_reduce of two numbers. A bad step is told of by name: the
     step, the rank, and the first module whose result is not finite, for which the step is run once
     more. Then its gradients are dropped, and what it has written to buffers is undone.
 
@@ -121,9 +121,10 @@ class StepGuard:
     # inside ----------------------------------------------------------------------------------
     def _judged(self, stage: Stage, loss: float) -> str | None:
         """What is wrong with a step on any rank; the same answer on all."""
-        finite = math.isfinite(loss) and all(map(is_finite, _gradients(stage).values()))
+        largest = torch.nn.utils.get_total_norm(_gradients(stage).values(), math.inf)
+        finite = largest.isfinite().to(stage.device) & math.isfinite(loss)
         spike = math.isfinite(loss) and self._is_spike(loss)
-        flags = torch.tensor([not finite, spike], dtype=torch.int32, device=stage.device)
+        flags = torch.stack([~finite, torch.tensor(spike, device=stage.device)]).int()
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         is_bad, is_spike = flags.tolist()
         return "nonfinite" if is_bad else "spike" if is_spike else None
@@ -204,7 +205,6 @@ class StepGuard:
         done = "the optimizer does not take it"
         if rule == "rollback":
             done = f"the run goes on from step {self._roll_back(text)}, with the data that follow"
-            self._bad_in_a_row = 0 if kind == "spike" else self._bad_in_a_row
         if dist.get_rank() == 0:
             LOG.warning("partc: %s. %s.", text, done.capitalize())
 
