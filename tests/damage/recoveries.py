@@ -21,21 +21,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_model
 from torch import nn
 
 import partc
-from partc.failures.rank_processes import RankProcess, rank_processes
+from partc.failures.rank_processes import rank_processes
 from tests.damage.artefacts import Made, Make
 from tests.damage.built import Built
 from tests.damage.recovered import EVERY
 from tests.damage.verdicts import Verdict
 from tests.patience import patience
 
-RANKS, STEPS = 4, 24
+RANKS, STEPS, RESTARTS = 4, 24, 4
 JOB_S = 50.0  # on a quiet machine a job with two attempts takes a fifth of it
 MOST_DEEDS = 16  # of a rank in a save
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def program_of(folder: Path) -> Path:
             model, "dp=2,tp=2", (ids,), loss=loss_of, plan="fsdp+megatron"
         ).save(folder / "build")  # fmt: skip
         save_model(model, str(folder / "weights.safetensors"))
-        with job(folder, folder / "run") as (launcher, said):
+        with job(folder, folder / "run", forks=True) as (launcher, said):
             code = launcher.wait(patience(JOB_S))
         assert code == 0, said.read_text()[-3000:]
         shutil.copy(folder / "run/final.json", folder / "final.json")
@@ -75,28 +75,37 @@ def program_of(folder: Path) -> Path:
 
 @contextmanager
 def job(
-    program: Path, run: Path, *, watched: bool = False, failure: dict[str, Any] | None = None
+    program: Path,
+    run: Path,
+    *,
+    watched: bool = False,
+    failure: dict[str, Any] | None = None,
+    forks: bool = False,
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A launcher with four ranks, and the file of what all of them say; all are ended behind it."""
+    """A launcher with four ranks, and the file of what all of them say; all are ended behind it.
+
+    ``forks``: ranks are forks of the launcher, which begin in a tenth of the time.
+    """
     run.mkdir(parents=True, exist_ok=True)
-    line = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        f"{RANKS}", "--max-restarts", "3", str(ROOT / "tests/damage/recovered.py"), str(program),
-        str(run), f"{STEPS}",
-    ]  # fmt: skip
+    script = [str(ROOT / "tests/damage/recovered.py"), str(program), str(run), f"{STEPS}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{RANKS}"]
+    line = [sys.executable, *torchrun, "--max-restarts", f"{RESTARTS}", *script]
+    if forks:
+        line = [sys.executable, *script, f"{RANKS}", f"{RESTARTS}"]
     if watched:
         line = [sys.executable, "-m", "partc", "watchdog", "--", *line]
     said = run.with_suffix(".txt")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["TMPDIR"] = str(run.parent)  # torchrun leaves its logs there
     environment["RECOVERY"] = json.dumps(failure or {})
     with said.open("wb") as out:
         launcher = subprocess.Popen(line, env=environment, stdout=out, stderr=out)
     try:
         yield launcher, said
     finally:
-        for each in rank_processes(launcher.pid):
+        for each in ranks_of(launcher, run).values():
             with suppress(ProcessLookupError):
-                os.kill(each.pid, signal.SIGKILL)
+                os.kill(each, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             launcher.wait(patience(10.0))
         launcher.kill()
@@ -119,9 +128,18 @@ class Progress:
         return [cls(int(step), int(attempt), float(at)) for step, attempt, at in each]
 
 
+def ranks_of(launcher: subprocess.Popen[bytes], run: Path) -> dict[int, int]:
+    """The last process of each rank; forks tell of themselves as they begin."""
+    found = {each.rank: each.pid for each in rank_processes(launcher.pid)}
+    for path in run.glob("began-*") if not found else ():
+        pids = path.read_text().split()
+        found |= {int(path.name.removeprefix("began-")): int(pids[-1])} if pids else {}
+    return found
+
+
 def await_step(
     launcher: subprocess.Popen[bytes], run: Path, rank: int, attempt: int, share: float
-) -> RankProcess:
+) -> int:
     """The process of a rank at a random moment of an attempt.
 
     ``share``: of the steps that are left; a fraction of a step is waited behind the last of them.
@@ -132,7 +150,7 @@ def await_step(
         wanted = mine[0].step + share * (STEPS - mine[0].step - 1) if mine else 0.0
         if mine and mine[-1].step >= int(wanted):
             time.sleep(wanted % 1.0 * _step_s(run, attempt))
-            return next(each for each in rank_processes(launcher.pid) if each.rank == rank)
+            return ranks_of(launcher, run)[rank]
         time.sleep(0.002)
     raise TimeoutError(f"rank {rank} has not come so far in attempt {attempt}")
 
@@ -170,7 +188,7 @@ def back(run: Path, attempt: int, failed_at: float) -> str:
 
 
 # cases ---------------------------------------------------------------------------------------
-def _struck(number: signal.Signals, times: int) -> Make:
+def _struck(number: signal.Signals, times: int, *, forks: bool = False) -> Make:
     """A signal to a random rank at a random moment of each of the first attempts of one job."""
     watched = number is signal.SIGSTOP
 
@@ -179,31 +197,37 @@ def _struck(number: signal.Signals, times: int) -> Make:
 
         def read() -> Verdict | None:
             program, run = program_of(built.folder / "recovery"), Path("run").resolve()
-            done: list[tuple[RankProcess, float]] = []
-            with job(program, run, watched=watched) as (launcher, said):
+            done: list[Hit] = []
+            with job(program, run, watched=watched, forks=forks) as (launcher, said):
                 for attempt, (rank, share, begins) in enumerate(hits):
                     if begins:
-                        found = _began(launcher, rank, share, [each.pid for each, _ in done])
+                        pid = _began(launcher, run, rank, share, [each.pid for each in done])
                     else:
-                        found = await_step(launcher, run, rank, attempt, share)
-                    os.kill(found.pid, number)
-                    done.append((found, time.time()))
+                        pid = await_step(launcher, run, rank, attempt, share)
+                    os.kill(pid, number)
+                    done.append(Hit(rank, pid, time.time()))
                 bad = judged(program, run, launcher, said)
                 text = said.read_text(errors="replace")
-            if bad is not None:
-                return bad
-            return _told(run, done, text if watched else None)
+            return bad or _told(run, done, text if watched else None)
 
         return Made(f"ranks {[rank for rank, *_ in hits]}", read)
 
     return make
 
 
-def _told(run: Path, done: list[tuple[RankProcess, float]], said: str | None) -> Verdict:
+class Hit(NamedTuple):
+    """A process that was sent a signal, and when."""
+
+    rank: int
+    pid: int
+    at: float
+
+
+def _told(run: Path, done: list[Hit], said: str | None) -> Verdict:
     """What became of each signal; ``said`` has to name each process that was stopped."""
     told = []
-    for attempt, (found, at) in enumerate(done):
-        why = back(run, attempt + 1, at)
+    for attempt, found in enumerate(done):
+        why = back(run, attempt + 1, found.at)
         if said is not None:
             named = re.search(
                 rf"rank {found.rank} \(process {found.pid}\) stands still: (.*)\.", said
@@ -216,15 +240,15 @@ def _told(run: Path, done: list[tuple[RankProcess, float]], said: str | None) ->
 
 
 def _began(
-    launcher: subprocess.Popen[bytes], rank: int, share: float, known: list[int]
-) -> RankProcess:
+    launcher: subprocess.Popen[bytes], run: Path, rank: int, share: float, known: list[int]
+) -> int:
     """A new process of a rank at some moment of its first seconds, while it imports and loads."""
     end = time.monotonic() + patience(JOB_S)
-    while time.monotonic() < end:
-        for each in rank_processes(launcher.pid):
-            if each.rank == rank and each.pid not in known and launcher.poll() is None:
-                time.sleep(3.0 * share)
-                return each
+    while time.monotonic() < end and launcher.poll() is None:
+        pid = ranks_of(launcher, run).get(rank)
+        if pid is not None and pid not in known:
+            time.sleep(3.0 * share)
+            return pid
         time.sleep(0.01)
     raise TimeoutError("no rank was started")
 
@@ -254,7 +278,7 @@ def _full(rng: random.Random, built: Built, place: Path) -> Made:
 def _failing(built: Built, failure: dict[str, Any]) -> Any:
     def read() -> Verdict | None:
         program, run = program_of(built.folder / "recovery"), Path("run").resolve()
-        with job(program, run, failure=failure) as (launcher, said):
+        with job(program, run, failure=failure, forks=True) as (launcher, said):
             bad = judged(program, run, launcher, said)
         if bad is not None:
             return bad
@@ -265,6 +289,8 @@ def _failing(built: Built, failure: dict[str, Any]) -> Any:
 
 
 RECOVERIES: dict[str, Make] = {
-    "kill": _struck(signal.SIGKILL, 3), "kill in a save": _in_save,
-    "stop": _struck(signal.SIGSTOP, 1), "full disk": _full,
+    "kill": _struck(signal.SIGKILL, 4, forks=True), "kill in a save": _in_save,
+    "stop": _struck(signal.SIGSTOP, 2, forks=True), "full disk": _full,
+    "kill of torchrun's": _struck(signal.SIGKILL, 1),
+    "stop of torchrun's": _struck(signal.SIGSTOP, 1),
 }  # fmt: skip

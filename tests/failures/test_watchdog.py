@@ -88,6 +88,25 @@ def test_nobody_is_stalled_before_all_have_begun() -> None:
     assert standing(ranks, LIMITS, 900.0) == []
 
 
+def test_a_process_that_would_run_on_a_quieter_host_is_not_silent() -> None:
+    busy = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    idle = subprocess.Popen(["sleep", "600"])
+    said: list[str] = []
+    watchdog = Watchdog(["true"], 5.0, say=said.append)
+    processes = [RankProcess(each.pid, rank, "S", 0) for rank, each in enumerate((busy, idle))]
+    beats = {each.pid: Heartbeat(each.rank, each.pid, 3) for each in processes}
+    try:
+        for now in (100.0, 106.0, 111.0):
+            watchdog.look(processes, beats, now)
+    finally:
+        busy.kill()
+        idle.kill()
+        busy.wait()
+        idle.wait()
+    assert [each["rank"] for each in watchdog.ended] == [1]
+    assert "rank 1" in said[0]
+
+
 def test_time_in_which_the_host_slept_counts_for_nobody() -> None:
     watchdog = Watchdog(["true"])
     watchdog.known = of(seen(0, 100.0))

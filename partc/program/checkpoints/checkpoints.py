@@ -121,7 +121,7 @@ class Checkpoints:
         ends = self._ends(step)
         if ends is False or not (ends or last_step or step % self.interval == 0):
             return False
-        self.wait()
+        self._wait_before(is_last=bool(ends))
         of.writes.check()
         of.check_together("Checkpoints.save")
         of.meet_owners()
@@ -249,6 +249,14 @@ class Checkpoints:
                 left_s, self._notices.came or "a signal to another rank", takes_s, step, told,
             )  # fmt: skip
         return fits
+
+    def _wait_before(self, *, is_last: bool) -> None:
+        """Wait for the save before this one; that it failed is no reason against the last one."""
+        try:
+            self.wait()
+        except (PartcError, RuntimeError):
+            if not is_last:
+                raise
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:

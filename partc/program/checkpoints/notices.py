@@ -36,9 +36,8 @@ class Notices:
         """How long the run still has, of all ranks' the shortest; None without a notice. And the
         longest time that a rank predicts. All ranks call this together.
         """
-        told = torch.tensor(
-            [time.monotonic() - self.ends_at, predicted_s], dtype=torch.float64
-        )  # the largest is that of the rank that ends first  # fmt: skip
+        beyond_s = time.monotonic() - self.ends_at  # the largest is of the rank that ends first
+        told = torch.tensor([beyond_s, predicted_s], dtype=torch.float64)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
         beyond_s, longest_s = told.tolist()
         return (None if beyond_s < -NEVER_S / 2 else -beyond_s), longest_s
