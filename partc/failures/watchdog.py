@@ -127,8 +127,8 @@ class Watchdog:
         for pid, seen in self.known.items():
             if now - seen.spoke_at > limits.step_timeout_s and is_runnable(pid):
                 seen.spoke_at = now  # its thread has had no core, or none of Python's turns
-        for found in standing(self.known, limits, now)[:1]:
-            self._end(found, limits, now)
+        for first in standing(self.known, limits, now)[:1]:
+            self._end(first, limits, now)
 
     def _told_by(self, beat: Heartbeat) -> RankProcess | None:
         """The process of a heartbeat, if it runs: a fork has no RANK in what /proc tells of it, and

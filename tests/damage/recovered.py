@@ -92,7 +92,7 @@ def drawn() -> list[float]:
 
 def main(program: Path, run: Path, last: int) -> None:
     with (run / f"began-{rank_here()}").open("a") as file:
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{attempt()} {os.getpid()}\n")
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(rank_here())

@@ -137,6 +137,13 @@ def ranks_of(launcher: subprocess.Popen[bytes], run: Path) -> dict[int, int]:
     return found
 
 
+def began(run: Path, rank: int, attempt: int) -> bool:
+    """Whether a rank has begun its script in an attempt."""
+    path = run / f"began-{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return any(line.split()[:1] == [f"{attempt}"] for line in lines)
+
+
 def await_step(
     launcher: subprocess.Popen[bytes], run: Path, rank: int, attempt: int, share: float
 ) -> int:
@@ -156,9 +163,9 @@ def await_step(
 
 
 def judged(
-    program: Path, run: Path, launcher: subprocess.Popen[bytes], said: Path
+    program: Path, run: Path, launcher: subprocess.Popen[bytes], said: Path, hits: int = 1
 ) -> Verdict | None:
-    """How the job ends: as the whole run, or a bad verdict."""
+    """How the job ends, of which ``hits`` attempts had to fail: as the whole run, or a bad verdict."""
     try:
         code = launcher.wait(patience(JOB_S))
     except subprocess.TimeoutExpired:
@@ -168,8 +175,8 @@ def judged(
     found, whole = ((each / "final.json").read_text() for each in (run, program))
     if found != whole:
         return Verdict("wrong", f"{found} is not {whole}")
-    if not any(line.attempt for line in Progress.of(run, 0)):
-        return Verdict("raw", "no rank was started again: nothing was tried")
+    if not any(line.attempt >= hits for rank in range(RANKS) for line in Progress.of(run, rank)):
+        return Verdict("raw", f"ranks were not started again {hits} times: nothing was tried")
     return None
 
 
@@ -201,12 +208,12 @@ def _struck(number: signal.Signals, times: int, *, forks: bool = False) -> Make:
             with job(program, run, watched=watched, forks=forks) as (launcher, said):
                 for attempt, (rank, share, begins) in enumerate(hits):
                     if begins:
-                        pid = _began(launcher, run, rank, share, [each.pid for each in done])
+                        pid = _began(launcher, run, rank, attempt, share)
                     else:
                         pid = await_step(launcher, run, rank, attempt, share)
                     os.kill(pid, number)
                     done.append(Hit(rank, pid, time.time()))
-                bad = judged(program, run, launcher, said)
+                bad = judged(program, run, launcher, said, len(hits))
                 text = said.read_text(errors="replace")
             return bad or _told(run, done, text if watched else None)
 
@@ -240,17 +247,16 @@ def _told(run: Path, done: list[Hit], said: str | None) -> Verdict:
 
 
 def _began(
-    launcher: subprocess.Popen[bytes], run: Path, rank: int, share: float, known: list[int]
+    launcher: subprocess.Popen[bytes], run: Path, rank: int, attempt: int, share: float
 ) -> int:
-    """A new process of a rank at some moment of its first seconds, while it imports and loads."""
+    """A rank's process at some moment of the first seconds of its script, while it loads."""
     end = time.monotonic() + patience(JOB_S)
     while time.monotonic() < end and launcher.poll() is None:
-        pid = ranks_of(launcher, run).get(rank)
-        if pid is not None and pid not in known:
-            time.sleep(3.0 * share)
-            return pid
+        if began(run, rank, attempt):
+            time.sleep(share)
+            return ranks_of(launcher, run)[rank]
         time.sleep(0.01)
-    raise TimeoutError("no rank was started")
+    raise TimeoutError(f"rank {rank} did not begin attempt {attempt}")
 
 
 def _step_s(run: Path, attempt: int) -> float:
