@@ -165,7 +165,7 @@ def await_step(
 def judged(
     program: Path, run: Path, launcher: subprocess.Popen[bytes], said: Path, hits: int = 1
 ) -> Verdict | None:
-    """How the job ends, of which ``hits`` attempts had to fail: as the whole run, or a bad verdict."""
+    """How the job ends, of which ``hits`` attempts fail: as the whole run, or a bad verdict."""
     try:
         code = launcher.wait(patience(JOB_S))
     except subprocess.TimeoutExpired:
