@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from partc.control.controller import Controller
     from partc.control.variants import with_variants
     from partc.errors import PartcError
+    from partc.failures.guard import StepGuard
     from partc.lowering import partition
     from partc.machines.topology import Topology
     from partc.passes.own_passes import graph_pass
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints", "Controller", "Mesh", "PartcError", "Picture", "Plan", "Program",
-    "Raised", "ReportPage", "Topology", "Traced", "compile", "graph_pass", "load",
+    "Raised", "ReportPage", "StepGuard", "Topology", "Traced", "compile", "graph_pass", "load",
     "load_checkpoint", "parallelize", "partition", "picture", "report", "save_checkpoint", "verify",
     "with_model", "with_variants",
 ]  # fmt: skip
@@ -49,6 +50,7 @@ _MODULES = {
     "Raised": "verification.precision",
     "Report": "reports.report",
     "ReportPage": "reports.report",
+    "StepGuard": "failures.guard",
     "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",

@@ -41,6 +41,22 @@ def looked_at(pid: int, rank: int) -> RankProcess | None:
     return None if fields[0] in ENDED else RankProcess(pid, rank, fields[0], int(fields[19]))
 
 
+def is_runnable(pid: int) -> bool:
+    """Whether a thread of a process computes, or would on a host that is less busy."""
+    for task in PROC.glob(f"{pid}/task/*/stat"):
+        try:
+            if task.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+        except OSError:  # the thread has ended meanwhile
+            continue
+    return False
+
+
+def has_variable(pid: int, name: str, value: str) -> bool:
+    """Whether a process was started with a variable in its environment."""
+    return f"{name}={value}" in _environment(pid)
+
+
 def _below(pid: int, rank: str | None) -> Iterator[RankProcess]:
     for child in _children(pid):
         given = _rank_of(child)
@@ -64,9 +80,12 @@ def _children(pid: int) -> list[int]:
 
 def _rank_of(pid: int) -> str | None:
     """The text of RANK in a process's environment, if it is a number."""
-    try:
-        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    texts = [each[5:].decode(errors="replace") for each in variables if each.startswith(b"RANK=")]
+    texts = [each[5:] for each in _environment(pid) if each.startswith("RANK=")]
     return texts[0] if texts and texts[0].isdecimal() else None
+
+
+def _environment(pid: int) -> list[str]:
+    try:
+        return (PROC / str(pid) / "environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return []

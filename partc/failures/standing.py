@@ -1,9 +1,9 @@
 """Which rank stands still, by its heartbeats and by what the system says of its process.
 
 Three rules, from the surest to the slowest. A process that is *stopped* cannot come on by itself.
-One whose heartbeats have ended is *silent*: they come from a thread of their own, so that the whole
-process hangs. Where no rank has begun or ended a call of its program for long, all of them are
-*stalled*, and the first that is not waiting for others is the one at fault.
+One that writes no heartbeats any more, and of which no thread runs, is *silent*: they come from a
+thread of their own, so that the whole process hangs. Where no rank has begun or ended a call of its
+program for long, all are *stalled*, and the first that does not wait for others is at fault.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Limits:
 class Seen:
     """What is known of one process, by the clock of ``time.monotonic()``.
 
-    ``spoke_at``: when its last new heartbeat was read, or it was first seen. ``stopped_at``: since
-    when it is stopped.
+    ``spoke_at``: when its last new heartbeat was read, or it was first seen, or a thread of it was
+    about to run. ``stopped_at``: since when it is stopped.
     """
 
     process: RankProcess

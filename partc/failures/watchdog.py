@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from partc.errors import UsageError
-from partc.failures.rank_processes import RankProcess, looked_at, rank_processes
+from partc.failures.rank_processes import (
+    RankProcess,
+    has_variable,
+    is_runnable,
+    looked_at,
+    rank_processes,
+)
 from partc.failures.standing import Limits, Seen, Standing, standing, told
 from partc.heartbeats import FOLDER, Heartbeat, read
 
@@ -45,6 +51,7 @@ class Watchdog:
         default=lambda text: print(f"partc watchdog: {text}", file=sys.stderr, flush=True)
     )
     known: dict[int, Seen] = field(default_factory=dict)
+    folder: str = ""  # of the heartbeats
     ended: list[dict[str, Any]] = field(default_factory=list)  # the ranks that it has killed
 
     def run(self) -> int:
@@ -53,7 +60,7 @@ class Watchdog:
         UsageError where it cannot be started.
         """
         with tempfile.TemporaryDirectory(prefix="partc-heartbeats-") as folder:
-            launcher = self._started(folder)
+            self.folder, launcher = folder, self._started(folder)
             before = {each: signal.getsignal(each) for each in (*PASSED, *NOTICES, signal.SIGINT)}
             self._pass_signals(launcher)
             try:
@@ -109,21 +116,28 @@ class Watchdog:
         self, processes: Sequence[RankProcess], beats: dict[int, Heartbeat], now: float
     ) -> None:
         """Take in where the ranks are, and end one that stands still."""
-        self.known = {
-            each.pid: self._seen(each, now) for each in [*processes, *self._by_beats(beats)]
-        }
+        known = {each.pid for each in processes}
+        told = [self._told_by(beat) for beat in beats.values() if beat.pid not in known]
+        found = [*processes, *filter(None, told)]
+        self.known = {each.pid: self._seen(each, now) for each in found}
         for pid, seen in self.known.items():
             seen.look(seen.process, beats.get(pid), now)
         steps = [seen.beat.step_s for seen in self.known.values() if seen.beat]
         limits = Limits.of(max(steps, default=0.0), self.step_timeout_s, self.stall_s)
-        for found in standing(self.known, limits, now)[:1]:
-            self._end(found, limits, now)
+        for pid, seen in self.known.items():
+            if now - seen.spoke_at > limits.step_timeout_s and is_runnable(pid):
+                seen.spoke_at = now  # its thread has had no core, or none of Python's turns
+        for first in standing(self.known, limits, now)[:1]:
+            self._end(first, limits, now)
 
-    def _by_beats(self, beats: dict[int, Heartbeat]) -> list[RankProcess]:
-        """Where the system has no /proc: the processes that write heartbeats."""
+    def _told_by(self, beat: Heartbeat) -> RankProcess | None:
+        """The process of a heartbeat, if it runs: a fork has no RANK in what /proc tells of it, and
+        not every system has /proc.
+        """
         if Path("/proc/self/stat").exists():
-            return []
-        return [RankProcess(pid, beat.rank, "?", 0) for pid, beat in beats.items() if _runs(pid)]
+            ours = has_variable(beat.pid, FOLDER, self.folder)
+            return looked_at(beat.pid, beat.rank) if ours else None
+        return RankProcess(beat.pid, beat.rank, "?", 0) if _runs(beat.pid) else None
 
     def _seen(self, process: RankProcess, now: float) -> Seen:
         known = self.known.get(process.pid)

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 --max-restarts 3 tests/damage/recovered.py PROGRAM RUN STEPS
 
+With two numbers more, of ranks and of restarts, the script starts its ranks by torchrun's agent.
 ``RUN`` gets the checkpoints, a line of each step in ``progress-RANK``, in the end ``final.json``
 with a digest of parameters and optimizer. The environment's ``RECOVERY`` can ask for a failure of
 one rank, in the first attempt alone: ``{"rank": 1, "step": 7, "deed": 3}`` ends it before the third
@@ -25,19 +26,27 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import partc
 from partc.program.stage.runtime import Stage
 
-RANK = int(os.environ.get("RANK", "0"))
-FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 EVERY = 2  # steps from one checkpoint to the next
+
+
+def rank_here() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def attempt() -> int:
+    """How often the ranks were started before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def failure() -> dict[str, Any]:
     """What is to happen to this rank in this attempt."""
     asked: dict[str, Any] = json.loads(os.environ.get("RECOVERY", "{}"))
-    return asked if FIRST and asked.get("rank") == RANK else {}
+    return asked if not attempt() and asked.get("rank") == rank_here() else {}
 
 
 def fail_at(step: int, run: Path) -> None:
@@ -51,9 +60,9 @@ def fail_at(step: int, run: Path) -> None:
 
 
 def note(run: Path, step: int) -> None:
-    line = f"{step} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {time.time():.3f}\n"
+    line = f"{step} {attempt()} {time.time():.3f}\n"
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY:
-        with (run / f"progress-{RANK}").open("a") as file:
+        with (run / f"progress-{rank_here()}").open("a") as file:
             file.write(line)
 
 
@@ -82,9 +91,11 @@ def drawn() -> list[float]:
 
 
 def main(program: Path, run: Path, last: int) -> None:
+    with (run / f"began-{rank_here()}").open("a") as file:
+        file.write(f"{attempt()} {os.getpid()}\n")
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(RANK)
+        seed(rank_here())
     stage = partc.load(program / "build").module()
     stage.load_full(str(program / "weights.safetensors"))
     stage.seed(3)
@@ -108,10 +119,23 @@ def main(program: Path, run: Path, last: int) -> None:
             checkpoints.save(step, stage, optimizer, **kept)
             note(run, step)
     told = final(stage, optimizer, scheduler)
-    if RANK == 0:
+    if rank_here() == 0:
         (run / "final.json").write_text(json.dumps(told))
     dist.barrier()
 
 
+def launch(program: Path, run: Path, last: int, ranks: int, restarts: int) -> None:
+    """What torchrun does, with ranks that are forks of this process, in which all is imported."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=restarts, start_method="fork",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id=f"recovered-{os.getpid()}",
+    )  # fmt: skip
+    elastic_launch(config, main)(program, run, last)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    places = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    if len(sys.argv) > 4:
+        launch(*places, *map(int, sys.argv[4:]))
+    else:
+        main(*places)

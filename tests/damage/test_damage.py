@@ -80,6 +80,20 @@ def test_the_table_counts_each_artefact() -> None:
 
 
 @pytest.mark.gloo
+def test_a_stopped_rank_of_a_run_is_recovered() -> None:
+    """Named by a watchdog and ended; the run goes on as one without a failure, bit for bit."""
+    options = ["--small", "--seed", "3", "--cases", "1", "--row", "stop of torchrun's", "--all"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.damage", "recoveries", *options],
+        cwd=HERE, env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True, text=True,
+        timeout=patience(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "HARMLESS  stop of torchrun's" in done.stdout
+    assert "it is stopped, for " in done.stdout
+
+
+@pytest.mark.gloo
 @pytest.mark.parametrize(("kind", "num"), [("artefacts", 26), ("misuses", 26), ("ranks", 6)])
 def test_a_sample_meets_nothing_bad(kind: str, num: int) -> None:
     done = subprocess.run(

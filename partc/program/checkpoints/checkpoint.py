@@ -146,12 +146,12 @@ def load_checkpoint(
 
 def read_step(
     folder: Path, of: Stage, optimizer: Optimizer | None, loader: Loader | RowSampler | None,
-    states: Mapping[str, Any], *, resumes: bool = False,
+    states: Mapping[str, Any], *, resumes: bool = False, stays: bool = False,
 ) -> int:  # fmt: skip
     """As ``load_checkpoint``, of arguments that were checked.
 
     ``resumes``: this process takes the place of the one that has saved, so that its generators
-    too go on.
+    too go on. ``stays``: the place in the data does not go back, on purpose.
     """
     of.writes.forget()
     of.check_together("load_checkpoint")
@@ -164,7 +164,7 @@ def read_step(
     drawn = saved_generators(saved, of) if resumes else {}
     ranks.do(lambda: saved.verify({**_wanted(saved, of, optimizer), **drawn}, of))
     ranks.do(lambda: load_states(saved, states))
-    ranks.do(lambda: go_to_position(saved, loader))
+    ranks.do(lambda: go_to_position(saved, loader, stays=stays))
     for key, (shard, piece) in model_pieces(of).items():
         with torch.no_grad():
             piece.copy_(saved.piece(key, shard, of))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -18,6 +19,7 @@ from partc.data.sampler import RowSampler
 from partc.errors import PartcError, RunError, UsageError
 from partc.program.checkpoints.checkpoint import read_step, ready
 from partc.program.checkpoints.checkpoint_call import check_arguments, stage_of
+from partc.program.checkpoints.notices import Notices
 from partc.program.checkpoints.run_folder import Retention, committed
 from partc.program.checkpoints.script_states import check_states
 from partc.program.checkpoints.snapshot import Snapshot, snapshot_of
@@ -47,6 +49,10 @@ class Checkpoints:
         keep_latest_k: keep so many of the newest steps; None keeps all.
         keep_time: delete steps that are older, but never the newest.
         async_save: write beside the steps that follow; False makes ``save`` wait until it is done.
+        notices: signals behind which this process has so many seconds left, as
+            ``{signal.SIGTERM: 30}``. Once any rank has got one, all save at the next ``save``,
+            whatever the interval, if there is time; then ``must_end`` is true. Another signal of
+            the same number does what it did before.
 
     Example::
 
@@ -63,6 +69,7 @@ class Checkpoints:
     def __init__(
         self, folder: str | Path, *, interval: int = 1, keep_latest_k: int | None = None,
         keep_time: timedelta | None = None, async_save: bool = True,
+        notices: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
         self.folder = as_path(folder, "Checkpoints")
         self.interval = check_whole_number(interval, "Checkpoints(interval=...)", 1)
@@ -72,6 +79,10 @@ class Checkpoints:
         retention.check()
         self._writer, self._staging = Writer(self.folder, retention), Staging()
         self._is_closed = False
+        self.must_end = False  # a notice has come: what could be saved is saved
+        self._took_s = 0.0  # the last save, from its begin to its commit
+        self._notices = None if notices is None else Notices(notices)
+        self._notice_group: Any = None  # at the end of a step, beside a save under way
         self._group: Any = None  # for saves alone: the default group is the step's
         self._thread = ThreadPoolExecutor(1, "partc checkpoints")
         self._running: Future[None] | None = None
@@ -107,9 +118,10 @@ class Checkpoints:
         states = check_states("Checkpoints.save", states)
         check_whole_number(step, "Checkpoints.save(step)")
         self._check_open("save")
-        if not last_step and step % self.interval:
+        ends = self._ends(step)
+        if ends is False or not (ends or last_step or step % self.interval == 0):
             return False
-        self.wait()
+        self._wait_before(is_last=bool(ends))
         of.writes.check()
         of.check_together("Checkpoints.save")
         of.meet_owners()
@@ -117,7 +129,7 @@ class Checkpoints:
         target, told = ranks.do(lambda: ready(self.folder, of, optimizer, step, states))
         snapshot = self._staging.begin(snapshot_of(of, optimizer, loader, step, told))
         self._running = self._thread.submit(self._write, snapshot, target, ranks)
-        if not self._async:
+        if ends or not self._async:
             self.wait()
         return True
 
@@ -145,16 +157,23 @@ class Checkpoints:
         Raises:
             LoadError: as of ``load_checkpoint``.
         """
-        of = stage_of("Checkpoints.load_latest", stage)
-        check_arguments("Checkpoints.load_latest", of, optimizer, loader)
-        states = check_states("Checkpoints.load_latest", states)
-        self.wait()
-        found = [path.name for path in committed(self.folder)[-1:]]
-        self._ranks().check_alike({"newest step": found})
-        if not found:
-            return 0
-        step = self.folder / found[0]
-        return read_step(step, of, optimizer, loader, states, resumes=True)
+        return self._load("load_latest", stage, optimizer, loader, states, resumes=True) or 0
+
+    @known_arguments
+    @of_other_ranks("Checkpoints.roll_back")
+    def roll_back(
+        self, stage: nn.Module, optimizer: Optimizer | None = None, *,
+        states: Mapping[str, Any] | None = None,
+    ) -> int | None:  # fmt: skip
+        """Load the newest step, and go on with the data that come next; all ranks call this
+        together.
+
+        As ``load_latest``; a loader's place in the data and the generators stay as they are.
+
+        Returns:
+            The number of the step; None where the folder has none, and nothing is loaded.
+        """
+        return self._load("roll_back", stage, optimizer, None, states, resumes=False)
 
     def wait_for_staging(self) -> None:
         """Wait until a save reads no tensor of the stage any more.
@@ -174,6 +193,8 @@ class Checkpoints:
         """Wait until the last save is done; RunError on all ranks if it failed."""
         self._is_closed = True
         self._hook.remove()
+        if self._notices is not None:
+            self._notices.close()
         try:
             self.wait()
         finally:
@@ -192,6 +213,51 @@ class Checkpoints:
             LOG.debug("partc: the save under way: %s", failed)
 
     # inside ----------------------------------------------------------------------------------
+    def _load(
+        self, name: str, stage: nn.Module, optimizer: Optimizer | None,
+        loader: Loader | RowSampler | None, states: Mapping[str, Any] | None, *, resumes: bool,
+    ) -> int | None:  # fmt: skip
+        """The number of the newest step, which is loaded; None where there is none."""
+        call = f"Checkpoints.{name}"
+        of = stage_of(call, stage)
+        check_arguments(call, of, optimizer, loader)
+        given = check_states(call, states)
+        self.wait()
+        found = [path.name for path in committed(self.folder)[-1:]]
+        self._ranks().check_alike({"newest step": found})
+        if not found:
+            return None
+        step = self.folder / found[0]
+        return read_step(step, of, optimizer, loader, given, resumes=resumes, stays=not resumes)
+
+    def _ends(self, step: int) -> bool | None:
+        """Whether a notice has come to any rank, and this step can be saved before the run is
+        ended; None without a notice. All ranks answer alike.
+        """
+        if self._notices is None:
+            return None
+        self._ranks()
+        turns = 2 if self._running is not None and not self._running.done() else 1
+        left_s, takes_s = self._notices.left_s(turns * self._took_s, self._notice_group)
+        if left_s is None:
+            return None
+        self.must_end, fits = True, takes_s < left_s
+        if dist.get_rank() == 0:
+            told = "is being saved" if fits else "is not saved: what was saved before stays"
+            LOG.warning(
+                "partc: this run is ended in %.1f s (%s), and a save takes %.1f s. Step %d %s.",
+                left_s, self._notices.came or "a signal to another rank", takes_s, step, told,
+            )  # fmt: skip
+        return fits
+
+    def _wait_before(self, *, is_last: bool) -> None:
+        """Wait for the save before this one; that it failed is no reason against the last one."""
+        try:
+            self.wait()
+        except (PartcError, RuntimeError):
+            if not is_last:
+                raise
+
     def _check_open(self, call: str) -> None:
         if self._is_closed:
             raise UsageError(
@@ -204,13 +270,17 @@ class Checkpoints:
         """All ranks, by a group of their own, which gloo carries whatever the step's backend."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
+            if self._notices is not None:
+                self._notice_group = dist.new_group(backend="gloo")
         return Together("Checkpoints", CPU, RunError, self._group)
 
     def _write(self, snapshot: Snapshot, target: Path, ranks: Together) -> None:
         """In the thread: copy, then write; what fails is said at once."""
+        begun = time.monotonic()
         try:
             ranks.do(self._staging.finish)
             self._writer.write(snapshot, target, ranks)
+            self._took_s = time.monotonic() - begun
         except Exception as error:
             LOG.warning("partc: step %d was not saved: %s", snapshot.step, error)
             raise

@@ -12,11 +12,13 @@ from partc.program.model.habits import LOG
 from partc.program.stage.runtime import Stage
 
 
-def go_to_position(saved: Saved, loader: Loader | RowSampler | None) -> None:
+def go_to_position(
+    saved: Saved, loader: Loader | RowSampler | None, *, stays: bool = False
+) -> None:
     """Let a loader go on where the checkpoint was saved.
 
     LoadError for a loader where the checkpoint was saved without one. Without a loader, where it
-    has a position, a warning on the first rank.
+    has a position, a warning on the first rank, unless it ``stays`` where it is.
     """
     if loader is not None:
         if not saved.data:
@@ -25,7 +27,7 @@ def go_to_position(saved: Saved, loader: Loader | RowSampler | None) -> None:
                 "Leave loader= out, or save with it: save_checkpoint(..., loader=loader).",
             )  # fmt: skip
         loader.load_state_dict(saved.data)
-    elif saved.data and dist.get_rank() == 0:
+    elif saved.data and not stays and dist.get_rank() == 0:
         LOG.warning(
             "partc: %s has a position in the data, and load_checkpoint was given no loader: rows "
             "that were read come again. Pass loader=stage.loader(...), unless the data begin anew "

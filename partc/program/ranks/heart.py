@@ -19,7 +19,7 @@ from types import FrameType
 from partc.heartbeats import BEAT_S, FOLDER, Heartbeat, write
 from partc.program import Program
 from partc.program.ranks.waiting import Waiting, is_transfer, known_waiting, script_line
-from partc.program.user_lines import TEXT
+from partc.program.user_lines import TEXT, file_of
 
 _ENDS_S = 2.0  # so long the interpreter waits for the thread at its end
 
@@ -81,8 +81,10 @@ def _program_line(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(TEXT):
-            text = " ".join(linecache.getline(file, frame.f_lineno).split())
-            return f"{file.strip('<>').removeprefix('partc ')}:{frame.f_lineno} {text}"
+            text, _, at = linecache.getline(file, frame.f_lineno).partition("  # <- ")
+            text = " ".join(text.partition("  # ")[0].split())
+            place = f" for {at.strip()}" if at else ""
+            return f"{file_of(file)}:{frame.f_lineno} {text}{place}"
         frame = frame.f_back
     return ""
 
