@@ -26,8 +26,8 @@ DIRECTIONS = (
 )
 
 IN_EACH = (
-    "gradients are rounded to {} in each of {} microbatches, and nothing is kept of what that loses: "
-    "a step's error is the sum of theirs"
+    "gradients are rounded to {} in each of {} microbatches, and nothing is kept of what that "
+    "loses: a step's error is the sum of theirs"
 )
 
 
@@ -71,8 +71,10 @@ def _each_microbatch(plan: Plan, scatters: bool) -> str:
     wire = plan.compress.wire
     if not scatters:
         raise refused(
-            "gradients are summed in every microbatch", "sums of which a rank keeps what it has not "
-            "sent are compressed once a step", 'Write reduce = "step".',
+            "gradients are summed in every microbatch", "sums of which a rank keeps what it has "
+            "not sent, or that all ranks have whole, are compressed once a step",
+            'Write reduce = "step", with preset = "zero1" in place of zero2, fsdp and hsdp, which sum '
+            "in every microbatch; or leave [compress] out.",
         )  # fmt: skip
     if WIRES[wire].drawn:
         raise refused(

@@ -228,16 +228,11 @@ REFUSED = {
         "dp=4",
         "majority-sign is for sums that all ranks have whole",
     ),
-    "fsdp in every microbatch": (
-        f"microbatches = 2\n{PLAN.replace('ddp', 'fsdp')}error_feedback = false\n",
-        "dp=4",
-        'with preset = "zero1" in place of',
-    ),
     "zero1": (PLAN.replace("ddp", "zero1"), "dp=4", "sharded over dp"),
     "hsdp in every microbatch": (
         f"microbatches = 2\n{PLAN.replace('ddp', 'hsdp')}",
         "dp_replicate=2,dp_shard=2",
-        "once a step",
+        'with preset = "zero1" in place of',
     ),
     "in every microbatch": (
         f'microbatches = 2\nreduce = "microbatch"\n{PLAN}',
