@@ -73,8 +73,8 @@ def _each_microbatch(plan: Plan, scatters: bool) -> str:
         raise refused(
             "gradients are summed in every microbatch", "sums of which a rank keeps what it has "
             "not sent, or that all ranks have whole, are compressed once a step",
-            'Write reduce = "step", with preset = "zero1" in place of zero2, fsdp and hsdp, which sum '
-            "in every microbatch; or leave [compress] out.",
+            'Write reduce = "step", with preset = "zero1" in place of zero2, fsdp and hsdp, which '
+            "sum in every microbatch; or leave [compress] out.",
         )  # fmt: skip
     if WIRES[wire].drawn:
         raise refused(

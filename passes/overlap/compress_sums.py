@@ -202,7 +202,7 @@ def _sums(graph: Graph, axis: str) -> Iterator[fx.Node]:
 
 
 def _added_up(grad: fx.Node) -> fx.Node:
-    """What microbatches add up of a gradient that each sums over ranks; else the gradient itself."""
+    """What microbatches add up of a gradient that each sums over ranks; else the gradient."""
     users = [*grad.users]
     return users[0] if [u.target for u in users] == [collectives.accumulate] else grad
 
