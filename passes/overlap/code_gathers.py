@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import fx
 
 from partc.errors import PlanError
-from partc.graph import Graph, fake_of, value
+from partc.graph import Graph, collectives, fake_of, value
 from partc.graph.moves import gathers_param
 from partc.plan import Plan
 from partc.plan.batch import DATA_AXES
@@ -76,10 +76,10 @@ def _is_sent(name: str, param: fx.Node) -> bool:
     that is gathered in several transfers, or also used as it is stored.
     """
     over = [axis for axis, _ in value(param).sharding.cuts() if axis in DATA_AXES]
-    gathers = [user for user in param.users if gathers_param(user)]
+    gathers = [u for u in param.users if gathers_param(u) and u.kwargs["axis"] in over]
     if not over or not param.users:
         return True
-    if not gathers and len(over) == 1:
+    if not any(map(_is_moved, param.users)) and len(over) == 1:
         return False
     if not fake_of(param).is_floating_point():
         raise _refused(
@@ -89,11 +89,20 @@ def _is_sent(name: str, param: fx.Node) -> bool:
     if len(over) > 1 or len(gathers) < len(param.users):
         raise _refused(
             f"{name} is cut over {' and '.join(over)}, and some of its readers do not gather it "
-            "over one axis in one transfer",
+            "first over that axis, in one transfer",
             "all that computes with a weight is to see what was sent of it, once",
-            'Take preset = "fsdp" on one data axis, or preset = "hsdp"; or leave the table out.',
+            'Take preset = "fsdp" on one data axis, or preset = "hsdp"; with tensor parallelism '
+            'write dp before tp, as in "dp=2,tp=2"; or leave the table out.',
         )  # fmt: skip
     return True
+
+
+def _is_moved(reader: fx.Node) -> bool:
+    """Whether a weight goes into a transfer, as it is stored or as a view or a cast of that."""
+    if reader.target in collectives.COLLECTIVES:
+        return True
+    alone = reader.op == "call_function" and len(reader.all_input_nodes) == 1
+    return alone and any(map(_is_moved, reader.users))
 
 
 def _refused(what: str, why: str, do: str) -> PlanError:

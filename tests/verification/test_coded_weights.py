@@ -134,7 +134,7 @@ LAYOUTS = {
     "fsdp, microbatches": ("int8", "dp=2", "fsdp", "microbatches = 2\n", ""),
     "hsdp": ("int8", "dp_replicate=2,dp_shard=2", "hsdp", "", ""),
     "tp": ("int8", "dp=2,tp=2", "fsdp+megatron", "", "llama"),
-    "tp first": ("bf16", "tp=2,dp=2", "fsdp+megatron-sp", "", "llama"),
+    "tp, sequences": ("bf16", "dp=2,tp=2", "fsdp+megatron-sp", "", "llama"),
     "pp": ("int8", "pp=2,dp=2", "fsdp", "microbatches = 2\n", "llama"),
     "recompute": ("int8", "dp=2", "fsdp", 'recompute = "block"\n', "llama"),
 }
@@ -223,6 +223,18 @@ def test_what_weights_take() -> None:
 def test_what_is_refused(plan: str, mesh: str, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         compile(Net(), mesh, (batch(),), loss=loss, plan=plan)
+
+
+def test_what_tp_gathers_first_is_refused() -> None:
+    """Where tp stands before dp, a weight that both cut along one dim is gathered over tp first."""
+    with pytest.raises(PlanError, match="write dp before tp"):
+        compiled("int8", "tp=2,dp=2", "fsdp+megatron", "", "llama")
+
+
+def test_columns_of_an_embedding_are_used_as_they_are_stored() -> None:
+    plan = Plan.parse(compiled("int8", "dp=2", "fsdp", "", "llama").plan)
+    assert plan.compress_weights is not None
+    assert plan.compress_weights.exact == ("model.embed_tokens.weight",)
 
 
 def test_a_plan_is_read_as_it_is_written() -> None:
