@@ -169,10 +169,9 @@ def test_every_microbatch_is_rounded(layout: str) -> None:
 def test_what_every_microbatch_would_draw_alike_is_refused() -> None:
     with pytest.raises(PlanError, match="would be the same in each of its microbatches"):
         compiled("int8-stochastic", "dp=2", "fsdp", "microbatches = 2\n")
+    more = 'reduce = "microbatch"\nmicrobatches = 2\n'
     with pytest.raises(PlanError, match="are compressed once a step"):
-        plan = f'reduce = "microbatch"\nmicrobatches = 2\n{plan_of("int8", "ddp")}'
-        case = small()
-        compile(case.model, "dp=2", case.inputs, loss=case.loss, plan=plan)
+        compiled("int8", "dp=2", "ddp", more)
 
 
 @pytest.mark.parametrize("feedback", ["true", "false"])
