@@ -79,7 +79,8 @@ def _way(wire: str, flat: Tensor, side: int, num: int) -> Callable[[], object]:
         for each in known.kept([(side, side)], num, size).values()
     ]
     among: Any = [flat.view(side, side)] if known.takes_grads else num
-    given = [None, torch.Generator(flat.device)] if known.drawn else [None]
+    given: list[Any] = [None, torch.Generator(flat.device)] if known.drawn else [None]
+    given += [how.threshold] if known.has_threshold else []
     finite = torch.tensor(True, device=flat.device)
     to_sum = flat.clone()
 

@@ -130,8 +130,8 @@ PASSES = (
          on_graph=False),
     Pass(check_compress, PLAN, "rounded sums change a step's numbers: allowed, and where they are "
          "built, or refused", COMPRESSED, on_graph=False),
-    Pass(check_compress_weights, PLAN, "rounded weights change a step's numbers: allowed, and where "
-         "they are built, or refused", CODED, on_graph=False),
+    Pass(check_compress_weights, PLAN, "rounded weights change a step's numbers: allowed, and "
+         "where they are built, or refused", CODED, on_graph=False),
     Pass(choose_microbatches, PLAN, "an island takes as many microbatches as its machines are fast",
          UNEVEN, on_graph=False, machines=True),
     Pass(check_islands, PLAN, "copies of the model that train apart are another training: allowed, "
@@ -194,8 +194,8 @@ PASSES = (
          optional=True),
     Pass(compress_sums, LOCAL_GRAPH, "a slow link carries fewer bytes: sums are rounded, and what "
          "that loses is sent in the next step", GRADIENTS),
-    Pass(code_gathers, LOCAL_GRAPH, "a slow link carries fewer bytes: weights are rounded when they "
-         "are gathered", CODED),
+    Pass(code_gathers, LOCAL_GRAPH, "a slow link carries fewer bytes: weights are rounded when "
+         "they are gathered", CODED),
     Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there, and is "
          "waited for where it is read"),
     Pass(choose_overlap_clock, PLAN, "how long a transfer takes, in FLOPs: as many are put beside "

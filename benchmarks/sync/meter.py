@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measure import written_bytes
+from partc.codegen.helpers.messages import scatter_into
 from partc.cost.bytes import sent_share
 from partc.measure.timed_calls import CALLS, Function, HostClock, TransferTimes
 
@@ -35,7 +36,8 @@ class SizedTimes(TransferTimes):
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             num = arguments[0].numel()
-            self.kinds[CALLS[name], num if num in FEW else 0] += 1
+            few = CALLS[name] == "all_reduce" and num in FEW
+            self.kinds[CALLS[name], num if few else 0] += 1
             return timed(*arguments, **keywords)
 
         return call
@@ -49,6 +51,7 @@ class Meter:
     exposed_s: float = 0.0
     written: int = 0
     kinds: Counter[Kind] = field(default_factory=Counter)
+    logged: float = 0.0  # bytes of sums whose size is not known before
     counted: int | None = None  # bytes written until the step before ended; None behind a pause
 
     def pause(self) -> None:
@@ -87,9 +90,18 @@ def added_bytes() -> dict[Kind, float]:
         ("all_to_all", 0): _added(
             "all_to_all", x, lambda: dist.all_to_all_single(torch.empty_like(x), x)
         ),
+        ("reduce_scatter", 0): _added(
+            "reduce_scatter", x, lambda: scatter_into(x[:SMALL].clone(), x, _world()).wait()
+        ),
         ("send", 0): _added("send", x, lambda: _send_on(x)),
         ("recv", 0): 0.0,
     }
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _added_to_few(x: Tensor) -> float:

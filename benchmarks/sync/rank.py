@@ -50,7 +50,8 @@ class Job:
 @dataclass
 class Run:
     """One variant with one seed. Bytes and seconds are those of a mean step; ``exposed_s``: while
-    computing waited for transfers.
+    computing waited for transfers. ``logged_bytes``: what sums have sent whose size is not known
+    before, by the counts that the program has logged.
     """
 
     variant: str
@@ -60,6 +61,7 @@ class Run:
     counted_bytes: float
     exposed_s: float
     step_s: float
+    logged_bytes: float = 0.0
 
 
 class Trainer:
@@ -117,7 +119,7 @@ class Trainer:
         exposed_s = meter.exposed_s
         if isinstance(side, sides.Peer):
             exposed_s = meter.seconds - self._alone_s(side) * self.job.steps
-        values = [meter.written, meter.sent(self.added), exposed_s, meter.seconds]
+        values = [meter.written, meter.sent(self.added), exposed_s, meter.seconds, meter.logged]
         return sides.mean_of([value / self.job.steps for value in values])
 
     def _warm(self, side: sides.Side) -> None:
@@ -172,6 +174,7 @@ def _step(
         side.forward_backward(batch)
         optimizer.step()
         side.after_update()
+    meter.logged += side.logged_bytes()
 
 
 def _samples(seconds: Callable[[], float]) -> list[float]:

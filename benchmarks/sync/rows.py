@@ -15,7 +15,9 @@ Spread = tuple[float, float]  # of a figure over seeds: the mean, and the standa
 
 @dataclass(frozen=True)
 class Row:
-    """A variant over all its seeds. ``seconds_to_loss`` has only the seeds that came there."""
+    """A variant over all its seeds. ``seconds_to_loss`` has only the seeds that came there.
+    ``bytes_predicted``: with what follows from the counts that a run has logged.
+    """
 
     variant: str
     bytes_predicted: float
@@ -75,7 +77,7 @@ def row(name: str, predicted: float, runs: Sequence[Run], target: float) -> Row:
     arrivals = [first for run in runs if (first := arrival(run, target))]
     return Row(
         variant=name,
-        bytes_predicted=predicted,
+        bytes_predicted=predicted + mean(run.logged_bytes for run in runs),
         bytes_counted=spread([run.counted_bytes for run in runs]),
         seconds_to_loss=spread([seconds for _, seconds in arrivals]) if arrivals else None,
         steps_to_loss=spread([step for step, _ in arrivals]) if arrivals else None,

@@ -15,6 +15,8 @@ from benchmarks.measure import rows_of
 from benchmarks.sync import workload
 from benchmarks.sync.variants import ISLAND, Variant
 from benchmarks.workload import Size, loss_of
+from partc.metrics import sent_counts
+from partc.plan.wires import bytes_of_counts
 
 Batch = tuple[Tensor, Tensor]
 
@@ -36,6 +38,9 @@ class Side(Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """What would be evaluated: of islands, their mean."""
+
+    def logged_bytes(self) -> int:
+        """What this rank has sent since the last call in sums whose size is not known before."""
 
 
 class Ours:
@@ -66,6 +71,9 @@ class Ours:
         found: dict[str, Tensor] = self.stage.full_state_dict()
         return found
 
+    def logged_bytes(self) -> int:
+        return sum(map(bytes_of_counts, sent_counts(self.stage)))
+
 
 class Peer:
     """PyTorch's DistributedDataParallel."""
@@ -91,6 +99,9 @@ class Peer:
     def weights(self) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = self.model.module.state_dict()
         return found
+
+    def logged_bytes(self) -> int:
+        return 0
 
 
 def build(variant: Variant, folder: str, size: Size) -> Side:

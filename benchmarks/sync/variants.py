@@ -37,6 +37,12 @@ ISLANDS = {
     "streaming DiLoCo, overlapped": f"{_NESTEROV}\nfragments = 2\noverlap = 2",
     "DiLoCo, int8": f'{_NESTEROV}\nwire = "int8"',
 }
+WEIGHTS = {  # of fsdp, gathered for each use
+    "fsdp": "",
+    "fsdp, weights in int8": '[compress_weights]\nwire = "int8"',
+    "fsdp, weights and gradients in int8": '[compress_weights]\nwire = "int8"\n'
+    '[compress]\nwire = "int8"\nerror_feedback = false',
+}
 STALE = {"stale 1": "steps = 1", "stale 1, compensated": "steps = 1\ncompensation = 0.04"}
 SERVERS = {  # of four ranks, all of which compute
     "one server": "count = 1\ncompute = true",
@@ -46,17 +52,21 @@ SERVERS = {  # of four ranks, all of which compute
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. ``table``: the lines of its table in the plan, [compress] or another."""
+    """One way to train. ``table``: the lines of its table in the plan, [compress] or another, or of
+    several.
+    """
 
     name: str
     lr: float
     axis: str = DP
     table: str = ""
+    preset: str = "ddp"
 
     @property
     def plan(self) -> str:
-        word = self.table.partition("]")[0].strip("[")
-        return f'preset = "ddp"\nallow = ["{word}"]\n{self.table}\n' if word else 'preset = "ddp"\n'
+        word = self.table.partition("]")[0].strip("[").removesuffix("_weights")
+        allow = f'allow = ["{word}"]\n{self.table}\n' if word else ""
+        return f'preset = "{self.preset}"\n{allow}'
 
     @property
     def meets(self) -> bool:
@@ -83,11 +93,15 @@ def variants(lr_scale: float = 1.0) -> dict[str, Variant]:
     """
     tables = {EXACT: "", DDP: ""}
     tables |= {wire: f'[compress]\nwire = "{wire}"' for wire in WIRES}
+    tables |= WEIGHTS
     tables |= {name: f"[local_steps]\n{entries}" for name, entries in ISLANDS.items()}
     tables |= {name: f"[stale]\n{entries}" for name, entries in STALE.items()}
     tables |= {name: f"[servers]\n{entries}" for name, entries in SERVERS.items()}
     apart = {*ISLANDS, *STALE, *SERVERS}
     return {
-        name: Variant(name, RATES.get(name, LR) * lr_scale, ISLAND if name in apart else DP, table)
+        name: Variant(
+            name, RATES.get(name, LR) * lr_scale, ISLAND if name in apart else DP, table,
+            "fsdp" if name in WEIGHTS else "ddp",
+        )
         for name, table in tables.items()
-    }
+    }  # fmt: skip

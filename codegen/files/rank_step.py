@@ -101,8 +101,18 @@ class RankStep:
         """Whether a stage of the rank draws random numbers."""
         return any(stage.draws for stage in self.stages.values())
 
+    @property
+    def _compresses_each(self) -> bool:
+        """Whether sums with fewer bytes are made in every microbatch, of which nothing is kept."""
+        every = (n for graph in self.graphs for n in graph.calls() if wire_of(n))
+        return any(value(n).phase != "E" for n in every)
+
     def others(self) -> list[str]:
-        """The axes of ranks that see other sums with fewer bytes than this rank does."""
+        """The axes of ranks that see other sums with fewer bytes than this rank does, and have to
+        agree with it on what is kept.
+        """
+        if self._compresses_each:
+            return []
         among = {
             str(n.kwargs["axis"]) for graph in self.graphs for n in graph.calls() if wire_of(n)
         }
@@ -158,7 +168,7 @@ class RankStep:
         holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
         extras = any(g.outputs.results for g in self.graphs)
         yield from [Line("results = {}")] * extras
-        narrow = self.links.helpers.narrow
+        narrow = self.links.helpers.narrow and (self.adds_up or not self._compresses_each)
         if narrow:
             yield Line(f"reduced = {self.links.helpers.use('Reduced')}()")
         for number, stage in self.stages.items():

@@ -62,8 +62,8 @@ class CodedWeights(dist.Work):
 
     def decode(self, x: Tensor, scales: Tensor) -> Tensor:
         """Rows of numbers of one weight as they were sent."""
-        blocks = self.blocks(self.of_bytes(x)) * scales.unsqueeze(2)
-        return blocks.flatten(1)[:, : x.shape[1]]
+        numbers: Tensor = self.blocks(self.of_bytes(x)) * scales.unsqueeze(2)
+        return numbers.flatten(1)[:, : x.shape[1]]
 
     def as_bytes(self, x: Tensor) -> Tensor:
         """Numbers up to `most` as bytes."""

@@ -43,8 +43,8 @@ NARROW = (
     narrow_sums, rounded_sums, scattered_sums, picked_sums, low_rank_sums, voted_sums,
 )  # fmt: skip
 ORDER = (
-    printed, draws, nccl, messages, coded_weights, *NARROW, links, arrived, attention, kernels, islands, servers,
-    ops,
+    printed, draws, nccl, messages, coded_weights, *NARROW, links, arrived, attention, kernels,
+    islands, servers, ops,
 )  # fmt: skip
 COMMON = (printed, draws, coded_weights, links, attention, kernels, islands, servers, ops)
 # In which functions are looked for: what comes first has some of the names of `printed` and

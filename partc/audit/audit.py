@@ -128,9 +128,9 @@ def _of_rounding(program: Program) -> Iterator[str]:
     how, weights = plan.compress, plan.compress_weights
     if weights is not None:
         yield (
-            f"what {weights.wire} makes of weights that are gathered: the check gathers them as they "
-            "are, and the classes that round stand as printed; partc verify compares them with the "
-            "definition of the format"
+            f"what {weights.wire} makes of weights that are gathered: the check gathers them as "
+            "they are, and the classes that round stand as printed; partc verify compares them "
+            "with the definition of the format"
         )
     if how is not None:
         yield (

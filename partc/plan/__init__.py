@@ -92,11 +92,12 @@ class Plan:
     schedule's usual number).
 
     Arithmetic: ``compress`` says in which narrow numbers gradients are summed over data ranks
-    (None: in their own), ``compress_weights`` in which weights are gathered. ``local_steps`` says how often islands, copies of the model that train
-    apart along the mesh axis ``island``, meet, and ``stale`` how many steps late islands of one
-    model apply their gradients; ``uneven`` says how many microbatches each island computes of one
-    step, and ``servers`` which islands own parameters and their optimizer. ``allow`` names what may
-    change a step's numbers: ``"compress"``, ``"local_steps"``, ``"stale"``, ``"servers"``.
+    (None: in their own), ``compress_weights`` in which weights are gathered. ``local_steps`` says
+    how often islands, copies of the model that train apart along the mesh axis ``island``, meet,
+    and ``stale`` how many steps late islands of one model apply their gradients; ``uneven`` says
+    how many microbatches each island computes of one step, and ``servers`` which islands own
+    parameters and their optimizer. ``allow`` names what may change a step's numbers:
+    ``"compress"``, ``"local_steps"``, ``"stale"``, ``"servers"``.
 
     Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
     ``"global"`` the whole batch on every rank.

@@ -8,8 +8,10 @@ is one of a step, and not of the next one.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,10 +56,15 @@ def coding_of(code: str) -> int:
 
 @dataclass(frozen=True)
 class Coded:
-    """How something is sent: in which code, and how many elements share a scale."""
+    """How something is sent: in which code, and how many elements share a scale.
+
+    ``exact``: patterns of weights that are not, as each rank computes with the shard that it
+    stores, such as columns of an embedding; the compiler fills it in.
+    """
 
     wire: str
     block: int = 256
+    exact: tuple[str, ...] = ()
 
     @property
     def code(self) -> Code:
@@ -66,15 +73,26 @@ class Coded:
     def lines(self) -> dict[str, str]:
         """The entries of the table as TOML, by name."""
         block = {"block": str(self.block)} if self.code.has_blocks else {}
-        return {"wire": f'"{self.wire}"', **block}
+        exact = {"exact": json.dumps([*self.exact], ensure_ascii=False)} if self.exact else {}
+        return {"wire": f'"{self.wire}"', **block, **exact}
+
+    def sends(self, name: str) -> bool:
+        """Whether a weight that is stored in shards is gathered in the code."""
+        return pattern_of(name) not in self.exact
+
+
+def pattern_of(name: str) -> str:
+    """A name with ``*`` in place of the numbers of blocks."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _read(name: str, table: Mapping[str, Any], where: str) -> Coded:
     entries = Entries(
-        name, Coded, {"wire": _is_code, "block": is_block}, 'wire = "int8"',
+        name, Coded, {"wire": _is_code, "block": is_block, "exact": _are_names}, 'wire = "int8"',
         "it does not say in which numbers", {"wire": CODES},
     )  # fmt: skip
     made: Coded = entries.read(table, where)
+    made = replace(made, exact=tuple(made.exact))
     if not made.code.has_blocks and "block" in table:
         why, do = "its numbers have no scales", "Leave block out."
         raise entries.wrong(where, f"{made.wire} reads no block", why, do)
@@ -84,6 +102,11 @@ def _read(name: str, table: Mapping[str, Any], where: str) -> Coded:
 def _is_code(given: Any) -> str:
     known = isinstance(given, str) and given in CODES
     return "" if known else f"wire is one of {', '.join(map(repr, CODES))}"
+
+
+def _are_names(given: Any) -> str:
+    listed = isinstance(given, list | tuple) and all(isinstance(each, str) for each in given)
+    return "" if listed else "it is a list of names"
 
 
 read_compress_weights = partial(_read, COMPRESS_WEIGHTS)

@@ -64,7 +64,8 @@ def weights_of(program: Program) -> Callable[[str, Tensor], Tensor] | None:
 
     def found(name: str, whole: Tensor) -> Tensor:
         shard = shards.get(name)
-        if shard is None or not any(axis in DATA_AXES for axis, *_ in shard.cuts):
+        stored = shard is not None and any(axis in DATA_AXES for axis, *_ in shard.cuts)
+        if shard is None or not stored or not how.sends(name):
             return whole
         return _of_shards(whole, shard, mesh, how)
 

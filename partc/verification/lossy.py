@@ -31,18 +31,23 @@ Bound = Callable[[Tensor, Compress, Sequence[Sequence[int]]], float]
 
 @dataclass
 class Sum:
-    """One sum of a step: the numbers of all ranks, ``f32[num, n]``, and what it makes of them."""
+    """One sum of a step: the numbers of all ranks, ``f32[num, n]``, and what it makes of them.
+
+    ``arrived``: that, as it was when it came, where later microbatches add to it.
+    """
 
     every: Tensor
     shapes: Sequence[Sequence[int]]
     found: Tensor
+    arrived: Tensor | None = None
     bounds: Mapping[str, Bound] = field(default_factory=lambda: BOUNDS)
 
     @property
     def error(self) -> float:
         """Of the sum, beside the norm of the exact one; beside zeros as it is."""
         exact = self.every.sum(0)
-        off = self.found.detach().flatten().double() - exact
+        found = self.found if self.arrived is None else self.arrived
+        off = found.detach().flatten().double() - exact
         return _relative(float(off.norm()), float(exact.norm()))
 
     def bound(self, how: Compress) -> float:
@@ -84,10 +89,24 @@ class Measuring:
         done = self.made(flat, among, size, state, group, *rng)
         if self.scatters:
             piece = every.view(self.num, self.num, -1)[:, self.place]
-            self.sums.append(Sum(piece, [piece.shape[1:]], done.total, BOUNDS_OF_PIECES))
+            made = Sum(piece, [piece.shape[1:]], done.total, bounds=BOUNDS_OF_PIECES)
+            self.sums.append(made)
+            _note_arrival(done, made)
         else:
             self.sums.append(Sum(every, shapes_of(flat, among), flat))
         return done
+
+
+def _note_arrival(done: Any, made: Sum) -> None:
+    """Let a sum keep what has arrived when the step waits for it."""
+    arrive = done.wait
+
+    def wait() -> bool:
+        arrive()
+        made.arrived = done.total.clone()
+        return True
+
+    done.wait = wait
 
 
 def sent_errors(

@@ -126,7 +126,7 @@ class Definition:
 
 @dataclass
 class Spoiled:
-    """A class of sums, of which one, by its number in a step, gets an element that is not finite."""
+    """A class of sums, of which one, by its number in a step, gets such an element."""
 
     made: Callable[..., Any]
     number: int = -1

@@ -114,9 +114,9 @@ def eager(
     tensors; it is left as it was. With several ``pieces`` batch norms take the statistics of each
     piece, and running statistics are updated by the first rank's pieces only, as with microbatches
     and under DDP; the loss is that of the whole batch.
-    Random numbers are those of ``draws``. The step computes with what ``rounded`` makes of a weight,
-    by its name; the reference's weights are exact. UsageError if the model has no values, or draws where the
-    program does not.
+    Random numbers are those of ``draws``. The step computes with what ``rounded`` makes of a
+    weight, by its name; the reference's weights are exact. UsageError if the model has no values,
+    or draws where the program does not.
     """
     given, returns = Given.of(model, inputs, loss), Returns(own=loss is None)
     _check_values(model, given)

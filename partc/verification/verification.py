@@ -168,7 +168,7 @@ class _Job:
     """What a rank needs to compare its results with the reference.
 
     ``program`` may have float64 in its text in place of narrower floats; ``printed`` is as it was.
-    ``with_sent``: the reference computes with weights as they are gathered, and not with exact ones.
+    ``with_sent``: the reference computes with weights as they are gathered, not with exact ones.
     """
 
     program: Program

@@ -25,6 +25,11 @@ DIRECTIONS = (
     "their norm says nothing"
 )
 
+IN_EACH = (
+    "gradients are rounded to {} in each of {} microbatches, and nothing is kept of what that "
+    "loses: a step's error is the sum of theirs"
+)
+
 
 def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> Plan | None:
     """PlanError for a plan that compresses without being allowed to, or where that is not built.
@@ -40,7 +45,7 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> Plan | None:
         return None  # a forward has no gradients; it shares its stage with a program that has
     axes = [axis for axis, size in mesh.axes if size > 1]
     data = data_axes_of(plan, mesh)
-    over = compressed_axes(plan, mesh)
+    over, scatters = compressed_axes(plan, mesh), False
     if not data and not axes:
         raise refused(
             f"the mesh {mesh} has one rank", "nothing is sent that could be compressed",
@@ -48,7 +53,7 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> Plan | None:
         )  # fmt: skip
     if data and not over:
         _check_scatters(plan.compress, data)
-        over = data
+        over, scatters = data, True
     if len(over) != 1 or {*axes} - {ISLAND, PP, TP, *data}:
         raise refused(
             f"the mesh is {mesh}", "sums are compressed over one data axis, beside which there may "
@@ -56,12 +61,29 @@ def check_compress(plan: Plan, graph: Graph, mesh: Mesh) -> Plan | None:
             'Use such a mesh, with preset = "hsdp" for two data axes, or leave it out.',
         )  # fmt: skip
     if plan.reduce == "microbatch" and plan.microbatches > 1:
-        raise refused(
-            "gradients are summed in every microbatch", "sums are compressed once a step, as each "
-            "loses something", 'Write reduce = "step", with preset = "zero1" in place of zero2 and '
-            "fsdp, which sum in every microbatch; or leave [compress] out.",
-        )  # fmt: skip
+        return _with_note(plan, _each_microbatch(plan, scatters))
     return _with_directions(plan)
+
+
+def _each_microbatch(plan: Plan, scatters: bool) -> str:
+    """A note where sums are compressed in every microbatch; PlanError where they cannot be."""
+    assert plan.compress is not None
+    wire = plan.compress.wire
+    if not scatters:
+        raise refused(
+            "gradients are summed in every microbatch", "sums of which a rank keeps what it has "
+            "not sent, or that all ranks have whole, are compressed once a step",
+            'Write reduce = "step", with preset = "zero1" in place of zero2, fsdp and hsdp, which '
+            "sum in every microbatch; or leave [compress] out.",
+        )  # fmt: skip
+    if WIRES[wire].drawn:
+        raise refused(
+            f"gradients are summed in every microbatch, and {wire} draws random numbers",
+            "they follow from the step, and would be the same in each of its microbatches",
+            'Take "int8"; or write reduce = "step", with preset = "zero1" in place of zero2 and '
+            "fsdp, which sum in every microbatch.",
+        )  # fmt: skip
+    return IN_EACH.format(wire, plan.microbatches)
 
 
 def _check_scatters(how: Compress | None, data: Sequence[str]) -> None:
@@ -103,7 +125,11 @@ def _with_directions(plan: Plan) -> Plan | None:
                 "take their mean, which is no direction", f"Take another wire, or leave [{table}] "
                 "out; islands with [local_steps] share parameters.",
             )  # fmt: skip
-    return plan.changed(notes=tuple(dict.fromkeys((*plan.notes, DIRECTIONS.format(wire)))))
+    return _with_note(plan, DIRECTIONS.format(wire))
+
+
+def _with_note(plan: Plan, note: str) -> Plan:
+    return plan.changed(notes=tuple(dict.fromkeys((*plan.notes, note))))
 
 
 def compressed_axes(plan: Plan, mesh: Mesh) -> list[str]:

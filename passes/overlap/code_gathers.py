@@ -9,16 +9,17 @@ gets the gradient that was computed at what was sent (straight through the round
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from partc.errors import PlanError
-from partc.graph import Graph, fake_of, value
-from partc.graph.moves import gathers_param, moves
+from partc.graph import Graph, collectives, fake_of, value
+from partc.graph.moves import gathers_param
 from partc.plan import Plan
 from partc.plan.batch import DATA_AXES
-from partc.plan.coded import COMPRESS_WEIGHTS
+from partc.plan.coded import COMPRESS_WEIGHTS, pattern_of
 from partc.plan.compress import COMPRESS
 from partc.plan.field_kinds import plan_error
 from partc.plan.mesh import ISLAND, Mesh
@@ -51,42 +52,57 @@ def check_compress_weights(plan: Plan, mesh: Mesh) -> Plan:
 
 def code_gathers(
     graph: Graph, plan: Plan, mesh: Mesh, stages: Sequence[Graph] = ()
-) -> Graph | None:
-    """Give the gathers of weights the plan's code, in place."""
+) -> Mapping[str, Plan]:
+    """Give the gathers of weights the plan's code, in place; and the plan, which names weights that
+    are stored in shards, and used so.
+    """
     how = plan.compress_weights
     assert how is not None
+    exact: dict[str, None] = {}
     for each in stages or [graph]:
         for node in each.calls():
             if gathers_param(node) and node.kwargs["axis"] in DATA_AXES:
                 node.kwargs = {**node.kwargs, "code": how.wire, "block": how.block}
         for name, param in each.params.items():
-            _check_param(name, param)
+            if not _is_sent(name, param):
+                exact[pattern_of(name)] = None
         each.fx.lint()
-    return None if stages else graph
+    known = replace(how, exact=tuple(sorted({*how.exact, *exact})))
+    return {"plan": plan.changed(compress_weights=known)}
 
 
-def _check_param(name: str, param: fx.Node) -> None:
-    """PlanError for a weight that is cut over data axes, and not gathered once over one of them."""
+def _is_sent(name: str, param: fx.Node) -> bool:
+    """Whether a weight is gathered over data axes, or whole on all their ranks; PlanError for one
+    that is gathered in several transfers, or also used as it is stored.
+    """
     over = [axis for axis, _ in value(param).sharding.cuts() if axis in DATA_AXES]
-    if over and not fake_of(param).is_floating_point():
+    gathers = [u for u in param.users if gathers_param(u) and u.kwargs["axis"] in over]
+    if not over or not param.users:
+        return True
+    if not any(map(_is_moved, param.users)) and len(over) == 1:
+        return False
+    if not fake_of(param).is_floating_point():
         raise _refused(
             f"{name} has numbers of {value(param).dtype}", "floats are rounded, and nothing else",
             f'Store it whole: an entry "{name}" = {{}} in [params].',
         )  # fmt: skip
-    if len(over) > 1 or (over and not all(_gathers_whole(user, param) for user in param.users)):
+    if len(over) > 1 or len(gathers) < len(param.users):
         raise _refused(
-            f"{name} is cut over {' and '.join(over)}, and not gathered over one axis in one "
-            "transfer", "all ranks are to compute with what was sent of each weight, once",
-            'Take preset = "fsdp" on one data axis, or preset = "hsdp"; or leave the table out.',
+            f"{name} is cut over {' and '.join(over)}, and some of its readers do not gather it "
+            "first over that axis, in one transfer",
+            "all that computes with a weight is to see what was sent of it, once",
+            'Take preset = "fsdp" on one data axis, or preset = "hsdp"; with tensor parallelism '
+            'write dp before tp, as in "dp=2,tp=2"; or leave the table out.',
         )  # fmt: skip
+    return True
 
 
-def _gathers_whole(user: fx.Node, param: fx.Node) -> bool:
-    """Whether a call gathers a weight over the data axis that cuts it."""
-    if not gathers_param(user):
-        return False
-    over = {axis for axis, _ in value(param).sharding.cuts() if axis in DATA_AXES}
-    return any(m.operand is param and {m.kwargs["axis"]} == over for m in moves(user))
+def _is_moved(reader: fx.Node) -> bool:
+    """Whether a weight goes into a transfer, as it is stored or as a view or a cast of that."""
+    if reader.target in collectives.COLLECTIVES:
+        return True
+    alone = reader.op == "call_function" and len(reader.all_input_nodes) == 1
+    return alone and any(map(_is_moved, reader.users))
 
 
 def _refused(what: str, why: str, do: str) -> PlanError:

@@ -194,10 +194,17 @@ def _sums(graph: Graph, axis: str) -> Iterator[fx.Node]:
             continue
         ends = [node] if is_tensor(node) else list(node.users)
         picks = all(x is node or x.target is operator.getitem for x in ends)
-        last = all({*x.users} == {end} and times[x] == 1 and x not in others for x in ends)
+        last = all({*x.users} == {end} and times[x] == 1 for x in map(_added_up, ends))
+        last = last and not {*ends, *map(_added_up, ends)} & others
         floats = all(fake_of(x).is_floating_point() for x in moved(node))
         if picks and last and floats and value(node).phase in ("B", "W", "E"):
             yield node
+
+
+def _added_up(grad: fx.Node) -> fx.Node:
+    """What microbatches add up of a gradient that each sums over ranks; else the gradient."""
+    users = [*grad.users]
+    return users[0] if [u.target for u in users] == [collectives.accumulate] else grad
 
 
 def _state(graph: Graph, node: fx.Node) -> list[fx.Node]:
@@ -217,7 +224,8 @@ def _state(graph: Graph, node: fx.Node) -> list[fx.Node]:
 
 def _first_param(graph: Graph, node: fx.Node) -> str:
     first = node if is_tensor(node) else results(node, len(moved(node)))[0]
-    return next(name for name, grad in graph.grads.items() if grad is first)
+    assert first is not None
+    return next(name for name, grad in graph.grads.items() if grad is _added_up(first))
 
 
 def _buffer(graph: Graph, name: str, kept: Kept, node: fx.Node) -> fx.Node:

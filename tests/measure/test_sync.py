@@ -13,7 +13,7 @@ from benchmarks.sync.picture import picture
 from benchmarks.sync.predicted import compile_to
 from benchmarks.sync.rank import Job, Run
 from benchmarks.sync.rows import row, rows, table, target_loss
-from benchmarks.sync.variants import DDP, EXACT, ISLAND, Variant, variants
+from benchmarks.sync.variants import DDP, EXACT, ISLAND, WEIGHTS, Variant, variants
 from benchmarks.workload import Size
 from partc.plan.wires import WIRES
 from tests.patience import patience
@@ -30,7 +30,7 @@ TINY = Size("tiny", hidden=32, layers=2, heads=2, ffn=64, vocab=256, seq=16, bat
 
 
 def test_every_scheme_that_partc_knows_is_a_variant() -> None:
-    assert {EXACT, DDP, *WIRES} < set(variants())
+    assert {EXACT, DDP, *WIRES, *WEIGHTS} < set(variants())
     assert parsed(["--mbit", "50"]).variants == list(variants())
 
 
@@ -38,7 +38,8 @@ def test_every_scheme_that_partc_knows_is_a_variant() -> None:
 def test_a_short_training(tmp_path: Path) -> None:
     """On two ranks: bytes are those that were predicted, and exact sums train as DDP does."""
     known = variants()
-    every = [known[name] for name in (EXACT, DDP, "int8")]
+    names = (EXACT, DDP, "int8", "threshold", "fsdp, weights in int8")
+    every = [known[name] for name in names]
     every += [Variant(k, 1e-3, ISLAND, f"[local_steps]\n{v}") for k, v in ISLANDS.items()]
     every += [Variant("late", 1e-3, ISLAND, "[stale]\nsteps = 1")]
     job = Job(str(tmp_path), tuple(every), (1,), steps=4, every=2, size=TINY)

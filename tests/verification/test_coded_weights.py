@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from partc.api import compile
@@ -82,7 +81,7 @@ def compiled(
     wire: str = "int8", mesh: str = "dp=4", preset: str = "fsdp", more: str = "", name: str = ""
 ) -> Program:
     case = case_of(name)
-    plan = f'{more}preset = "{preset}"\n{ALLOWED}{table(wire) if wire else ""}'
+    plan = f'{more}preset = "{preset}"\n{ALLOWED + table(wire) if wire else ""}'
     return compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
 
 
@@ -135,7 +134,7 @@ LAYOUTS = {
     "fsdp, microbatches": ("int8", "dp=2", "fsdp", "microbatches = 2\n", ""),
     "hsdp": ("int8", "dp_replicate=2,dp_shard=2", "hsdp", "", ""),
     "tp": ("int8", "dp=2,tp=2", "fsdp+megatron", "", "llama"),
-    "tp first": ("bf16", "tp=2,dp=2", "fsdp+megatron-sp", "", "llama"),
+    "tp, sequences": ("bf16", "dp=2,tp=2", "fsdp+megatron-sp", "", "llama"),
     "pp": ("int8", "pp=2,dp=2", "fsdp", "microbatches = 2\n", "llama"),
     "recompute": ("int8", "dp=2", "fsdp", 'recompute = "block"\n', "llama"),
 }
@@ -166,8 +165,9 @@ def test_gradients_are_sent_with_fewer_bytes_too() -> None:
 
 def test_a_forward_computes_with_what_was_sent() -> None:
     plan = f'preset = "fsdp"\n{ALLOWED}{table("int8")}'
-    program = compile(Net(), "dp=2", (batch(),), plan=plan, mode="eval")
-    report = verify(program, Net(), (batch(),)).check()
+    model = Net().eval()
+    program = compile(model, "dp=2", (batch(),), plan=plan)
+    report = verify(program, model, (batch(),)).check()
     assert "gathered weight" in report.kinds()
 
 
@@ -225,6 +225,18 @@ def test_what_is_refused(plan: str, mesh: str, why: str) -> None:
         compile(Net(), mesh, (batch(),), loss=loss, plan=plan)
 
 
+def test_what_tp_gathers_first_is_refused() -> None:
+    """Where tp stands before dp, a weight that both cut along one dim is gathered over tp first."""
+    with pytest.raises(PlanError, match="write dp before tp"):
+        compiled("int8", "tp=2,dp=2", "fsdp+megatron", "", "llama")
+
+
+def test_columns_of_an_embedding_are_used_as_they_are_stored() -> None:
+    plan = Plan.parse(compiled("int8", "dp=2", "fsdp", "", "llama").plan)
+    assert plan.compress_weights is not None
+    assert plan.compress_weights.exact == ("model.embed_tokens.weight",)
+
+
 def test_a_plan_is_read_as_it_is_written() -> None:
     program = compiled()
     plan = Plan.parse(program.plan)
@@ -232,7 +244,7 @@ def test_a_plan_is_read_as_it_is_written() -> None:
     case = case_of("")
     again = compile(case.model, "dp=4", case.inputs, loss=case.loss, plan=plan)
     assert again.sources == program.sources
-    assert not compiled("", "dp=4").sources == program.sources
+    assert compiled("", "dp=4").sources != program.sources
 
 
 # training on processes ----------------------------------------------------------------------------
@@ -278,9 +290,7 @@ def trains(wire: str, num: int) -> None:
     losses = trained(began, range(4))
     exact, wanted = straight_through(program, wire, 4)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-4, atol=0)
-    for (name, param), weight in zip(
-        began[0].named_parameters(), exact.parameters(), strict=True
-    ):
+    for (name, param), weight in zip(began[0].named_parameters(), exact.parameters(), strict=True):
         found = param.detach().full_tensor().double()
         torch.testing.assert_close(found, weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
 
@@ -331,9 +341,6 @@ def scales() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), grads[name], rtol=1e-5, atol=1e-8)
     norm = torch.cat([x.flatten() for x in grads.values()]).norm()
     torch.testing.assert_close(float(stage.clip_grad_norm_(1e-3)), float(norm), rtol=1e-5, atol=0)
-    stage.eval()
-    with torch.no_grad():
-        assert stage(batch()).shape == torch.Size([])
 
 
 def test_a_scaler_and_clipping(world: Processes) -> None:
@@ -341,7 +348,6 @@ def test_a_scaler_and_clipping(world: Processes) -> None:
 
 
 # mistakes -----------------------------------------------------------------------------------------
-OWN = "        self.pieces[i] = "
 MISTAKES = {  # in the text of a program -> what is wrong then
     "rounded down": ("(x + 0.5).floor()", "x.floor()"),
     "another block": (f", 4, {BLOCK}, ", f", 4, {2 * BLOCK}, "),
@@ -349,16 +355,10 @@ MISTAKES = {  # in the text of a program -> what is wrong then
         "* scales.unsqueeze(2)", "* (2 * scales).unsqueeze(2)"
     ),
     "scales of other blocks": ("arrived.clone()", "arrived.roll(1, 1).clone()"),
-    "ranks' pieces in another order": (OWN, f"{OWN}self.pieces[i].flip(0) * 0 + "),
-    "the owner keeps its own": (
-        "        del self.arrived, self.done\n        return True\n\n    def blocks",
-        "        self.pieces = [x.index_copy(0, torch.tensor([0]), y[None]) for x, y in zip("
-        "self.pieces, self.own)]\n        return True\n\n    def blocks",
-    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", [*MISTAKES][:4])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_of_the_class_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""
     wrong(*MISTAKES[mistake])
@@ -375,8 +375,11 @@ def wrong(old: str, new: str) -> None:
 def test_the_owner_has_what_was_sent() -> None:
     """Rank 0 keeps its own shard as it was."""
     keeps = "        self.own = shards\n        self.done = dist"
-    edited = everywhere(compiled(), "        self.done = dist.all_gather_single(self.arr", 
-                        f"{keeps}.all_gather_single(self.arr")
+    edited = everywhere(
+        compiled(),
+        "        self.done = dist.all_gather_single(self.arr",
+        f"{keeps}.all_gather_single(self.arr",
+    )
     kept = (
         "        if dist.get_rank() == 0:\n            for i, x in enumerate(self.own):\n"
         "                self.pieces[i][0] = x\n        return True\n\n    def blocks"
@@ -410,9 +413,9 @@ def test_forward_and_backward_see_one_weight() -> None:
         audit(replace(edited, fixed=program.fixed))
 
 
-def test_a_rank_that_draws_its_weights_back() -> None:
-    """What a rank stores stays exact: a step that writes what was sent is wrong."""
-    old = "        _0_bias" if False else "        reduced = Reduced()\n"
+def test_what_is_stored_stays_exact() -> None:
+    """A step that writes to what a rank stores is wrong."""
+    old = "        reduced = Reduced()\n"
     new = f"{old}        self.blocks[0].get_parameter('_0_weight').mul_(1.0001)\n"
     program = compiled()
     stage = next(n for n in program.sources if n.startswith("stage"))

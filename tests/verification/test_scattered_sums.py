@@ -18,7 +18,7 @@ from partc.api import compile
 from partc.audit.audit import audit
 from partc.checks.local_graph import check
 from partc.cost.collective_cost import collective_seconds
-from partc.errors import CheckError, RunError
+from partc.errors import CheckError, PlanError, RunError
 from partc.graph.moves import kind_of, wire_of
 from partc.lowering import partition
 from partc.plan import Plan
@@ -143,6 +143,35 @@ def test_other_layouts(layout: str) -> None:
     program = compiled("int8-stochastic", mesh, preset, more, name)
     verified(program, name)
     assert any("RandomInt8Scatter(in_rows(" in text for text in program.sources.values())
+
+
+EACH = {
+    "fsdp": ("int8", "dp=2", "fsdp", "small"),
+    "fsdp of four, fp8": ("fp8", "dp=4", "fsdp", "small"),
+    "zero2, bf16": ("bf16", "dp=2", "zero2", "small"),
+    "a llama": ("int8", "dp=2", "fsdp", "llama"),
+    "tp": ("int8", "dp=2,tp=2", "fsdp+megatron", "llama"),
+    "pp": ("int8", "pp=2,dp=2", "fsdp", "llama"),
+}
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_every_microbatch_is_rounded(layout: str) -> None:
+    """Where gradients are scattered in each; the plan says so."""
+    wire, mesh, preset, name = EACH[layout]
+    program = compiled(wire, mesh, preset, "microbatches = 2\n", name)
+    verified(program, name)
+    assert f"rounded to {wire} in each of 2 microbatches" in program.plan
+    text = next(iter(program.sources.values()))
+    assert f"{WIRES[wire].scatter}(in_rows(" in text.split("def backward")[1]
+
+
+def test_what_every_microbatch_would_draw_alike_is_refused() -> None:
+    with pytest.raises(PlanError, match="would be the same in each of its microbatches"):
+        compiled("int8-stochastic", "dp=2", "fsdp", "microbatches = 2\n")
+    more = 'reduce = "microbatch"\nmicrobatches = 2\n'
+    with pytest.raises(PlanError, match="are compressed once a step"):
+        compiled("int8", "dp=2", "ddp", more)
 
 
 @pytest.mark.parametrize("feedback", ["true", "false"])

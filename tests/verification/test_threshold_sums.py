@@ -165,7 +165,7 @@ def test_shards_of_sums_are_refused() -> None:
 @pytest.mark.parametrize("given", ["0", "-1.0", '"0.1"', "true"])
 def test_what_is_no_threshold(given: str) -> None:
     table = TABLE.replace(f"threshold = {LEAST}", f"threshold = {given}")
-    with pytest.raises(PlanError, match="threshold = .* means nothing"):
+    with pytest.raises(PlanError, match=r"threshold = .* means nothing"):
         Plan.parse(f'allow = ["compress"]\n{table}')
     with pytest.raises(PlanError, match="top-k reads no threshold"):
         Plan.parse(f'allow = ["compress"]\n{TABLE}'.replace('"threshold"', '"top-k"'))
