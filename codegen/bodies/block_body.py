@@ -45,8 +45,9 @@ class BlockBody(StepBody):
         lines = [Line(result + call, self._remark(side), both=True)]
         lines += [line for p in read for line in self._stores(nodes[p])]
         reads = [side.own(slot) for slot in (*side.of("saved"), *passed(side))]
+        lists = {name: saved for name, saved in left.items() if saved}
         return InnerCall(
-            lines, reads, [nodes[p] for p in read], [*nodes], "", {n: x for n, x in left.items() if x},
+            lines, reads, [nodes[p] for p in read], [*nodes], "", lists,
             cls.held(side),
         )  # fmt: skip
 
