@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.codegen.bodies.block_arguments import passed, reads_microbatch
+from partc.codegen.bodies.inner_blocks import leaves
 from partc.codegen.bodies.step import CALLS, StepBody
 from partc.codegen.calls.hidden import hidden_by
 from partc.codegen.calls.statements import InnerCall, Statement
@@ -36,7 +37,7 @@ class BlockBody(StepBody):
         read = [p for p in (*side.carried, *side.listed) if p not in side.unread]
         names = {p: self.scope.value(nodes[p], self.wishes) for p in read}
         targets = [names.get(p, "_") for p in (*side.carried, *side.listed)]
-        left = cls.leaves(side)
+        left = leaves(cls, side)
         targets += [name if nodes else "_" for name, nodes in left.items()]
         self.scope.taken |= {*left}
         result = f"{', '.join(targets)} = " if targets else ""

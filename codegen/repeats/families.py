@@ -74,6 +74,11 @@ class Family:
         return self.members[0].layer if any(m.run is None for m in self.members) else ""
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        first = self.members[0].run
+        return first.layers if first is not None else ()
+
+    @property
     def kin_of_runs(self) -> str:
         first = self.members[0].run
         return first.kin if first is not None else ""
@@ -106,7 +111,7 @@ class Families:
             self.taken |= {n for phase in PHASES for g in run.of(phase) for n in g.nodes}
             if not run.elsewhere and not run.is_called:
                 self._know(run)
-        self.shares = [each for each in self.all if each.members[0].run.layers not in alone]
+        self.shares = [each for each in self.all if each.layers not in alone]
 
     def _know(self, run: Run) -> None:
         family = next((f for f in self.all if run.follows and f.kin_of_runs == run.kin), None)
@@ -195,7 +200,7 @@ class Families:
         """
         classes, every = self.graph.classes, [*family.members, *family.found]
         known = classes.get(layer_of(block), "")
-        if not known or known != classes.get(layer_of(family.lead)):
+        if home is None or not known or known != classes.get(layer_of(family.lead)):
             return False
         found = common(self.equal, family.lead, block)
         if found is None or not all(map(self._is_whole, found)) or any(map(is_small, found)):
@@ -270,7 +275,7 @@ def _ordered(block: Block, phase: Phase, order: Sequence[int]) -> Block:
 
 def _without_weights(block: Block) -> Block:
     """A block without the gathers of weights, which the block around it starts and waits for."""
-    found: dict[str, Group | None] = {}
+    found: dict[Phase, Group | None] = {}
     for phase, group in block.items():
         kept = [n for n in group.nodes if not takes_weights(n)] if group is not None else []
         found[phase] = Group(group.layer, tuple(kept)) if group is not None and kept else None
