@@ -77,10 +77,11 @@ class Both(nn.Module):
         super().__init__()
         self.enc = nn.ModuleList(Encoder(rate, inner) for rate in rates)
         self.dec = nn.ModuleList(Decoder(rate, inner) for rate in rates)
-        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.stem, self.start = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = memory = self.stem(x)
+        memory, y = self.stem(x), self.start(x)
         for block in self.enc:
             memory = block(memory)
         for block in self.dec:
