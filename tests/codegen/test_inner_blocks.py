@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 import partc
 from partc.codegen.repeats import blocks
@@ -22,29 +21,29 @@ X = torch.randn(BATCH, 4, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class Feed(nn.Module):
-    """A norm, two products and a dropout, beside which the input goes on."""
+    """A norm, a gated product and a dropout, beside which the input goes on."""
 
     def __init__(self, rate: float = 0.1) -> None:
         super().__init__()
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(rate)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.up(self.norm(x))) * torch.sigmoid(x.sum(-1, keepdim=True))
-        y = F.silu(y) * torch.cos(y) + torch.exp(-y * y)
-        return x + self.drop(self.down(y))
+        y = self.norm(x)
+        return x + self.drop(self.down(torch.sigmoid(self.gate(y)) * self.up(y)))
 
 
 class Mixer(nn.Module):
-    """A feed forward of its own, inside of which is none."""
+    """Two feed forwards, of which each is a block inside of this one."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.feed, self.scale = Feed(rate), nn.Parameter(torch.ones(WIDTH))
+        self.one, self.two = Feed(rate), Feed(rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.feed(x) * self.scale
-        return torch.sin(y) * torch.sigmoid(y) + torch.exp(-y * y) * torch.cos(y) + torch.tanh(x)
+        found: Tensor = self.two(torch.tanh(self.one(x)))
+        return found
 
 
 class Encoder(nn.Module):
@@ -109,11 +108,11 @@ def instances(source: str, name: str = "Feed") -> list[str]:
 @pytest.mark.parametrize(
     ("mesh", "plan", "options"),
     [
-        ("dp=1", "ddp", {}), ("dp=2", "ddp", {}), ("dp=2", "fsdp", {}), ("dp=2", "zero1", {}),
-        ("dp=2", "fsdp", {"microbatches": 2}), ("dp=2", "zero2", {"microbatches": 2}),
+        ("dp=2", "ddp", {}),
+        ("dp=2", "fsdp", {"microbatches": 2}),
         ("dp=2", "ddp", {"compile": "inductor"}),
     ],
-)  # fmt: skip
+)
 def test_blocks_of_two_lists_share_a_class(mesh: str, plan: str, options: dict[str, Any]) -> None:
     source = checked(Both(), mesh, plan, **options)
     assert source.count("\nclass Feed(") == 1
@@ -152,15 +151,10 @@ def test_names_of_parameters_are_the_models() -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(("mesh", "preset"), [("dp=1", "ddp"), ("dp=2", "ddp"), ("dp=2", "fsdp")])
-def test_memory_is_counted_as_it_is_held(mesh: str, preset: str) -> None:
+@pytest.mark.parametrize("preset", ["ddp", "fsdp"])
+def test_memory_is_counted_as_it_is_held(preset: str) -> None:
     plan = Plan(preset=preset, memory_bytes=MUCH)
-    assert_agrees(Noted(Both(), mesh, (X,), loss=lambda m, x: m(x), plan=plan))
-
-
-def test_a_program_is_printed_again_as_it_was() -> None:
-    model = Both()
-    assert compiled(model, "dp=2", "fsdp").sources == compiled(model, "dp=2", "fsdp").sources
+    assert_agrees(Noted(Both(), "dp=2", (X,), loss=lambda m, x: m(x), plan=plan))
 
 
 # order ---------------------------------------------------------------------------------------
