@@ -142,7 +142,7 @@ class Shape:
 
     def lists_left(self, loop: Loop) -> dict[str, list[fx.Node]]:
         """The lists that a method of an inner block leaves for its later phases."""
-        found = {}
+        found: dict[str, list[fx.Node]] = {}
         for then in LATER:
             side = self.side(loop.run, then)
             nodes = lists_of(side, loop.phase) if side is not None else []

@@ -93,9 +93,7 @@ class Walk:
         reads = [n for slot in passed(side) for n in slot.nodes if n not in own]
         binds = [loop.groups[-1].nodes[p] for p in side.carried if p not in side.unread]
         section = inside(loop.run.layers[0].rpartition(".")[0], "")
-        return Looped(
-            [], reads, binds, [], section, loop=loop, early=early, begun=begun
-        )
+        return Looped([], reads, binds, [], section, loop=loop, early=early, begun=begun)
 
     def _loops(self) -> Iterator[int]:
         """For each loop how many calls stand before it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 
 from partc.codegen.calls.names import is_weight
 from partc.codegen.calls.wishes import Wishes
@@ -58,6 +59,16 @@ def _is_total(side: Interface, slot: Slot) -> bool:
             return False
         (node,) = readers
     return True
+
+
+def main_names(sides: Sequence[Interface]) -> dict[fx.Node, str]:
+    """Names of the main value that runs through the blocks: ``x -> y``, ``d_y -> d_x``."""
+    names: dict[fx.Node, str] = {}
+    for side, (ahead, behind) in zip(sides, (("x", "y"), ("d_y", "d_x")), strict=False):
+        slot = main_slot(side)
+        if slot is not None:
+            names |= {side.own(slot): ahead, side.group.nodes[slot.position]: behind}
+    return names
 
 
 def own_lines(*, draws: bool, named: bool) -> list[Line]:

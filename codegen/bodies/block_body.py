@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.codegen.bodies.block_arguments import passed, reads_microbatch
+from partc.codegen.bodies.inner_blocks import leaves
 from partc.codegen.bodies.step import CALLS, StepBody
 from partc.codegen.calls.hidden import hidden_by
 from partc.codegen.calls.statements import InnerCall, Statement
@@ -36,7 +37,7 @@ class BlockBody(StepBody):
         read = [p for p in (*side.carried, *side.listed) if p not in side.unread]
         names = {p: self.scope.value(nodes[p], self.wishes) for p in read}
         targets = [names.get(p, "_") for p in (*side.carried, *side.listed)]
-        left = cls.leaves(side)
+        left = leaves(cls, side)
         targets += [name if nodes else "_" for name, nodes in left.items()]
         self.scope.taken |= {*left}
         result = f"{', '.join(targets)} = " if targets else ""
@@ -45,8 +46,9 @@ class BlockBody(StepBody):
         lines = [Line(result + call, self._remark(side), both=True)]
         lines += [line for p in read for line in self._stores(nodes[p])]
         reads = [side.own(slot) for slot in (*side.of("saved"), *passed(side))]
+        lists = {name: saved for name, saved in left.items() if saved}
         return InnerCall(
-            lines, reads, [nodes[p] for p in read], [*nodes], "", {n: x for n, x in left.items() if x},
+            lines, reads, [nodes[p] for p in read], [*nodes], "", lists,
             cls.held(side),
         )  # fmt: skip
 

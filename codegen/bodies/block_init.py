@@ -51,12 +51,12 @@ def init_lines(cls: BlockClass) -> list[Line]:
 
 def _instance(cls: BlockClass, inner: BlockClass) -> Line:
     """The statement that makes an inner block: ``self.layer_1 = T5LayerFF(mesh, ...)``."""
-    part = cls.helpers.use("part")
+    within = cls.helpers.use("rows_within")
     tables = [
         constant.lower() if cls.run.kin else cls.table(constant) for constant in inner.tables()
     ]
     given = ["mesh"] if cls.is_distributed else []
-    given += [f"{part}({table}, {literal(inner.attribute)})" for table in tables]
+    given += [f"{within}({table}, {literal(inner.attribute)})" for table in tables]
     given += [*(["partials"] if inner.adds_up else []), *(["rng"] if inner.draws else [])]
     path = inner.run.module.removeprefix(cls.run.module)
     given += ["f" + literal(f"{{self.name}}{path}")] if inner.is_named else []

@@ -16,11 +16,12 @@ from partc.codegen.bodies.block_arguments import (
     LEFT,
     SAVED,
     argument_name,
-    main_slot,
+    main_names,
     passed,
     reads_microbatch,
     signature,
 )
+from partc.codegen.bodies.block_body import BlockBody
 from partc.codegen.bodies.block_gathers import first_gathers, gather_lines, take_whole
 from partc.codegen.bodies.block_method import BlockMethod
 from partc.codegen.bodies.block_results import (
@@ -31,7 +32,6 @@ from partc.codegen.bodies.block_results import (
     stored_grads,
     written_buffers,
 )
-from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.frees import Ledger, free_blocks, held_inside
 from partc.codegen.bodies.inner_blocks import (
     SAVED_WITH_LISTS,
@@ -110,7 +110,7 @@ class BlockClass:
     def wishes(self) -> Wishes:
         """The wanted names of values in all methods."""
         if self.lead is None:
-            return wishes(self.graph, self.run.module, self._given())
+            return wishes(self.graph, self.run.module, main_names(self.sides))
         here, there = ([n for side in cls.sides for n in (*outside(side.group), *side.group.nodes)]
                        for cls in (self.lead, self))  # fmt: skip
         return self.lead.wishes.at(there, here)
@@ -147,17 +147,6 @@ class BlockClass:
     def saved_type(self) -> str:
         """The type of what one method saves for another."""
         return SAVED_WITH_LISTS if self.inner else SAVED
-
-    def leaves(self, side: Interface) -> dict[str, list[fx.Node]]:
-        """The names of the lists that a phase returns to the block around, with what is in them."""
-        found: dict[str, list[fx.Node]] = {}
-        for word in self.left_by(side):
-            then = next(self.side(p) for (b, p), w in LEFT.items() if w == word)
-            saved = [] if then is None or word not in self.taken_by(then) else then.of("saved")
-            found[f"{self.attribute}_{word}"] = [
-                then.own(slot) for slot in saved if slot.made_in == side.loop.phase
-            ]
-        return found
 
     def held(self, side: Interface) -> int:
         """The bytes that a method holds while it runs beside what it is given and leaves."""
@@ -386,19 +375,10 @@ class BlockClass:
             node, self.wishes, of_turn(node, wish or self.wishes.get(node, "value")), first=True
         )
 
-    def _given(self) -> dict[fx.Node, str]:
-        """Names of the main value that runs through the blocks: ``x -> y``, ``d_y -> d_x``."""
-        names: dict[fx.Node, str] = {}
-        for side, (ahead, behind) in zip(self.sides, (("x", "y"), ("d_y", "d_x")), strict=False):
-            slot = main_slot(side)
-            if slot is not None:
-                names |= {side.own(slot): ahead, side.group.nodes[slot.position]: behind}
-        return names
-
     def _body(
         self, side: Interface, wish: Wishes, scope: Scope, seen: dict[fx.Node, Text],
         arguments: Sequence[str],
-    ) -> Body:  # fmt: skip
+    ) -> BlockBody:  # fmt: skip
         """The writer of a method's statements; ``kept`` are the values that the method returns."""
         group = side.group
         kept = {group.nodes[p] for p in [*side.carried, *side.listed]}
@@ -407,13 +387,10 @@ class BlockClass:
         tensors = [a for a in arguments if a not in (*ARGUMENT_TYPES, *side.numbers)]
         lends = tensors[0] if tensors else f"self.{next(iter(self.suffixes.values()))}"
         items = side.loop.items()
-        order = [item for item in items if isinstance(item, fx.Node)]
-        from partc.codegen.bodies.block_body import BlockBody
-
-        given = {"items": items, "classes": {cls.run: cls for cls in self.inner}}
-        return (BlockBody if self.inner else Body)(
-            self.graph, order, wish, scope, self.helpers, seen, kept,
-            {**stored_grads(self, group), **grad_parts(self, side)},
+        return BlockBody(
+            self.graph, [item for item in items if isinstance(item, fx.Node)], wish, scope,
+            self.helpers, seen, kept, {**stored_grads(self, group), **grad_parts(self, side)},
             f"{lends}.device", prefix=self.run.module, own=self._params(), added=side.adds,
-            adds=SUMS if side.sums_up else self.adds, **(given if self.inner else {}),
+            adds=SUMS if side.sums_up else self.adds, items=items,
+            classes={cls.run: cls for cls in self.inner},
         )  # fmt: skip

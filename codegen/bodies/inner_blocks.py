@@ -71,6 +71,16 @@ def lists_of(side: Interface, before: Phase) -> list[fx.Node]:
     return [side.own(slot) for slot in side.of("saved") if slot.made_in == before]
 
 
+def leaves(cls: BlockClass, side: Interface) -> dict[str, list[fx.Node]]:
+    """The names of the lists that a phase of an inner block returns, with what is in them."""
+    found = {}
+    for word in cls.left_by(side):
+        then = cls.side(next(phase for (_, phase), w in LEFT.items() if w == word))
+        nodes = lists_of(then, side.loop.phase) if then is not None else []
+        found[f"{cls.attribute}_{word}"] = nodes
+    return found
+
+
 def lists_within(cls: BlockClass, before: Phase, then: Phase) -> dict[str, list[fx.Node]]:
     """The lists that inner blocks leave in one phase for a later one, with what is in them."""
     sides = ((inner, inner.side(then)) for inner in cls.inner)

@@ -23,7 +23,7 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
-def part(table: dict[str, tuple], inner: str) -> dict[str, tuple]:
+def rows_within(table: dict[str, tuple[object, ...]], inner: str) -> dict[str, tuple[object, ...]]:
     """The rows of a table of a block's parameters or buffers that a block inside of it has."""
     rows = ((name.partition("."), row) for name, row in table.items())
     return {rest: row for (first, _, rest), row in rows if first == inner}

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from partc.cost.flops import node_flops
+from partc.graph import collectives, fake_of, is_tensor
+from partc.graph.moves import moved
 from partc.in_order import in_order
+
+SMALL = 64
 
 
 def in_one_piece(nodes: Sequence[fx.Node], pieces: Sequence[Sequence[fx.Node]]) -> list[int] | None:
@@ -31,3 +36,27 @@ def in_one_piece(nodes: Sequence[fx.Node], pieces: Sequence[Sequence[fx.Node]]) 
     whole = {piece[0]: piece for piece in pieces}
     at = {node: i for i, node in enumerate(nodes)}
     return [at[node] for item in order for node in whole.get(item, (item,))]
+
+
+def exposes(nodes: Sequence[fx.Node], order: Sequence[int]) -> bool:
+    """Whether a transfer loses more than half of what hides it, if calls stand in this order.
+
+    A transfer of up to 1/64 of the block's largest value counts as nothing.
+    """
+    after = [nodes[i] for i in order]
+    at, then = ({node: i for i, node in enumerate(each)} for each in (nodes, after))
+    largest = max(map(_bytes, nodes), default=0)
+    for wait in nodes:
+        start = wait.all_input_nodes[0] if wait.target is collectives.wait else None
+        if start not in at or SMALL * sum(map(_bytes, moved(start))) <= largest:
+            continue
+        before = sum(map(node_flops, nodes[at[start] + 1 : at[wait]]))
+        between = after[then[start] + 1 : then[wait]]
+        if 2 * sum(map(node_flops, between)) < before:
+            return True
+    return False
+
+
+def _bytes(node: fx.Node) -> int:
+    fake = fake_of(node)
+    return fake.numel() * fake.element_size() if is_tensor(node) else 0

@@ -56,9 +56,9 @@ class Equal:
         if self._signature(first) == self._signature(other):
             return other
         alike: dict[int, list[fx.Node]] = defaultdict(list)
-        for node, number in self._numbered(other).items():
+        for node, number in self.numbered(other).items():
             alike[number].append(node)
-        counterparts = [alike[number] for number in self._numbered(first).values()]
+        counterparts = [alike[number] for number in self.numbered(first).values()]
         if not all(counterparts):
             return None
         taken = [nodes.pop(0) if nodes else None for nodes in counterparts]
@@ -73,7 +73,7 @@ class Equal:
         same = all((found[p] is None) == (g is None) for p, g in first.items())
         return found if same else None
 
-    def _numbered(self, group: Group) -> dict[fx.Node, int]:
+    def numbered(self, group: Group) -> dict[fx.Node, int]:
         """For each call a number, which equal calls on equal operands of all blocks share.
 
         Value numbering: an operand from the same block is known by its number.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import fx
 
-from partc.codegen.repeats.contiguous import in_one_piece
+from partc.codegen.repeats.common import common
+from partc.codegen.repeats.contiguous import exposes, in_one_piece
 from partc.codegen.repeats.equal import Equal, Group, ends_step
 from partc.codegen.repeats.kin import (
     CLASS,
@@ -24,8 +26,10 @@ from partc.codegen.repeats.kin import (
 from partc.codegen.repeats.owners import blocks_of, layer_of, owners_of, takes_weights
 from partc.codegen.repeats.runs import PHASES, Run
 from partc.codegen.repeats.trim import Block
-from partc.graph import Graph, collectives, is_tensor
+from partc.graph import Graph, Phase, collectives, is_tensor
 from partc.graph.places import module_of
+
+_BEHIND = (collectives.wait, operator.getitem)  # they stand where the call is that they read
 
 
 @dataclass(eq=False)
@@ -70,6 +74,11 @@ class Family:
         return self.members[0].layer if any(m.run is None for m in self.members) else ""
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        first = self.members[0].run
+        return first.layers if first is not None else ()
+
+    @property
     def kin_of_runs(self) -> str:
         first = self.members[0].run
         return first.kin if first is not None else ""
@@ -102,7 +111,7 @@ class Families:
             self.taken |= {n for phase in PHASES for g in run.of(phase) for n in g.nodes}
             if not run.elsewhere and not run.is_called:
                 self._know(run)
-        self.shares = [each for each in self.all if each.members[0].run.layers not in alone]
+        self.shares = [each for each in self.all if each.layers not in alone]
 
     def _know(self, run: Run) -> None:
         family = next((f for f in self.all if run.follows and f.kin_of_runs == run.kin), None)
@@ -127,7 +136,8 @@ class Families:
             closed |= {n for f in self.shares if f.is_worth_it for m in f.found
                        for n in nodes_of(m.blocks[0])}  # fmt: skip
             level += 1
-        return any([self._judge(family) for family in [*self.shares]])
+        judged = [self._judge(family) for family in [*self.shares]]
+        return any(judged)
 
     def _judge(self, family: Family) -> bool:
         """Keep what a round found if it is worth it; whether it is."""
@@ -167,24 +177,51 @@ class Families:
             return
         if home is not None and not layer.startswith(f"{module_of(home.layer)}."):
             return
-        key = says_of(self.graph, block)
-        for family in self.shares:
-            if family.key != key or meets(layer, family.paths):
-                continue
-            aligned = self.equal.all_aligned(family.lead, block)
-            if aligned is not None:
-                family.found.append(Member(family, [aligned], home=home))
-                return
-        family = Family(key)
+        for fits in (self._equal, self._common):
+            for family in self.shares:
+                if not meets(layer, family.paths) and fits(family, block, home):
+                    return
+        family = Family(says_of(self.graph, block))
         family.found.append(Member(family, [block], home=home))
         self.shares.append(family)
+
+    def _equal(self, family: Family, block: Block, home: Member | None) -> bool:
+        """Add a block to a family that it equals but for sizes; whether it does."""
+        if says_of(self.graph, block) != family.key:
+            return False
+        aligned = self.equal.all_aligned(family.lead, block)
+        family.found += [Member(family, [aligned], home=home)] if aligned is not None else []
+        return aligned is not None
+
+    def _common(self, family: Family, block: Block, home: Member | None) -> bool:
+        """Add a block to a family of its class, with which it has most calls in common.
+
+        The others stand around them, as those do of a block that has been alone in its family.
+        """
+        classes, every = self.graph.classes, [*family.members, *family.found]
+        known = classes.get(layer_of(block), "")
+        if home is None or not known or known != classes.get(layer_of(family.lead)):
+            return False
+        found = common(self.equal, family.lead, block)
+        if found is None or not all(map(self._is_whole, found)) or any(map(is_small, found)):
+            return False
+        mine, theirs = found
+        if (mine != family.lead and len(every) > 1) or every[0].run is not None:
+            return False
+        every[0].blocks[0] = mine
+        family.key = says_of(self.graph, mine)
+        family.found.append(Member(family, [theirs], home=home))
+        return True
 
     def _is_whole(self, block: Block) -> bool:
         """Whether a block waits for all that it starts, but for last reductions of gradients."""
         inside = {*nodes_of(block)}
-        starts = [n for n in inside if n.target in collectives.COLLECTIVES]
-        waits = [u for n in starts for u in n.users if u.target is collectives.wait]
-        return all(wait in inside or ends_step(self.graph, wait) for wait in waits)
+        pairs = [(n.all_input_nodes[0], n) for n in self.graph.calls() if n.target in _BEHIND]
+        return all(
+            (before in inside) == (node in inside) or ends_step(self.graph, node)
+            for before, node in pairs
+            if before in inside or node in inside
+        )
 
     # order -----------------------------------------------------------------------------------
     def in_one_piece(self) -> set[str]:
@@ -197,9 +234,9 @@ class Families:
             for phase in PHASES if children else ():
                 group = family.lead[phase]
                 pieces = [g.nodes for m in children if (g := m.blocks[0][phase]) is not None]
-                order = in_one_piece(group.nodes, pieces) if group is not None else []
+                order = _order(group, pieces)
                 if order is None:
-                    return {member.layer for member in children}
+                    return {_at_fault(group, children, phase).layer}
                 for member in family.members if order else ():
                     member.blocks = [_ordered(block, phase, order) for block in member.blocks]
         return set()
@@ -214,7 +251,23 @@ class Families:
         return path
 
 
-def _ordered(block: Block, phase: str, order: Sequence[int]) -> Block:
+def _order(group: Group | None, pieces: Sequence[Sequence[fx.Node]]) -> list[int] | None:
+    """The order of calls in which each piece is in one place, and no transfer is exposed by it."""
+    nodes = group.nodes if group is not None else ()
+    order = in_one_piece(nodes, pieces)
+    return None if order is None or exposes(nodes, order) else order
+
+
+def _at_fault(group: Group | None, children: Sequence[Member], phase: Phase) -> Member:
+    """A child for which there is no order, though it were the only one; else the last one."""
+    for member in children:
+        piece = member.blocks[0][phase]
+        if piece is not None and _order(group, [piece.nodes]) is None:
+            return member
+    return children[-1]
+
+
+def _ordered(block: Block, phase: Phase, order: Sequence[int]) -> Block:
     group = block[phase]
     assert group is not None
     return {**block, phase: Group(group.layer, tuple(group.nodes[i] for i in order))}
@@ -222,7 +275,7 @@ def _ordered(block: Block, phase: str, order: Sequence[int]) -> Block:
 
 def _without_weights(block: Block) -> Block:
     """A block without the gathers of weights, which the block around it starts and waits for."""
-    found: dict[str, Group | None] = {}
+    found: dict[Phase, Group | None] = {}
     for phase, group in block.items():
         kept = [n for n in group.nodes if not takes_weights(n)] if group is not None else []
         found[phase] = Group(group.layer, tuple(kept)) if group is not None and kept else None

@@ -17,6 +17,7 @@ from partc.codegen.repeats.equal import Group
 from partc.codegen.repeats.families import Families, Member
 from partc.codegen.repeats.inner_numbers import with_numbers
 from partc.codegen.repeats.runs import PHASES, Run, runs_within
+from partc.codegen.repeats.trim import Block
 from partc.graph import Graph
 
 
@@ -93,13 +94,11 @@ class Built:
         return tuple(_image(run, at, lead.layer, member.layer) for run in self.known[lead])
 
 
-def _layer(block: Mapping[str, Group | None]) -> str:
+def _layer(block: Block) -> str:
     return next(group.layer for group in block.values() if group is not None)
 
 
-def _at(
-    here: Mapping[str, Group | None], there: Mapping[str, Group | None]
-) -> dict[fx.Node, fx.Node]:
+def _at(here: Block, there: Block) -> dict[fx.Node, fx.Node]:
     """The calls of one block, each with the call that does the same in another one."""
     found: dict[fx.Node, fx.Node] = {}
     for phase, group in here.items():
