@@ -67,7 +67,8 @@ class Contents:
 
     ``outside`` has the tensors that the first run has closed over, by memory: no call made them,
     and they are no parameters, buffers or inputs. ``calls`` has the digests of the first run's
-    calls. ``known`` has the values of what follows from constants in the latest run.
+    calls. ``known`` has the values of what follows from constants in the latest run, ``earlier`` in
+    the one before: what that has left is what the latest would compute again.
     ``differentiates``: a run took derivatives by its inputs before the loss was there.
     """
 
@@ -77,6 +78,7 @@ class Contents:
     outside: dict[int, Outside] = field(default_factory=dict)
     calls: set[str] = field(default_factory=set)
     known: KnownValues = field(default_factory=KnownValues)
+    earlier: KnownValues = field(default_factory=KnownValues)
     alive: list[Any] = field(default_factory=list)  # so that no other memory gets the same number
     drawn: int = 0
     differentiates: bool = False
@@ -84,7 +86,7 @@ class Contents:
     def begin(self, placeholders: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Begin a run on these parameters, buffers and inputs; ``buffers`` are the model's own."""
         self.run, self.drawn = self.run + 1, 0
-        self.known = KnownValues(decided=self.known.decided)
+        self.earlier, self.known = self.known, KnownValues(decided=self.known.decided)
         for name, real in buffers.items():
             self.known.add(name, placeholders[name], real)
         for name, tensor in placeholders.items():
@@ -102,7 +104,7 @@ class Contents:
             self.note_outside([*args, *kwargs.values()], source)
         operands = tuple(self._text(each, written) for each in (*args, *sorted(kwargs.items())))
         read = [x for x in tensors_in([*args, *kwargs.values()]) if id(x) not in written]
-        runs = [self.content(each).run for each in read]
+        runs = [self._run_of(each) for each in read]
         draw = None
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.drawn += 1
@@ -146,15 +148,25 @@ class Contents:
 
     def described(self, tensor: Tensor) -> Hashable:
         """What a tensor holds: equal for tensors of two runs that were computed alike."""
-        content = self.content(tensor)
-        age = "stale" if 0 < content.run < self.run else "own" if content.run else "constant"
-        return content.digest, age, form_of(tensor)
+        run = self._run_of(tensor)
+        age = "stale" if 0 < run < self.run else "own" if run else "constant"
+        return self.content(tensor).digest, age, form_of(tensor)
 
     def note_outside(self, given: Sequence[Any], source: str) -> None:
         """Note the tensors of the first run that the step closes over."""
         for tensor in tensors_in(given):
             if not isinstance(tensor, FakeTensor) and memory_of(tensor) not in self.at:
                 self.outside[memory_of(tensor)] = Outside(tensor, source)
+
+    def _run_of(self, tensor: Tensor) -> int:
+        """The run on whose values a tensor depends: the latest where an earlier one has left what
+        follows from buffers that keep their values, as tables of angles that a model keeps do.
+        """
+        run = self.content(tensor).run
+        if 0 < run < self.run and self.earlier.keeps(tensor):
+            self.earlier.decide(tensor)
+            return self.run
+        return run
 
     def _text(self, arg: Any, written: set[int]) -> Any:
         if isinstance(arg, Tensor):

@@ -100,6 +100,18 @@ class KnownValues:
             return True
         return _has_values(tensor) and _memory(tensor) not in self.overwritten
 
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether the memory of a tensor of a later run has a value that was known in this one."""
+        return isinstance(tensor, FakeTensor) and _memory(tensor) in self.memory
+
+    def decide(self, tensor: Tensor) -> None:
+        """Note that the buffers are asked for on which the value depends that memory keeps."""
+        memory = _memory(tensor)
+        for root in [x for x in self.alive if isinstance(x, FakeTensor) and _memory(x) == memory]:
+            for each in (root, *(x for call in self._behind(root) for x in call.read)):
+                if id(each) in self.buffers:
+                    self.decided.setdefault(self.buffers[id(each)][0], source_here())
+
     def lift(self, value: Tensor) -> Tensor:
         """A computed value as a constant of the run; UnknownValueError if it is large."""
         if value.numel() > LARGEST:

@@ -15,14 +15,16 @@ import torch.fx.traceback as provenance
 from torch import Tensor
 
 from partc.errors import TraceError
+from partc.trace.reachable import is_ours
 from partc.trace.source_lines import line_text
 
 Hook = Callable[..., Any]
 
 
 def gradient_hooks(param: Tensor) -> tuple[Hook, ...]:
-    """The functions of ``param.register_hook``, in their order."""
-    return tuple((getattr(param, "_backward_hooks", None) or {}).values())
+    """The functions of the user's ``param.register_hook``, in their order."""
+    every = (getattr(param, "_backward_hooks", None) or {}).values()
+    return tuple(hook for hook in every if not is_ours(hook))
 
 
 def has_hooks(params: Mapping[str, Tensor]) -> bool:

@@ -6,17 +6,19 @@ import gc
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, cached_property
 from typing import Any
 from weakref import ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partc.errors import RunError
 from partc.wrappers.unread import unread_values
 
-_OWN_REFERENCES = 2  # of a parameter while it is counted: the loop's name and the argument
+_OWN_REFERENCES = 3  # of a parameter while it is counted: two names and the argument
 
 
 class Kept:
@@ -56,7 +58,8 @@ class Kept:
     def leave(self) -> None:
         """RunError where the script keeps a parameter elsewhere, or a module of the model; a
         warning where it keeps the model. What no later line reads is not kept: scripts have the
-        last parameter in the variable of a loop.
+        last parameter in the variable of a loop. Nor is what a result keeps that was computed
+        before the first step: only its ``backward`` would read a parameter, and is refused.
         """
         if any(param() is not None for param in self._params.values()):
             gc.collect()  # modules that refer to each other
@@ -65,9 +68,8 @@ class Kept:
             return
         inside = self._references()
         for name in alive:
-            param = self._params[name]()
-            if sys.getrefcount(param) > _OWN_REFERENCES + inside[id(param)]:
-                raise _kept(name)
+            if (param := self._params[name]()) is not None:
+                self._check_left(name, param, inside[id(param)])
         if self._model() is not None:
             warnings.warn(
                 f"partc: the script keeps the {self._name} that it gave to parallelize, whose "
@@ -77,6 +79,20 @@ class Kept:
                 stacklevel=2,
             )
 
+    def _check_left(self, name: str, param: nn.Parameter, inside: int) -> None:
+        graphs = held_by_graphs(param)
+        others = sys.getrefcount(param) - _OWN_REFERENCES - inside - graphs
+        if others > 0 or (graphs and id(param) in self._scripted):
+            raise _kept(name)
+        if graphs and param.requires_grad:
+            param.register_hook(_too_late(name))
+
+    @cached_property
+    def _scripted(self) -> set[int]:
+        """The parameters of ``torch.jit`` modules, by id: these hold them as graphs do."""
+        scripts = [x for x in gc.get_objects() if isinstance(x, torch.jit.ScriptModule)]
+        return {id(param) for each in scripts for param in each.parameters()}
+
     def _references(self) -> Counter[int]:
         """How often the model and what no line reads again have each parameter, by its id."""
         unread = unread_values((nn.Module, nn.Parameter))
@@ -84,6 +100,24 @@ class Kept:
         found = _references_in([each for each in held if each is not None])
         found.update(id(each) for each in unread if isinstance(each, nn.Parameter))
         return found
+
+
+def held_by_graphs(param: nn.Parameter) -> int:
+    """The references that Python counts for graphs of autograd which a parameter is part of: that
+    of a result which was computed before, also of the weight that ``weight_norm`` makes.
+
+    torch counts one while anything beside Python's objects holds a tensor.
+    """
+    return int(counts_graphs() and param._use_count() > 1)  # type: ignore[attr-defined]
+
+
+@cache
+def counts_graphs() -> bool:
+    """Whether Python's references to a tensor have one for a graph, as of torch 2.13."""
+    leaf = nn.Parameter(torch.zeros(()))
+    alone = sys.getrefcount(leaf)
+    result = leaf * 1
+    return hasattr(leaf, "_use_count") and sys.getrefcount(leaf) > alone and result is not None
 
 
 def _own_containers(*models: nn.Module) -> Iterator[Any]:
@@ -113,6 +147,20 @@ def check_not_stepping(optimizer: Optimizer) -> None:
                 do="Compile before: model.compile_for(*batch), with any batch of the same shapes.",
             )
         frame = frame.f_back
+
+
+def _too_late(name: str) -> Callable[[Tensor], None]:
+    """A hook that refuses the ``backward`` of what was computed before the first step."""
+
+    def refused(_: Tensor) -> None:
+        raise RunError(
+            where=f"backward: {name}",
+            what="what it differentiates was computed before the model's first step",
+            why="the model has had other parameters since then, which would get no gradient",
+            do="Compute it again, with the model that parallelize gave.",
+        )
+
+    return refused
 
 
 def _kept(name: str) -> RunError:

@@ -6,6 +6,7 @@ import contextvars
 import itertools
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -180,6 +181,51 @@ def refilled(model: Any, y: Tensor) -> Any:
 )
 def test_what_no_step_reads_is_noted(forward: Forward, notes: tuple[str, ...]) -> None:
     assert check(Keeps(forward), (X,)).frozen == notes
+
+
+class Rotary(nn.Module):
+    """Keeps a table that follows from a buffer, as language models keep cosines of angles."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind, self.length = nn.Linear(6, 6).double(), kind, 0
+        self.register_buffer("frequency", 10.0 ** -torch.arange(3, dtype=torch.float64))
+        self.table = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "changed":
+            self.frequency += 0.1
+        if self.length != x.shape[0]:
+            self.length = x.shape[0]
+            angles = torch.outer(torch.arange(self.length).type_as(x), self._frequencies())
+            self.table = torch.cat([angles, angles], 1).cos()
+        if self.kind == "written":
+            self.table.mul_(2)
+        result: Tensor = (self.linear(x) * self.table[None, :, :]).sum()
+        return result
+
+    def _frequencies(self) -> Tensor:
+        frequency: Tensor = self.frequency
+        return self.linear.bias.detach()[:3] if self.kind == "of a weight" else frequency
+
+
+def test_a_table_kept_from_a_buffer_is_computed_in_every_step() -> None:
+    notes = check(Rotary("plain"), (X,)).frozen
+    assert len(notes) == 1
+    assert re.match("frozen at trace time: the value of buffer frequency, asked for at", notes[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("changed", "the step asks for the value of this buffer, and changes it"),
+        ("of a weight", "step before has left"),
+        ("written", "second step computes something else"),
+    ],
+)
+def test_a_kept_table_of_what_changes_is_refused(kind: str, why: str) -> None:
+    with pytest.raises(TraceError, match=why):
+        trace(Rotary(kind), (X,))
 
 
 @pytest.mark.parametrize("threshold", [1, 1000])
