@@ -184,18 +184,21 @@ def test_a_model_with_two_such_dims() -> None:
 def halves(model: nn.Module, x: Tensor) -> Tensor:
     """As of two views of each sample, one batch of views behind the other."""
     first, second = model(x).chunk(2)
-    return (first - second).square().mean()
+    loss: Tensor = (first - second).square().mean()
+    return loss
 
 
 def some_rows(model: nn.Module, x: Tensor) -> Tensor:
     """As of labelled samples before others."""
     y = model(x)
-    return y[:1].square().mean() + y[1:].abs().mean()
+    loss: Tensor = y[:1].square().mean() + y[1:].abs().mean()
+    return loss
 
 
 def all_pairs(model: nn.Module, x: Tensor) -> Tensor:
     y = model(x)[:, :2]
-    return (y @ y.T).square().mean()
+    loss: Tensor = (y @ y.T).square().mean()
+    return loss
 
 
 @pytest.mark.parametrize("loss", [halves, some_rows, all_pairs])
