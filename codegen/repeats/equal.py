@@ -179,6 +179,13 @@ def ends_step(graph: Graph, node: fx.Node) -> bool:
     return bool(whole) and all(grads[n] == 1 and n not in others for n in finals)
 
 
+def all_that_end(graph: Graph) -> set[fx.Node]:
+    """The calls that `ends_step` holds of; a wait with hundreds of results is looked at once."""
+    waits = [n for n in graph.calls() if n.target is collectives.wait and ends_step(graph, n)]
+    picked = (n for wait in waits for n in wait.users if n.target is operator.getitem)
+    return {*waits, *picked}
+
+
 def made_in_step(graph: Graph, grad: fx.Node) -> fx.Node:
     """The call that makes a gradient, or that starts the reduction which ``finish`` waits for."""
     while ends_step(graph, grad):

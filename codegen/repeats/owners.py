@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import fx
 
-from partc.codegen.repeats.equal import Group, Owner, ends_step
+from partc.codegen.repeats.equal import Group, Owner, all_that_end, ends_step
 from partc.codegen.repeats.runs import PHASES
 from partc.codegen.repeats.trim import Block
 from partc.graph import Graph, collectives, is_backward, is_call, is_forward, value
@@ -35,11 +35,11 @@ def owners_of(
     """
     owners: dict[fx.Node, Owner] = {}
     pathless: list[fx.Node] = []
-    finals = _behind_totals(graph)
+    finals, ends = _behind_totals(graph), all_that_end(graph)
     for node in graph.calls():
         known = value(node)
         layer = block_of(node)
-        if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
+        if node in taken or node in ends or not _recurs(node) or _of_turn(node):
             continue
         if _starts_sum(node) or (is_one_call(layer) and (node in finals or _is_shared(node))):
             continue

@@ -91,8 +91,19 @@ def _literals(
     for name, letters in entry.scales.items():
         these = [letter for letter in letters if letter in whole]
         times = prod(whole[x] for x in these), prod(factors.sizes[x] for x in these)
+        if not these and name in ("split_size", "split_sizes"):
+            times = _along(local.dim(), results, here)
         if local[name] is not None:
             yield name, _scaled(local[name], *times)
+
+
+def _along(
+    dim: int, results: list[tuple[int, ...] | None], here: list[tuple[int, ...] | None]
+) -> tuple[int, int]:
+    """The size of a result along a dim, on whole tensors and here: parts of one have no letter."""
+    pairs = zip(results, here, strict=True)
+    known = ((large[dim], small[dim]) for large, small in pairs if large and small)
+    return next(((large, small) for large, small in known if small), (1, 1))
 
 
 def _scaled(given: Any, large: int, small: int) -> Any:

@@ -17,6 +17,9 @@ DATA_AXES = ("dp", "dp_replicate", "dp_shard", "fsdp")  # that presets know
 # along these no rank has samples of its own, of the batch of its island
 MODEL_AXES = (ISLAND, PP, TP, "cp", "ep", MICROBATCH_AXIS)
 BATCH = "batch"  # in [inputs]: all data axes, and microbatches, whatever their names
+BY_PLACE = (
+    "with the rows of all ranks one behind the other, rows are taken by their place: "  # note
+)
 Dealt = tuple[tuple[str, int, int], ...]  # (axis, dim, outer) in the order they are applied
 
 

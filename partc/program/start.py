@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import RunError
 from partc.plan import Plan
+from partc.plan.batch import BY_PLACE
 from partc.plan.decided import BACKENDS
 from partc.plan.mesh import Mesh
 from partc.program import Program
@@ -111,12 +112,16 @@ def said_if_waiting(call: str) -> Iterator[None]:
 
 
 def _tell_what_is_not_set(program: Program) -> None:
-    """Tell the user, on the first rank, of attributes that a script may read behind a step, and of
-    what the step asked the process that compiled.
+    """Tell the user, on the first rank, of attributes that a script may read behind a step, of rows
+    that it takes by their place, and of what the step asked the process that compiled.
     """
     for note in Plan.parse(program.plan).notes if dist.get_rank() == 0 else ():
         if note.startswith("the step sets "):
             LOG.warning("partc: %s. To read it, return it beside the loss: (loss, extras)", note)
+        if note.startswith(BY_PLACE):
+            LOG.warning(
+                "partc: %s. Give two views of a sample as two inputs; or batch='global'", note
+            )
         if note.startswith(ASKED):
             LOG.warning("partc: %s", note)
 

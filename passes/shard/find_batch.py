@@ -25,7 +25,7 @@ from partc.passes.shard.cut_given import cut_given, wanted_by_readers
 from partc.passes.shard.propagate import AxisWalk
 from partc.passes.shard.reshard import transition_cost
 from partc.plan import Cuts, Plan
-from partc.plan.batch import BATCH, is_pinned, layout_of
+from partc.plan.batch import BATCH, BY_PLACE, data_axes, is_pinned, layout_of
 from partc.plan.mesh import DP, Mesh
 from partc.plan.plan_text import write_cuts
 from partc.plan.sharding import Layout, R, cut
@@ -38,6 +38,11 @@ _REORDERING = {
     aten.gather.default,
 }  # fmt: skip
 
+_BY_PLACE = {
+    aten.flip.default, aten.roll.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
+}  # fmt: skip
+
 Batch = dict[str, Layout]  # how each input is cut; R: no dim of it is the batch
 CLEARLY = 4.0  # another dim has to cost so many times less than dim 0
 
@@ -47,6 +52,11 @@ def find_batch(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:
 
     What the plan pins stays. PlanError if ranks take pieces of their own, and two dims are as good.
     """
+    plan = _found(graph, plan, mesh)
+    return plan.changed(notes=(*plan.notes, *_notes_on_places(graph, plan, mesh)))
+
+
+def _found(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:
     inputs = [name for name, node in graph.inputs.items() if value(node).shape]
     if all(is_pinned(name, plan) for name in inputs) or not _deals(plan, mesh):
         return plan
@@ -57,6 +67,21 @@ def find_batch(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:
     found.check(plan)
     new = entries({n: layout for n, layout in found.batch.items() if n not in pins})
     return plan.changed(inputs={**plan.inputs, **new}, notes=(*plan.notes, *notes_on(new)))
+
+
+def _notes_on_places(graph: Graph, plan: Plan, mesh: Mesh) -> list[str]:
+    """Notes on the lines that take samples by their place, where ranks have samples of their own.
+
+    Under DDP a rank's batch may have two views of each sample, one half behind the other. The batch
+    of a program has all ranks' rows, one rank's behind the other's, and other halves.
+    """
+    ranks = prod(mesh.size(axis) for axis in data_axes(mesh))
+    if plan.batch != "local" or ranks < 2 or not any(map(_takes_places, graph.calls())):
+        return []
+    pins = {n: layout_of(plan.stored(n, plan.inputs)) for n in graph.inputs if is_pinned(n, plan)}
+    finder = _Finder(_forward_of(graph), pins)
+    trial = finder.trial(dict.fromkeys(finder.free, cut(0)))
+    return [f"{BY_PLACE}{each}" for each in dict.fromkeys(trial.by_place if trial else ())]
 
 
 def entries(batch: Batch) -> dict[str, Cuts]:
@@ -142,6 +167,7 @@ class _Trial:
     seeds: Mapping[str, Layout]
     batch: Batch
     cost: float
+    by_place: tuple[str, ...] = ()  # the lines that take samples by their place among all
 
 
 @dataclass(frozen=True)
@@ -228,7 +254,7 @@ class _Finder:
         for name, node in inputs:
             if name not in self.pins and batch[name] == R:
                 batch[name] = wanted_by_readers(node, walk.choices, DP)
-        return _Trial(seeds, batch, walk.cost)
+        return _Trial(seeds, batch, walk.cost, tuple(walk.by_place))
 
     def _ranks(self, seeds: Mapping[str, Layout]) -> int | None:
         """The least number of ranks that divides the first cut."""
@@ -274,6 +300,11 @@ def _reorders(node: fx.Node) -> bool:
     return node.target in _REORDERING
 
 
+def _takes_places(node: fx.Node) -> bool:
+    """Whether a call takes some of the elements along a dim by where they stand."""
+    return node.target in _BY_PLACE
+
+
 @dataclass
 class _Walk(AxisWalk):
     """A walk that counts the elements that move, and those that every rank computes for itself.
@@ -288,6 +319,7 @@ class _Walk(AxisWalk):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.alone = input_only(self.graph, draws=True)
+        self.by_place: list[str] = []
         self.mixed: set[fx.Node] = set()  # what inputs alone give by moving some of them
         self.samples = set(self.graph.inputs.values())  # and what is computed with parameters
         for node in self.graph.calls():
@@ -299,6 +331,8 @@ class _Walk(AxisWalk):
         for operand, want in zip(tensor_args(node), best.ins, strict=True):
             have = self.made[operand]
             moves = have[0] != R and want not in have
+            if moves and _takes_places(node):
+                self.by_place.append(value(node).source)
             if node in self.alone and ((moves and _reorders(node)) or operand in self.mixed):
                 self.mixed.add(node)
             elif moves and operand not in self.mixed:

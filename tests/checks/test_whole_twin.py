@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import partc
@@ -37,3 +37,14 @@ def test_group_norm_without_a_backward(groups: int) -> None:
     with torch.no_grad():
         program = partc.compile(model, "dp=2", (x,), plan="ddp")
     partc.verify(program, model, (x,)).check()
+
+
+@pytest.mark.parametrize("sizes", [2, [1, 3]])
+def test_parts_of_which_each_rank_has_one_row(sizes: int | list[int]) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        first, second = model(x).split(sizes)
+        return (first.sum(0) * second.square().sum(0)).mean()
+
+    model, x = nn.Linear(4, 3), torch.randn(4, 4)
+    program = partc.compile(model, "dp=2", (x,), loss=loss, plan="ddp")
+    partc.verify(program, model, (x,), loss=loss).check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ import partc
 from partc.errors import PlanError, ShardingError
 from partc.passes.shard.find_batch import Found, batch_of
 from partc.plan import Plan
+from partc.plan.batch import BY_PLACE
 from partc.plan.sharding import Layout, R, cut
 from tests.batches import Case, bag, nodes, tokens, views, words
 
@@ -176,3 +179,33 @@ def test_a_model_with_two_such_dims() -> None:
     assert Plan.parse(program.plan).inputs == {"x": {"dp": cut(1)}}
     with pytest.raises(PlanError, match="may both be the batch"):
         partc.compile(Table(), "dp=2", batch, plan="ddp", batch="local")
+
+
+def halves(model: nn.Module, x: Tensor) -> Tensor:
+    """As of two views of each sample, one batch of views behind the other."""
+    first, second = model(x).chunk(2)
+    loss: Tensor = (first - second).square().mean()
+    return loss
+
+
+def some_rows(model: nn.Module, x: Tensor) -> Tensor:
+    """As of labelled samples before others."""
+    y = model(x)
+    loss: Tensor = y[:1].square().mean() + y[1:].abs().mean()
+    return loss
+
+
+def all_pairs(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)[:, :2]
+    loss: Tensor = (y @ y.T).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("loss", [halves, some_rows, all_pairs])
+def test_rows_that_ranks_have_and_the_step_takes_by_their_place_are_noted(loss: Any) -> None:
+    batch = (torch.randn(4, 4),)
+    for given in ("local", "global"):
+        program = partc.compile(nn.Linear(4, 4), "dp=2", batch, loss=loss, plan="ddp", batch=given)
+        notes = [note for note in Plan.parse(program.plan).notes if note.startswith(BY_PLACE)]
+        assert len(notes) == (given == "local" and loss is not all_pairs)
+        assert all("test_find_batch.py:" in note for note in notes)

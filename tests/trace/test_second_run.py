@@ -186,6 +186,8 @@ def test_what_no_step_reads_is_noted(forward: Forward, notes: tuple[str, ...]) -
 class Rotary(nn.Module):
     """Keeps a table that follows from a buffer, as language models keep cosines of angles."""
 
+    frequency: Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.linear, self.kind, self.length = nn.Linear(6, 6).double(), kind, 0
@@ -205,8 +207,7 @@ class Rotary(nn.Module):
         return result
 
     def _frequencies(self) -> Tensor:
-        frequency: Tensor = self.frequency
-        return self.linear.bias.detach()[:3] if self.kind == "of a weight" else frequency
+        return self.linear.bias.detach()[:3] if self.kind == "of a weight" else self.frequency
 
 
 def test_a_table_kept_from_a_buffer_is_computed_in_every_step() -> None:

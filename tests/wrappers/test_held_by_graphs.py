@@ -58,7 +58,7 @@ def trained(model: Any, step: Callable[[Tensor], Tensor]) -> list[float]:
 def alone(model: nn.Module) -> list[float]:
     def step(x: Tensor) -> Tensor:
         loss = mean_square(model, x)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     return trained(model, step)
@@ -80,7 +80,7 @@ def test_a_result_from_before_the_first_step_is_not_differentiated() -> None:
         before = mean_square(whole, X)
         assert trained(model, model.step) == pytest.approx(alone(made(nn.Sequential)), rel=1e-12)
         with pytest.raises(RunError, match=r"backward: .*before the model's first step"):
-            before.backward()  # type: ignore[no-untyped-call]
+            before.backward()
 
 
 def test_a_tuple_is_named_beside_a_graph() -> None:
@@ -98,7 +98,7 @@ def test_a_traced_module_is_named() -> None:
     with one_rank():
         whole = made(nn.Sequential)
         model: Any = partc.parallelize(whole, "dp=1", loss=mean_square, plan="ddp")
-        script = torch.jit.trace(whole, X)  # type: ignore[no-untyped-call]
+        script = torch.jit.trace(whole, X)
         with pytest.raises(RunError, match="the script keeps this parameter"):
             model.step(X)
         assert script is not whole
