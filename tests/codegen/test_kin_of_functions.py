@@ -20,8 +20,8 @@ class Block(nn.Module):
         self.norm2, self.conv2 = nn.GroupNorm(4, width), nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(x)))
-        return x + self.conv2(F.silu(self.norm2(y)))
+        y: Tensor = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
+        return x + y
 
 
 class Net(nn.Module):
