@@ -27,7 +27,7 @@ def launch_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--args", metavar="TEXT", default="",
-        help='arguments of the script, or of run.py, as --args="--steps 100 --lr 1e-3"',
+        help='arguments of the script, or of run.py, as --args="--steps 100"',
     )  # fmt: skip
     parser.add_argument(
         "--checkpoints", metavar="DIR", default="",

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from partc.launch.job import machine_of
+from partc.launch.network import devices_of_node
 from partc.machines.topology import Topology
 from partc.program import Program
 from partc.program.manifest import NAME, sha256_of
@@ -32,16 +34,13 @@ class Here:
         """The ranks of this node: those that torchrun started, or those that the program wants."""
         if "LOCAL_WORLD_SIZE" in self.variables:
             return int(self.variables["LOCAL_WORLD_SIZE"])
-        if self.program is None:
-            return 1
-        from partc.launch.network import devices_of_node
-
-        return min(devices_of_node(self.machine or _none()), self.program.mesh.num_ranks)
+        machine = self.machine
+        return 1 if machine is None else min(devices_of_node(machine), machine.num_devices)
 
     @property
     def machine(self) -> Topology | None:
         """The machines that the program was made for."""
-        return None if self.program is None else self.program.basis.topology()
+        return None if self.program is None else machine_of(self.program)
 
     @property
     def library(self) -> str:
@@ -49,10 +48,6 @@ class Here:
         if self.machine is not None:
             return self.machine.library
         return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-def _none() -> Topology:
-    raise AssertionError("a program has a machine")
 
 
 def versions(folder: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from partc.launch.network import (
     variables_of,
 )
 from partc.machines.topology import Topology
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 
@@ -122,8 +123,7 @@ class Job:
 def job_of(program: Program, folder: str, wishes: Wishes) -> Job:
     """What follows from a saved program; UsageError for wishes that it cannot have."""
     _check(wishes)
-    machine = program.basis.topology()
-    mesh = program.mesh
+    machine, mesh = machine_of(program), program.mesh
     ranks = _ranks_of_node(machine, mesh, wishes)
     network = wishes.network or network_between_nodes(machine)
     NETWORKS[network]  # UsageError for another name
@@ -137,6 +137,14 @@ def job_of(program: Program, folder: str, wishes: Wishes) -> Job:
         variables=variables_of(machine, network, wishes.interface), wishes=wishes,
         compiles=program.role(0).compiles,
     )  # fmt: skip
+
+
+def machine_of(program: Program) -> Topology:
+    """The machines that a program was made for, with the library of collectives that its text has:
+    the plan may name another one than theirs.
+    """
+    machine = program.basis.topology()
+    return replace(machine, library=Plan.parse(program.plan).backend or machine.library)
 
 
 def _ranks_of_node(machine: Topology, mesh: Mesh, wishes: Wishes) -> int:

@@ -19,6 +19,7 @@ from partc.doctor.looked_at import Here
 from partc.doctor.variables import RULES, look_at_variables
 from partc.machines.topology import Topology
 from partc.measure.measured import Measured
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.basis import Basis
@@ -29,7 +30,9 @@ OF_TWO = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
 def on(machine: str) -> Program:
     """A program that says it was made for two nodes of a machine."""
-    return replace(saved_program("dp=2"), basis=Basis(str(Topology.load(machine, 16))))
+    program = saved_program("dp=2")
+    plan = replace(Plan.parse(program.plan), backend="nccl")
+    return replace(program, basis=Basis(str(Topology.load(machine, 16))), plan=str(plan))
 
 
 def states(here: Here) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import time
@@ -213,7 +214,8 @@ def test_torchx_makes_a_request(tmp_path: Path) -> None:
         torchx, "run", "--workspace", "", "--dryrun", "-s", "slurm", "launch/component.py:train",
         cwd=tmp_path,
     )  # fmt: skip
-    assert told.count("exec bash launch/node.sh") == 1 + 2  # the role's arguments, and two nodes
+    assert len(re.findall(r"srun .*|^     --output.*", told, re.MULTILINE)) == 2  # of two nodes
+    assert told.count(":=localhost} exec bash launch/node.sh'") >= 2
     assert "NODE_RANK=0" in told
     assert "NODE_RANK=1" in told
     assert "--gpus-per-task=8" in told

@@ -17,6 +17,7 @@ from partc.launch.network import devices_of_node, network_between_nodes
 from partc.launch.targets import SHARED, TARGETS, files_of, notes_of, start_of
 from partc.launch.writing import seen_path, write_files
 from partc.machines.topology import Topology
+from partc.plan import Plan
 from tests.launch.launched import MACHINES, job
 from tests.launch.saved import SAVED, saved_program
 
@@ -136,6 +137,16 @@ def test_a_pipeline_names_what_each_node_runs() -> None:
     assert of.placed == ("node 0: 2 ranks of pipeline0.py", "node 1: 2 ranks of pipeline1.py")
     mixed = job_of(program, "build", Wishes(devices_per_node=4))
     assert mixed.placed == ("node 0: 2 ranks of pipeline0.py, 2 ranks of pipeline1.py",)
+
+
+def test_the_library_is_that_of_the_plan() -> None:
+    program = saved_program("dp=2")
+    plan = replace(Plan.parse(program.plan), backend="nccl")
+    of = job_of(replace(program, plan=str(plan)), "build", Wishes())
+    assert of.on_gpus
+    assert "build/run.py --device cuda" in node_text(of)
+    assert "--gpus-per-node=2" in files_of(of, "slurm", "launch")["job.sbatch"]
+    assert not job_of(program, "build", Wishes()).on_gpus
 
 
 def test_a_name_in_program_json_stays_in_its_comment() -> None:
