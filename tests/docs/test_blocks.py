@@ -222,8 +222,8 @@ def test_modules_that_pages_name_exist() -> None:
 
 
 def test_tests_that_pages_name_exist() -> None:
-    """In commands and comments too, such as `python -m pytest tests/plan/test_plan.py`; but for those
-    that a page's reader writes.
+    """In commands and comments too, such as `python -m pytest tests/plan/test_plan.py`, if the
+    reader of the page does not write them.
     """
     for page in PAGES:
         own = {block.told for block in blocks(page) if block.mark == "file"}
