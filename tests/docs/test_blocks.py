@@ -228,5 +228,5 @@ def test_tests_that_pages_name_exist() -> None:
     for page in PAGES:
         own = {block.told for block in blocks(page) if block.mark == "file"}
         for path in re.findall(r"\btests/[\w/]+\.py", page.read_text(encoding="utf-8")):
-            is_written = path in own or "/partc_golden/" in path  # by the reader, or by pytest there
+            is_written = path in own or "/partc_golden/" in path  # by the reader, by pytest
             assert is_written or (ROOT / path).exists(), f"{name_of(page)}: {path}"
