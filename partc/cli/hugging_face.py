@@ -138,9 +138,11 @@ def _auto_class(transformers: Any, config: Any, name: str) -> tuple[Any, str]:
         tasks = (*OF_BOTH, *TASKS)
     elif not getattr(config, "is_decoder", True):
         tasks = (*OF_ENCODERS, *TASKS)
-    for auto, labels in tasks:
+    known = {auto for auto, _ in tasks}
+    rest = (n for n in dir(transformers) if n.startswith("AutoModelFor") and n not in known)
+    for auto, labels in (*tasks, *((name, "") for name in rest)):
         found = getattr(transformers, auto, None)
-        if found is not None and type(config) in found._model_mapping:
+        if type(config) in (getattr(found, "_model_mapping", None) or ()):
             return found, labels
     raise no_inputs(
         name, f"no class of transformers has {type(config).__name__}", _whole_of(config)
