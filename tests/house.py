@@ -84,6 +84,7 @@ _TOP_NAMES = [
     "pass_calls",
     "printing",
     "recipe",
+    "sent_counts",
     "traced",
     "ways",
     "whole_batch",

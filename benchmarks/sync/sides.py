@@ -15,8 +15,8 @@ from benchmarks.measure import rows_of
 from benchmarks.sync import workload
 from benchmarks.sync.variants import ISLAND, Variant
 from benchmarks.workload import Size, loss_of
-from partc.metrics import sent_counts
 from partc.plan.wires import bytes_of_counts
+from partc.sent_counts import sent_counts
 
 Batch = tuple[Tensor, Tensor]
 

@@ -17,12 +17,12 @@ from partc.api import compile
 from partc.audit.audit import audit
 from partc.codegen.helpers.picked_sums import ThresholdSum
 from partc.errors import CheckError, PlanError, UsageError
-from partc.metrics import sent_counts
 from partc.plan import Plan
 from partc.plan.compress import Compress
 from partc.plan.wires import WIRES, bytes_of_counts, is_residual
 from partc.program import Program
 from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.sent_counts import sent_counts
 from partc.verification.defined_sums import Site
 from partc.verification.processes import Processes
 from partc.verification.report import Report
