@@ -7,7 +7,7 @@ from html import escape
 from statistics import mean
 
 from benchmarks.sync.rank import Run
-from partc.reports.step_svg import STYLE
+from partc.drawing import STYLE
 
 WIDTH, HEIGHT = 960, 440
 LEFT, RIGHT, TOP, BOTTOM = 50, 210, 50, 40  # pixels around the plot; names stand at the right

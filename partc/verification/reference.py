@@ -125,8 +125,9 @@ def eager(
     raised = raised_model(model) if dtype == torch.float64 else nullcontext()
     with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised, modules_of_one_device():
         weights = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
-        for name, weight in model.named_parameters() if rounded is not None else ():
-            weight.data = rounded(name, weight.data)
+        if rounded is not None:
+            for name, weight in model.named_parameters():
+                weight.data = rounded(name, weight.data)
         with _naming_model(model, given.arguments.names, batch):
             if train:
                 whole, *others = _trained(model, batch, objective, pieces, draws)

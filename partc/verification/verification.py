@@ -133,17 +133,17 @@ def verify(
     inputs = whole_batch(program, Given.of(model, inputs, loss))
     if program.fingerprint.tensors and other_shapes(program, model):
         check_same_model(None, program.fingerprint, model)
-    sent = weights_of(program) if reference is None else None
+    rounded = weights_of(program) if reference is None else None
     if reference is None:
         pieces = pieces_of(program)
-        reference = eager(model, inputs, loss, dtype, train, pieces, draws, sent)
+        reference = eager(model, inputs, loss, dtype, train, pieces, draws, rounded)
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
         sources = {name: raised_text(text) for name, text in sources.items()}
     printed = replace(program, cost=SavedCost())
     job = _Job(
         replace(printed, sources=sources), printed, reference, dtype, lr, place, lossy,
-        sent is not None,
+        rounded is not None,
     )  # fmt: skip
     num = program.mesh.num_ranks
     if processes:

@@ -43,7 +43,8 @@ def test_group_norm_without_a_backward(groups: int) -> None:
 def test_parts_of_which_each_rank_has_one_row(sizes: int | list[int]) -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         first, second = model(x).split(sizes)
-        return (first.sum(0) * second.square().sum(0)).mean()
+        result: Tensor = (first.sum(0) * second.square().sum(0)).mean()
+        return result
 
     model, x = nn.Linear(4, 3), torch.randn(4, 4)
     program = partc.compile(model, "dp=2", (x,), loss=loss, plan="ddp")

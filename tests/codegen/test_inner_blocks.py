@@ -31,7 +31,8 @@ class Feed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        return x + self.drop(self.down(torch.sigmoid(self.gate(y)) * self.up(y)))
+        result: Tensor = x + self.drop(self.down(torch.sigmoid(self.gate(y)) * self.up(y)))
+        return result
 
 
 class Mixer(nn.Module):
@@ -85,7 +86,8 @@ class Both(nn.Module):
             memory = block(memory)
         for block in self.dec:
             y = block(y, memory)
-        return self.head(y).square().mean()
+        result: Tensor = self.head(y).square().mean()
+        return result
 
 
 def compiled(model: nn.Module, mesh: str, plan: str, **options: Any) -> Any:

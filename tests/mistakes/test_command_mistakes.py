@@ -13,6 +13,7 @@ import torch
 import partc
 from partc.cli import models
 from partc.cli.main import main
+from partc.cli.target import Sizes, Target
 from partc.errors import PartcError
 from partc.program import Program
 from tests.mistakes.test_own_code_mistakes import Words, squares
@@ -119,7 +120,7 @@ def test_another_model_is_refused_before_it_has_values(
     filled: list[bool] = []
     plain = models.find_model
 
-    def found(name: str, sizes: models.Sizes, values: bool = False) -> models.Target:
+    def found(name: str, sizes: Sizes, values: bool = False) -> Target:
         filled.append(values)
         return plain(name, sizes, values=values)
 

@@ -190,7 +190,7 @@ def test_bytes_are_those_that_are_sent(wire: str, preset: str) -> None:
         role = program.role(rank)
         counting = Counting(dist, 4)
         role.module.dist = counting  # type: ignore[attr-defined]
-        made = role.build(ThreadMesh(program.mesh, rank))
+        made: Any = role.build(ThreadMesh(program.mesh, rank))
         with torch.no_grad():
             made.step(*role.pieces(case.inputs, program.mesh.coords(rank)))
         return counting.sent
@@ -280,7 +280,8 @@ def straight_through(program: Program, wire: str, steps: int) -> tuple[nn.Module
         losses.append(found.item())
         with torch.no_grad():
             for weight, x in zip(exact.parameters(), sent.parameters(), strict=True):
-                weight -= RATE * x.grad
+                assert x.grad is not None
+                weight.sub_(RATE * x.grad)
     return exact, losses
 
 

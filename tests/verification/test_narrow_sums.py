@@ -59,7 +59,7 @@ SUMS = [wire for wire in EVERY if not WIRES[wire].is_direction]
 
 def site_of(wire: str, **named: Any) -> Site:
     entry = WIRES[wire].entry
-    least = {"threshold": 0.5} if WIRES[wire].has_threshold else {}
+    least: dict[str, Any] = {"threshold": 0.5} if WIRES[wire].has_threshold else {}
     how = Compress(wire, **({entry: SIZES[entry]} if entry else {}), **least, **named)
     return Site(how, SHAPES, lambda rank: torch.Generator().manual_seed(rank))
 

@@ -210,7 +210,8 @@ def alone(num: int) -> Program:
 
 def by_hand(num: int, steps: int) -> tuple[dict[str, Tensor], list[list[int]]]:
     """The weights behind steps of SGD, and how many numbers each rank sends of each gradient."""
-    model, counts = Net(), []
+    model = Net()
+    counts: list[list[int]] = []
     left: dict[tuple[int, str], Tensor] = {}
     for step in range(steps):
         grads: dict[str, Tensor] = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
@@ -228,7 +229,7 @@ def by_hand(num: int, steps: int) -> tuple[dict[str, Tensor], list[list[int]]]:
         counts += sent.values()
         with torch.no_grad():
             for name, param in model.named_parameters():
-                param -= RATE * grads[name]
+                param.sub_(RATE * grads[name])
     return dict(model.named_parameters()), counts
 
 
