@@ -43,7 +43,7 @@ class CodedWeights(dist.Work):
     def blocks(self, x: Tensor) -> Tensor:
         """Rows of numbers as blocks, of which the last one is filled up with zeros."""
         x = nn.functional.pad(x, (0, -x.shape[-1] % self.block))
-        return x.unflatten(-1, (-1, self.block))
+        return x.reshape(*x.shape[:-1], -1, self.block)
 
     def encode(self, shards: list[Tensor]) -> Tensor:
         """All numbers as bytes, and behind them the scales of their blocks."""
