@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 import partc
 from partc.cli.depth import has_depth, set_depth
+from partc.cli.hugging_face import _settle
 from partc.cli.main import main
 from partc.cli.models import find_model, sizes_of_inputs
 from partc.cli.target import Sizes, parameters_on_meta
@@ -89,6 +90,14 @@ def test_the_depth_of_all_parts() -> None:
     set_depth(config, 5)  # more, too
     assert config.text_config.num_hidden_layers == 5
     assert not has_depth(AutoConfig.for_model("univnet"))
+
+
+def test_what_python_draws_is_set_to_0_and_told() -> None:
+    config = AutoConfig.for_model("wav2vec2")
+    assert config.layerdrop > 0
+    assert "layerdrop, apply_spec_augment set to 0" in _settle(config)
+    assert (config.layerdrop, config.apply_spec_augment) == (0.0, False)
+    assert _settle(config) == ""
 
 
 @pytest.mark.parametrize(
