@@ -122,7 +122,7 @@ class StageText(RoleText):
         self.make_classes()
         self.name_attributes()
         self.scope = Scope([*self.helpers.names, "i"])
-        self.own = attributes(self.graph.mesh)
+        self.own = attributes(self.graph.mesh, *(c.attribute for c in self.own_classes))
         self.own.taken |= {path.partition(".")[0] for path in self.attributes.values()}
         self.seen = {node: Text(read(path)) for node, path in self.attributes.items()}
         self.seen |= dict.fromkeys(self.zeros, Text("0"))

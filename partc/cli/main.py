@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
     try:
         for name in ("folder", "old", "new"):  # of a command that reads saved programs
-            check_saved(getattr(args, name, ""))
+            check_saved(getattr(args, name, "") or "")
         command: Callable[[argparse.Namespace], int] = args.command
         code = command(args)
         sys.stdout.flush()

@@ -123,3 +123,35 @@ def test_names_of_a_program_may_be_those_of_a_model(layout: str) -> None:
         model = Net(gains, counts)
         program = partc.compile(model, mesh, BATCH, loss=loss_of, plan=plan, **options)
         verify(program, model, BATCH, loss_of).check()
+
+
+class Named(nn.Module):
+    """Equal blocks without parameters, in a list with the name of an input, of a value."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear, self.name = nn.Linear(4, 4), name
+        blocks = (
+            nn.Sequential(nn.LayerNorm(4, elementwise_affine=False), nn.GELU()) for _ in range(8)
+        )
+        setattr(self, name, nn.ModuleList(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        for block in getattr(self, self.name):
+            y = block(y)
+        return y
+
+
+@pytest.mark.parametrize("name", ["x", "target", "shift", "i"])
+def test_a_list_of_blocks_may_be_called_as_what_microbatches_share(name: str) -> None:
+    def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        shift = torch.arange(4, device=x.device)
+        result: Tensor = (model(x) - target + shift).square().mean()
+        return result
+
+    torch.manual_seed(0)
+    model = Named(name)
+    program = partc.compile(model, "dp=2", BATCH, loss=loss, plan="ddp", microbatches=2)
+    assert f"for layer in self.{name}" in program.source()
+    verify(program, model, BATCH, loss).check()
