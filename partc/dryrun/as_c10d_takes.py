@@ -18,6 +18,7 @@ from torch import Tensor
 StandIn = TypeVar("StandIn", bound=type)
 Kinds = tuple[type, ...]
 
+FILE = __file__  # whose frames stand between a program and a stand-in
 _OPERATION: Kinds = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 _RANK: Kinds = (int, type(None))
 KINDS: dict[str, Kinds] = {

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from partc.dryrun.as_c10d_takes import as_c10d_takes
+from partc.dryrun.as_c10d_takes import FILE, as_c10d_takes
 from partc.errors import RunError
 from partc.program.role import MeshView
 from partc.verification.rendezvous import Call, Done, Group, StopRank, World
@@ -254,8 +254,8 @@ def _poison(tensor: Tensor) -> None:
 
 
 def _caller() -> str:
-    """File and line of the program's call: the innermost frame outside of this module."""
+    """File and line of the program's call: the innermost frame outside of the stand-in."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, FILE):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
