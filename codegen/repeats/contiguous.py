@@ -9,7 +9,7 @@ from torch import fx
 
 from partc.cost.flops import node_flops
 from partc.graph import collectives, fake_of, is_tensor
-from partc.graph.moves import moved
+from partc.graph.moves import gathers_param, moved
 from partc.in_order import in_order
 
 SMALL = 64
@@ -41,14 +41,19 @@ def in_one_piece(nodes: Sequence[fx.Node], pieces: Sequence[Sequence[fx.Node]]) 
 def exposes(nodes: Sequence[fx.Node], order: Sequence[int]) -> bool:
     """Whether a transfer loses more than half of what hides it, if calls stand in this order.
 
-    A transfer of up to 1/64 of the block's largest value counts as nothing.
+    A transfer of up to 1/64 of the block's largest value counts as nothing. Weights are gathered
+    before a block's method begins.
     """
     after = [nodes[i] for i in order]
     at, then = ({node: i for i, node in enumerate(each)} for each in (nodes, after))
     largest = max(map(_bytes, nodes), default=0)
     for wait in nodes:
         start = wait.all_input_nodes[0] if wait.target is collectives.wait else None
-        if start not in at or SMALL * sum(map(_bytes, moved(start))) <= largest:
+        if (
+            start not in at
+            or gathers_param(start)
+            or SMALL * sum(map(_bytes, moved(start))) <= largest
+        ):
             continue
         before = sum(map(node_flops, nodes[at[start] + 1 : at[wait]]))
         between = after[then[start] + 1 : then[wait]]
