@@ -125,7 +125,7 @@ def test_names_of_a_program_may_be_those_of_a_model(layout: str) -> None:
         verify(program, model, BATCH, loss_of).check()
 
 
-class Named(nn.Module):
+class ListCalled(nn.Module):
     """Equal blocks without parameters, in a list with the name of an input, of a value."""
 
     def __init__(self, name: str) -> None:
@@ -151,7 +151,7 @@ def test_a_list_of_blocks_may_be_called_as_what_microbatches_share(name: str) ->
         return result
 
     torch.manual_seed(0)
-    model = Named(name)
+    model = ListCalled(name)
     program = partc.compile(model, "dp=2", BATCH, loss=loss, plan="ddp", microbatches=2)
     assert f"for layer in self.{name}" in program.source()
     verify(program, model, BATCH, loss).check()
