@@ -64,7 +64,7 @@ def python_with(module: str) -> str:
 
 def tool(name: str) -> str:
     """The path of a command; the test is skipped where there is none."""
-    places = [*apart(), os.environ["PATH"], "/usr/sbin"]
+    places = [*apart(), str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"]
     found = shutil.which(name, path=os.pathsep.join(places))
     if found is None:
         pytest.skip(f"no {name} here, nor in ${TOOLS}")

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from partc.errors import RunError, UsageError
 from partc.machines.topology import COLLECTIVES, Topology
 from partc.measure.calibrate import calibrate
 from partc.measure.calibrate_links import SIZES, level_groups
-from partc.measure.calibrated import check_found, fitted_topology
+from partc.measure.calibrated import Fitted, check_found, fitted_topology
 from partc.measure.measured import fit_line
 from partc.plan.mesh import Mesh
 from tests.measure.measurements import TINY, TRUE, found, samples
@@ -144,10 +145,21 @@ def test_what_cannot_be_measured_is_refused(ranks: int, backend: str) -> None:
 
 
 # measuring ----------------------------------------------------------------------------------------
+def measured_at_last(heard: list[str]) -> Fitted:
+    """Two ranks measured; again, as the refusal asks, where other programs made a machine of it
+    that cannot be.
+    """
+    for _ in range(4):
+        heard.clear()
+        with suppress(RunError):
+            return calibrate(2, keep_noisy=True, scale=TINY, tell=heard.append)
+    return calibrate(2, keep_noisy=True, scale=TINY, tell=heard.append)
+
+
 @pytest.mark.gloo
 def test_two_ranks_are_measured() -> None:
     heard: list[str] = []
-    fitted = calibrate(2, keep_noisy=True, scale=TINY, tell=heard.append)
+    fitted = measured_at_last(heard)
     topology = fitted.topology
     assert (topology.num_devices, topology.library) == (2, "gloo")
     assert 0 <= topology.contention <= 1
