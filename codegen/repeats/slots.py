@@ -18,6 +18,7 @@ from partc.codegen.repeats.own_names import has, own_name
 from partc.codegen.repeats.runs import PHASES, Loop, Run, with_inner
 from partc.codegen.repeats.totals import Total, totals_of
 from partc.graph import Graph, Phase, fake_of, is_backward, is_tensor, value
+from partc.graph.moves import carried
 from partc.passes.canonical.functionalize import viewed
 
 Kind = Literal["own", "shared", "carried", "saved", "listed"]
@@ -152,10 +153,18 @@ def _slots(graph: Graph, loop: Loop, earlier: Sequence[Interface]) -> list[Slot]
     columns = zip(*(outside(group) for group in loop.groups), strict=True)
     slots = [_slot(loop, tuple(column), earlier) for column in columns]
     slots = _with_main(graph, loop, slots) if loop.run.is_single else slots
-    order = [slot.nodes[0] for side in earlier for slot in side.of("shared")]
-    shared = [slot for slot in slots if slot.kind == "shared"]
-    shared.sort(key=lambda s: order.index(s.nodes[0]) if s.nodes[0] in order else len(order))
-    return [*(slot for slot in slots if slot.kind != "shared"), *shared]
+    order = [_root(slot.nodes[0]) for side in earlier for slot in side.of("shared")]
+    shared = [(_root(slot.nodes[0]), slot) for slot in slots if slot.kind == "shared"]
+    shared.sort(key=lambda s: order.index(s[0]) if s[0] in order else len(order))
+    return [*(slot for slot in slots if slot.kind != "shared"), *(slot for _, slot in shared)]
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The parameter or buffer that a value is, gathered in this phase or that; else the value."""
+    root = node
+    while root.op == "call_function" and (before := carried(root)) is not None:
+        root = before
+    return root if root.op == "placeholder" and value(root).kind in ("param", "buffer") else node
 
 
 def _with_main(graph: Graph, loop: Loop, slots: list[Slot]) -> list[Slot]:
@@ -170,6 +179,7 @@ def _with_main(graph: Graph, loop: Loop, slots: list[Slot]) -> list[Slot]:
         s for s in slots
         if s.kind == "shared" and is_tensor(s.nodes[0])
         and is_backward(s.nodes[0]) == is_backward(group.nodes[-1])
+        and _root(s.nodes[0]) is s.nodes[0]  # weights run through no blocks
     ]  # fmt: skip
     left = [
         p for p, node in enumerate(group.nodes)
