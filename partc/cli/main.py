@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from partc.cli.early import check_saved
 from partc.cli.options import make_parser
 from partc.cli.terminal import coloured
 from partc.errors import PartcError, RunError
@@ -22,6 +21,8 @@ from partc.errors import PartcError, RunError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
     args = make_parser().parse_args(arguments)
+    from partc.cli.early import check_saved
+
     try:
         for name in ("folder", "old", "new"):  # of a command that reads saved programs
             check_saved(getattr(args, name, "") or "")
