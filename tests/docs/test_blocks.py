@@ -115,12 +115,16 @@ class Reader:
         assert code == 0, f"{block}: {line}\n{self.printed}"
 
     def shell(self, line: str) -> tuple[int, str]:
-        """Exit code and output of a line in bash, with the tools of this environment."""
+        """Exit code and output of a line in bash, with the tools of this environment.
+
+        The pages speak to a person at a machine of their own: ``CI`` is not among its variables.
+        """
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         more = {"PATH": path, "PYTHONPATH": f"{ROOT}{os.pathsep}{self.folder}"}
         more |= {"OMP_NUM_THREADS": "1"}
+        kept = {name: value for name, value in os.environ.items() if name != "CI"}
         done = subprocess.run(
-            ["bash", "-c", line], cwd=self.folder, env={**os.environ, **more},
+            ["bash", "-c", line], cwd=self.folder, env={**kept, **more},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=patience(),
             check=False,
         )  # fmt: skip
