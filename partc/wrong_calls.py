@@ -3,16 +3,19 @@ path; and the names that somebody may have meant."""
 
 from __future__ import annotations
 
-import inspect
 import os
-import traceback
 from collections.abc import Callable, Collection, Iterable
-from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from partc.errors import UsageError
+
+if TYPE_CHECKING:
+    from inspect import Signature
+
+# inspect, traceback and difflib are imported where an error is told: they take as long as all else
+# that `partc --help` imports.
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,20 +113,22 @@ def known_arguments(call: Callable[P, R]) -> Callable[P, R]:
 
     ``compile(microbatch=2)`` then says that ``microbatches`` may be meant.
     """
-    signature = inspect.signature(call)
-    flags = [name for name, p in signature.parameters.items() if p.annotation == "bool"]
+    flags = [name for name, kind in call.__annotations__.items() if kind == "bool"]
 
     @wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in flags:
-            check_flag(kwargs.get(name), f"{_name_of(call, signature)}({name}=...)")
+            check_flag(kwargs.get(name), f"{_name_of(call)}({name}=...)")
         try:
             return call(*args, **kwargs)
         except TypeError:
+            from inspect import signature
+
+            known = signature(call)
             try:
-                signature.bind(*args, **kwargs)
+                known.bind(*args, **kwargs)
             except TypeError as error:
-                raise _unbound(call, signature, kwargs, error) from None
+                raise _unbound(call, known, kwargs, error) from None
             raise
 
     return checked
@@ -136,11 +141,11 @@ def known_fields(cls: type[Made]) -> type[Made]:
 
 
 def _unbound(
-    call: Callable[..., Any], of: inspect.Signature, named: Iterable[str], error: TypeError
+    call: Callable[..., Any], of: Signature, named: Iterable[str], error: TypeError
 ) -> UsageError:
-    name = _name_of(call, of)
+    name = _name_of(call)
     each = [p for p in of.parameters if p not in ("self", "cls") and not p.startswith("_")]
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in of.parameters.values())
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in of.parameters.values())
     unknown = None if takes_any else next((n for n in named if n not in each), None)
     if unknown is None:
         missing = str(error).rpartition(": ")[2].strip("'")
@@ -189,17 +194,18 @@ def help_on(call: Callable[..., Any]) -> str:
     return f"help({call.__module__}.{path})"
 
 
-def _name_of(call: Callable[..., Any], of: inspect.Signature) -> str:
+def _name_of(call: Callable[..., Any]) -> str:
     """A function as messages name it: ``compile``; ``Mesh.of`` of a class's own."""
     name = call.__qualname__.removesuffix(".__init__")
-    return name if "cls" in of.parameters else name.rpartition(".")[-1]
+    is_of_class = call.__code__.co_varnames[:1] == ("cls",)
+    return name if is_of_class else name.rpartition(".")[-1]
 
 
-def _surplus(call: Callable[..., Any], name: str, of: inspect.Signature) -> str:
+def _surplus(call: Callable[..., Any], name: str, of: Signature) -> str:
     """What to do about more arguments by place than a function takes."""
     if name in _SURPLUS:
         return f"{_SURPLUS[name]}."
-    named = [p.name for p in of.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    named = [p.name for p in of.parameters.values() if p.kind is p.KEYWORD_ONLY]
     named = [n for n in named if not n.startswith("_")]
     listed = ", ".join(f"{n}=..." for n in named[:MOST_NAMED])
     return f"Pass by name: {listed}." if named else f"See {help_on(call)}."
@@ -213,6 +219,8 @@ def did_you_mean(name: object, known: Iterable[str], alike: float = 0.6) -> str:
     >>> did_you_mean("FDSP", ["ddp", "fsdp"])
     "Did you mean 'fsdp'?"
     """
+    from difflib import get_close_matches
+
     by_lower = {each.lower(): each for each in known}
     said = str(name).lower()
     near = get_close_matches(said, by_lower, n=2, cutoff=alike)
@@ -245,8 +253,11 @@ def failed_at(error: Exception, function: Callable[..., Any] | None = None) -> s
     of a file that is not installed.
     """
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
-    frames = traceback.extract_tb(error.__traceback__)
+    from inspect import unwrap
+    from traceback import extract_tb
+
+    code = getattr(unwrap(function), "__code__", None) if function else None
+    frames = extract_tb(error.__traceback__)
     own = [
         each for each in frames
         if (_is_users(each.filename) if code is None else each.filename == code.co_filename)
@@ -260,7 +271,7 @@ def failed_at(error: Exception, function: Callable[..., Any] | None = None) -> s
 
 def _is_users(file: str) -> bool:
     """Whether a file is neither partc's nor Python's own, nor installed."""
-    others = (str(Path(__file__).parent), str(Path(inspect.__file__).parent))
+    others = (str(Path(__file__).parent), str(Path(os.__file__).parent))
     return "site-packages" not in file and not file.startswith((*others, "<"))
 
 

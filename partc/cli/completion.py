@@ -40,6 +40,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for each in parser._actions:
         if isinstance(each, argparse._SubParsersAction):
             for command in each.choices.values():
+                command.fill()
                 yield from _arguments(command)
         else:
             yield each

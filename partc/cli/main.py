@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from partc.cli.options import make_parser
-from partc.cli.terminal import coloured
 from partc.errors import PartcError, RunError
 
 
@@ -47,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(args: argparse.Namespace, error: PartcError) -> int:
     if args.json:
         print(json.dumps({"error": error.as_dict()}))
+    from partc.cli.terminal import coloured
+
     print(f"{coloured(error.code, 'red', sys.stderr)} {error}", file=sys.stderr)
     return 2
 

@@ -6,29 +6,10 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import Any, NamedTuple, NoReturn
 
-from partc.cli import commands, launch_commands, show_commands
-from partc.cli.compile_command import compile_command
-from partc.cli.compile_options import compile_options
-from partc.cli.completion import completion_command
-from partc.cli.explain_command import explain_command
-from partc.cli.launch_options import doctor_options, launch_options
-from partc.cli.plan_command import plan_command, plan_options
-from partc.cli.shared_options import add_folder, add_sizes, add_timeout
-from partc.cli.show_options import (
-    compare_options,
-    diff_options,
-    explain_options,
-    picture_options,
-    report_options,
-    simulate_options,
-    watch_options,
-)
-from partc.cli.watch_command import watch_command
-from partc.cli.watchdog_command import add_watchdog_options, watchdog_command
 from partc.errors import visible
-from partc.wrong_calls import did_you_mean
 
 _OF_OTHERS = {  # options that other tools have: what says the same here
     "--preset": "A preset is a plan: --plan ddp.",
@@ -41,7 +22,6 @@ _OF_OTHERS = {  # options that other tools have: what says the same here
     "--dp": "Axes stand in the mesh: --mesh dp=2,tp=2.",
     "--pp": "Axes stand in the mesh: --mesh dp=2,pp=2.",
 }
-Command = Callable[[argparse.Namespace], int]
 EPILOG = """\
 `partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification
 failed, a diff is not empty, no plan fits or the doctor found something wrong, 2 an error, 130
@@ -101,6 +81,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _meant(word: str, known: list[str]) -> str:
+    from partc.wrong_calls import did_you_mean
+
     return _OF_OTHERS.get(word) or did_you_mean(word, known)
 
 
@@ -116,12 +98,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--version", action=_Version, nargs=0, help="show the versions of partc, torch and Python"
     )
     parser.set_defaults(command=lambda args: _without_command(parser))
-    subparsers = parser.add_subparsers(metavar="command")
-    for name, (run, add_options) in COMMANDS.items():
-        added = subparsers.add_parser(name, help=run.__doc__, description=run.__doc__)
-        added.add_argument("--json", action="store_true", help="print the result as a JSON object")
-        added.set_defaults(command=run)
-        add_options(added)
+    commands = parser.add_subparsers(metavar="command", parser_class=_CommandParser)
+    for name, each in COMMANDS.items():
+        commands.add_parser(name, help=each.help, command=each)
     return parser
 
 
@@ -148,109 +127,141 @@ def _without_command(parser: argparse.ArgumentParser) -> int:
     return 2
 
 
-def _passes_options(parser: argparse.ArgumentParser) -> None:
-    """``partc passes`` has no options of its own."""
+class Command(NamedTuple):
+    """A command by its file: ``run`` and ``options`` name functions of modules beside this one,
+    ``module:function``. Only the command that is asked for is imported, since the list of all of
+    them needs no more than ``help``, the docstring of ``run``.
+    """
+
+    help: str
+    run: str
+    options: str
+
+    def function(self) -> Callable[[argparse.Namespace], int]:
+        """What runs the command: takes what was parsed, returns the exit code."""
+        found: Callable[[argparse.Namespace], int] = _named(self.run)
+        return found
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments and options to its parser."""
+        _named(self.options)(parser)
 
 
-def _bench_options(parser: argparse.ArgumentParser) -> None:
-    add_folder(parser)
-    parser.add_argument(
-        "--steps", metavar="N", type=int, default=10,
-        help="number of measured steps with timers, and of those without (default: 10)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--warmup", metavar="N", type=int, default=3,
-        help="number of steps before the measured ones (default: 3)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device", default="cpu", help="cpu, or cuda under torchrun (default: cpu)"
-    )
-    add_timeout(parser, 600.0)
-    parser.add_argument(
-        "--trace", metavar="FILE",
-        help="write the predicted and the measured step as a Chrome trace (JSON)",
-    )  # fmt: skip
+def _named(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"partc.cli.{module}"), name)
+    return found
 
 
-def _calibrate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ranks", metavar="N", type=int,
-        help="number of processes to start (default: 2); under torchrun leave it out",
-    )  # fmt: skip
-    parser.add_argument(
-        "--backend", default="gloo", choices=["gloo", "nccl"],
-        help="library whose collectives are measured (default: gloo)",
-    )  # fmt: skip
-    parser.add_argument(
-        "-o", "--out", metavar="FILE", help="mesh.toml to write; printed if left out"
-    )
-    parser.add_argument(
-        "--keep-noisy", action="store_true",
-        help="write what varies much from one measurement to the next, too; else it is refused",
-    )  # fmt: skip
+class _CommandParser(_Parser):
+    """The parser of one command, which gets its options when it is first used."""
+
+    def __init__(self, *, command: Command, **more: Any) -> None:
+        super().__init__(description=command.help, **more)
+        self.unread: Command | None = command
+
+    def fill(self) -> None:
+        """Add the options, once."""
+        if (command := self.unread) is not None:
+            self.unread = None
+            self.add_argument(
+                "--json", action="store_true", help="print the result as a JSON object"
+            )
+            self.set_defaults(command=command.function())
+            command.add_options(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.fill()
+        return super().parse_known_args(args, namespace)
 
 
-def _verify_options(parser: argparse.ArgumentParser) -> None:
-    add_folder(parser)
-    parser.add_argument(
-        "--model", required=True, help="the model that was compiled, named as for partc compile"
-    )
-    parser.add_argument(
-        "--tolerance", metavar="X", type=float, default=1e-9,
-        help="largest relative error that passes (default: 1e-9)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--processes", action="store_true",
-        help="run ranks as processes that talk over gloo, not as threads of one process",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lossy", action="store_true",
-        help="also tell how far gradients that are sent in fewer bytes are from exact ones",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device", default="cpu", help="cuda: all ranks share one GPU (default: cpu)"
-    )
-    add_timeout(parser, 300.0)
-    add_sizes(parser)
-
-
-def _check_options(parser: argparse.ArgumentParser) -> None:
-    add_folder(parser)
-    parser.add_argument(
-        "--accept-edits", action="store_true",
-        help="make files that you edited part of the program, if their text passes; without it "
-        "they are refused. The text is read first: only one that does nothing but compute with "
-        "torch is run",
-    )  # fmt: skip
-    parser.add_argument(
-        "--model", help="also compare with this model, named as for partc compile, as verify does"
-    )
-    add_timeout(parser, 300.0)
-    add_sizes(parser)
-
-
-def _completion_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that completes")
-
-
-# name -> the command's function, and the function that adds its options; in `--help`'s order
-COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] = {
-    "compile": (compile_command, compile_options),
-    "passes": (commands.passes_command, _passes_options),
-    "explain": (explain_command, explain_options),
-    "simulate": (show_commands.simulate_command, simulate_options),
-    "report": (show_commands.report_command, report_options),
-    "picture": (show_commands.picture_command, picture_options),
-    "compare": (show_commands.compare_command, compare_options),
-    "bench": (commands.bench_command, _bench_options),
-    "watch": (watch_command, watch_options),
-    "calibrate": (commands.calibrate_command, _calibrate_options),
-    "verify": (commands.verify_command, _verify_options),
-    "check": (commands.check_command, _check_options),
-    "diff": (show_commands.diff_command, diff_options),
-    "launch": (launch_commands.launch_command, launch_options),
-    "completion": (completion_command, _completion_options),
-    "watchdog": (watchdog_command, add_watchdog_options),
-    "plan": (plan_command, plan_options),
-    "doctor": (launch_commands.doctor_command, doctor_options),
-}
+# by name, in the order of `--help`
+COMMANDS: dict[str, Command] = {
+    "compile": Command(
+        "Compile a model for a mesh of devices and save the program: its plan, and what ranks "
+        "run.",
+        "compile_command:compile_command", "compile_options:compile_options",
+    ),
+    "passes": Command(
+        "List the compiler's passes in order: who takes each, what it leaves behind, and why.",
+        "commands:passes_command", "run_options:passes_options",
+    ),
+    "explain": Command(
+        "Explain a saved program, an error code, the sharding rule of an op, or list the rules.",
+        "explain_command:explain_command", "show_options:explain_options",
+    ),
+    "simulate": Command(
+        "Predict the step of a saved program, on the machines that it was planned for or on "
+        "others; of a pipeline also show the schedule, how long ranks idle, and their peak "
+        "memory.",
+        "show_commands:simulate_command", "show_options:simulate_options",
+    ),
+    "report": Command(
+        "Write a saved program's predicted step as one HTML file: a time line beside the "
+        "program.",
+        "show_commands:report_command", "show_options:report_options",
+    ),
+    "picture": Command(
+        "Draw a saved program's step, memory, mesh or schedule as an SVG picture.",
+        "show_commands:picture_command", "show_options:picture_options",
+    ),
+    "compare": Command(
+        "Compare saved programs by time, devices, memory and cost, here or on other machines.",
+        "show_commands:compare_command", "show_options:compare_options",
+    ),
+    "bench": Command(
+        "Run steps of a saved program on all its ranks; show how long ranks compute and wait "
+        "and what transfers are hidden, beside the prediction.",
+        "commands:bench_command", "run_options:bench_options",
+    ),
+    "watch": Command(
+        "Show a run from the files that it writes: pace, slowest rank, loss, memory, "
+        "checkpoints.",
+        "watch_command:watch_command", "show_options:watch_options",
+    ),
+    "calibrate": Command(
+        "Measure this machine's devices and links, and write them as a mesh.toml to compile "
+        "for.",
+        "commands:calibrate_command", "run_options:calibrate_options",
+    ),
+    "verify": Command(
+        "Run a saved program on all its ranks and compare it with the model; exit code 1 if "
+        "they differ.",
+        "commands:verify_command", "run_options:verify_options",
+    ),
+    "check": Command(
+        "Check the text of a saved program as it stands: that all ranks run it, that their "
+        "transfers meet, and what it computes.",
+        "commands:check_command", "run_options:check_options",
+    ),
+    "diff": Command(
+        "Say how two saved programs differ, in words, and in the lines of their files; exit "
+        "code 1 if they do.",
+        "show_commands:diff_command", "show_options:diff_options",
+    ),
+    "launch": Command(
+        "Write the files with which torchrun, Slurm, Kubernetes, SkyPilot or TorchX start a "
+        "saved program; nothing is started.",
+        "launch_commands:launch_command", "launch_options:launch_options",
+    ),
+    "completion": Command(
+        "Print a script that lets a shell complete partc's commands, options, folders and "
+        "files.",
+        "completion:completion_command", "run_options:completion_options",
+    ),
+    "watchdog": Command(
+        "Run torchrun, and end a rank that stands still, so that all ranks are started again.",
+        "watchdog_command:watchdog_command", "watchdog_command:add_watchdog_options",
+    ),
+    "plan": Command(
+        "Write a plan that does what a configuration of Accelerate, DeepSpeed or torchtitan "
+        "says.",
+        "plan_command:plan_command", "plan_command:plan_options",
+    ),
+    "doctor": Command(
+        "Say what is right and wrong here for a run: versions, devices, variables, and under "
+        "torchrun what differs between ranks, clocks and links; exit code 1 if something is "
+        "wrong.",
+        "launch_commands:doctor_command", "launch_options:doctor_options",
+    ),
+}  # fmt: skip

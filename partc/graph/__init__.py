@@ -36,6 +36,7 @@ Kind = Literal["param", "buffer", "input", "received", "op"]
 # and W the weight gradients, the part of the backward that no other stage waits for.
 Phase = Literal["F", "B", "S", "E", "W"]
 
+NESTED = (list, tuple, dict, slice)  # what an argument may hold nodes in
 ANYWHERE = -1  # the pipeline stage of a value that every stage computes for itself (a mask)
 NO_GRADIENT = "the loss does not depend on it"  # of a note that names untrained parameters
 
@@ -250,7 +251,7 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
     for each in (*node.args, *node.kwargs.values()):
         if isinstance(each, fx.Node):
             found.append(each)
-        elif isinstance(each, list | tuple | dict | slice):
+        elif isinstance(each, NESTED):
             fx.map_arg(each, lambda n: found.append(n))
     return found
 
@@ -305,9 +306,11 @@ def results_of(node: fx.Node) -> list[Tensor | None]:
     """The fake results of a call as a list, with None for absent results; a single tensor gives a
     list of one."""
     fake = fake_of(node)
+    if isinstance(fake, Tensor):  # first, as it is the commonest, and asking for Sequence is slow
+        return [fake]
     if isinstance(fake, Sequence):
         return [f if isinstance(f, Tensor) else None for f in fake]
-    return [fake if isinstance(fake, Tensor) else None]
+    return [None]
 
 
 def typed(node: fx.Node) -> str:

@@ -22,6 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from partc.graph.fake_kernels import with_strides
 
+LISTS = (list, tuple)  # a union of types would be made anew each time that it is asked for
 MOST = 2048  # calls that each cache remembers, some 2 kB a call; a GPT on three axes has about 600
 
 Call = Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any, int]]
@@ -142,7 +143,7 @@ def tensors_in(result: Any) -> Iterator[Tensor]:
     """All tensors of a call's result, which is a tensor or a nested list or tuple."""
     if isinstance(result, Tensor):
         yield result
-    elif isinstance(result, list | tuple):
+    elif isinstance(result, LISTS):
         for each in result:
             yield from tensors_in(each)
 
@@ -155,9 +156,9 @@ def _literals(given: Any, operands: list[Tensor]) -> Hashable:
     if isinstance(given, Tensor):
         operands.append(given)
         return Tensor
-    if isinstance(given, list | tuple):
+    if isinstance(given, LISTS):
         return tuple([_literals(each, operands) for each in given])
-    if isinstance(given, Mapping):
+    if isinstance(given, dict):
         return tuple([(name, _literals(each, operands)) for name, each in given.items()])
     if isinstance(given, slice):
         return slice, _literals((given.start, given.stop, given.step), operands)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from partc.atomic import atomic_directory, atomic_write
+from partc.collecting import no_collecting
 from partc.errors import LoadError, UsageError
 from partc.graph.draws import Draw
 from partc.plan import Plan
@@ -265,6 +266,7 @@ class Program(NotAStage):
         return {"sources": sources.hexdigest(), "plan": sha256(plan), "mesh": sha256(mesh)}
 
     @known_arguments
+    @no_collecting()
     def save(self, path: str | Path) -> None:
         """Write the program into a folder, whole or not at all.
 

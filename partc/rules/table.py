@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,9 @@ from partc.rules.wrong_rules import (
 )
 from partc.wrong_calls import failed_at, quoted
 
+MOST_NAMES = (
+    4096  # ops whose names are remembered; a process that reads many models has some hundred
+)
 Written = str | Callable[[Call], str]
 Reduce = Literal["sum", "max", "mean"]
 
@@ -155,6 +159,7 @@ def _tell_if_opened(name: str) -> None:
         tell_if_opened(name)
 
 
+@lru_cache(maxsize=MOST_NAMES)
 def name_of(target: Any) -> str:
     """The name of an op in the table: ``aten.add.Tensor``, or ``partc.ops.weight_grad``."""
     if isinstance(target, torch._ops.OpOverload):
@@ -189,10 +194,11 @@ def used_rules() -> dict[str, str]:
 
 def own_name(target: Any) -> str | None:
     """The name under which the table has a rule of an op, or of all its overloads."""
-    names = [name := name_of(target)]
-    if isinstance(target, torch._ops.OpOverload):
-        names.append(name.rpartition(".")[0])
-    return next((each for each in names if each in RULES), None)
+    name = name_of(target)
+    if name in RULES:
+        return name
+    of_all = name.rpartition(".")[0]
+    return of_all if isinstance(target, torch._ops.OpOverload) and of_all in RULES else None
 
 
 def warn_of_lost_rules() -> None:

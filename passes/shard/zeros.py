@@ -14,15 +14,21 @@ from partc.plan.sharding import Sharding
 
 aten = torch.ops.aten
 
+ZEROS = {aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default}
+FILLS = {
+    aten.full.default: 1,
+    aten.full_like.default: 1,
+    aten.scalar_tensor.default: 0,
+}  # with what
+
 
 def is_zero(node: fx.Node) -> bool:
     """Whether a call makes zeros, or keeps a shard of zeros."""
     while node.target in collectives.LOCAL:
         node = node.all_input_nodes[0]
-    fills = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
-    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
+    if node.target in ZEROS:
         return True
-    return node.target in fills and bool(node.args[fills[node.target]] == 0)
+    return node.target in FILLS and bool(node.args[FILLS[node.target]] == 0)
 
 
 def zeros_in(

@@ -189,9 +189,12 @@ def test_version_without_torch_says_so(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_has_a_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_and_option_has_a_help(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = argparse.ArgumentParser()
-    COMMANDS[command][1](alone)
+    COMMANDS[command].add_options(alone)
+    assert " ".join((COMMANDS[command].function().__doc__ or "").split()) == COMMANDS[command].help
     assert [action.dest for action in alone._actions if not action.help] == []
     with pytest.raises(SystemExit):
         main([command, "--help"])  # a stray % would raise here
