@@ -36,6 +36,7 @@ from partc.trace.arguments import Arguments, Given, check_loss
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.no_model import check_model as check_given
 from partc.trace.record import kind_of
+from partc.trace.trees import tensors_of
 from partc.traced import Traced
 from partc.verification.ignored_rows import why_not_ignored
 from partc.whole_batch import step_of
@@ -94,6 +95,7 @@ class Recipe:
                 id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
                 for p in model.parameters()
             }
+            bare |= {id(each): torch.empty_like(each, device="meta") for each in _computed(model)}
             with suppress(Exception):  # of a model that cannot be copied
                 self.twin.append(copy.deepcopy(model, bare))
                 give_own_classes(self.twin[0])
@@ -353,6 +355,16 @@ def _check_takes(
         do="Pass the loss that was compiled: partc.with_model(program, model, loss)." if trains
         else "Pass the model that was compiled, and no loss.",
     )  # fmt: skip
+
+
+def _computed(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules keep from a forward, as ``weight_norm`` its weight: no copy of them can
+    be made, and the next forward makes them anew.
+    """
+    held = (each for module in model.modules() for each in vars(module).values())
+    for each in held:
+        if isinstance(each, Tensor | list | tuple | dict):
+            yield from (tensor for tensor in tensors_of(each) if tensor.grad_fn is not None)
 
 
 def _nothing() -> None:
