@@ -16,7 +16,7 @@ from partc.verification.report import TOLERANCE, Report
 from tests.styles import Style
 
 ULP = torch.finfo(torch.float64).eps
-DRAWS = 5
+DRAWS = 40  # five find two thirds of the change that forty find
 NOISE = 1e-12  # of the model's largest gradient
 
 
