@@ -46,7 +46,7 @@ from partc.codegen.files.stored_tables import share_tables, stored_tables
 from partc.codegen.files.templates import MEANINGS, TEMPLATES
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
-from partc.codegen.repeats.equal import made_in_step
+from partc.codegen.repeats.equal import made_in_step, printing
 from partc.codegen.repeats.layers import FIRST, Layers
 from partc.codegen.repeats.runs import Item, Loop, Run, runs_within
 from partc.codegen.repeats.slots import Interface, interfaces
@@ -109,11 +109,12 @@ def _emit(
     check_printed(checked, items)
     loops = [item for item in items if isinstance(item, Loop)]
     check_same_calls(list(dict.fromkeys(loop.run for loop in loops)))
-    # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
-    sides = interfaces(graph, loops)
-    return RoleText(
-        graph, header, items, sides, helpers, mesh=mesh, prefetch=prefetch, islands=islands
-    ).file()
+    with printing(graph):
+        # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
+        sides = interfaces(graph, loops)
+        return RoleText(
+            graph, header, items, sides, helpers, mesh=mesh, prefetch=prefetch, islands=islands
+        ).file()
 
 
 @dataclass

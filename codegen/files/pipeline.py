@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from string import ascii_uppercase
@@ -28,6 +29,7 @@ from partc.codegen.files.spelling import dtype_name, result_type
 from partc.codegen.files.stages import Prepared, StageText, stage_text
 from partc.codegen.files.templates import TEMPLATES
 from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.equal import printing
 from partc.codegen.repeats.layers import Layers, stage_key
 from partc.codegen.text import Line, Printed, block
 from partc.graph import Graph, value
@@ -88,14 +90,17 @@ class Pipeline:
             narrow=any(wire_of(node) for graph in self.graphs for node in graph.calls()),
         )  # fmt: skip
         stages = self._stages(ranks, helpers)
-        steps = {
-            rank: RankStep(
-                self.graphs, self.tied, dict(zip(numbers, stages, strict=True)), self.schedule,
-                rank, self._links(rank, helpers),
-            )
-            for rank, numbers in self._numbers(ranks).items()
-        }  # fmt: skip
-        return role_file(_File(self, steps, helpers).body(), header, helpers)
+        with ExitStack() as stack:
+            for stage in stages:
+                stack.enter_context(printing(stage.graph))
+            steps = {
+                rank: RankStep(
+                    self.graphs, self.tied, dict(zip(numbers, stages, strict=True)), self.schedule,
+                    rank, self._links(rank, helpers),
+                )
+                for rank, numbers in self._numbers(ranks).items()
+            }  # fmt: skip
+            return role_file(_File(self, steps, helpers).body(), header, helpers)
 
     def groups(self) -> list[tuple[int, ...]]:
         """The pipeline ranks in groups that run one file each, in order of their first rank."""

@@ -41,6 +41,7 @@ from partc.codegen.files.stage_methods import METHODS, Method
 from partc.codegen.files.take_ends import Ends, take_ends
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
+from partc.codegen.repeats.equal import printing
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.runs import Item, Loop, Run
 from partc.codegen.repeats.slots import interfaces
@@ -87,11 +88,13 @@ def stage_text(
     items = compiled(graph, items, helpers, by_phase=True) if inductor else items
     items = gather_ahead(items)
     check_printed(stage.checked, items)
-    sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    return StageText(
-        graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
-        first=first, ends=stage.ends, bucket_bytes=round(bucket_mb * BYTES_PER_MB), shared=shared,
-    )  # fmt: skip
+    with printing(graph):
+        sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
+        return StageText(
+            graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
+            first=first, ends=stage.ends, bucket_bytes=round(bucket_mb * BYTES_PER_MB),
+            shared=shared,
+        )  # fmt: skip
 
 
 @dataclass

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from partc.codegen.repeats.blocks import arrange
+from partc.codegen.repeats.equal import printing
 from partc.codegen.repeats.inner_numbers import joined, layers_of, phases_of
 from partc.codegen.repeats.numbers import read_from_attributes
 from partc.codegen.repeats.runs import PHASES, Item, Loop, Run
@@ -24,6 +25,13 @@ def arranged(
     ``layers``). Raises Unfolded if the graph leaves out blocks of a run that is printed call by
     call (``graph.folds``): then all blocks have to be traced.
     """
+    with printing(graph):
+        return _arranged(graph, apart)
+
+
+def _arranged(
+    graph: Graph, apart: Collection[tuple[str, ...]] | None
+) -> tuple[list[Item], dict[Loop, Interface]]:
     given_up: set[tuple[str, ...]] = set()
     unlike = set(apart or ())
     while True:

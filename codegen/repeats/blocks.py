@@ -23,7 +23,7 @@ from partc.codegen.repeats.trim import Block, trimmed
 from partc.graph import Graph, is_tensor
 from partc.graph.folds import DEPTHS, is_number, layer_path
 from partc.graph.places import are_worth_a_loop, is_one_call, place_of
-from partc.in_order import in_order
+from partc.in_order import circles, in_order
 
 GivenUp = Collection[tuple[str, ...]]  # runs by the paths of their blocks
 
@@ -38,10 +38,14 @@ def arrange(graph: Graph, given_up: GivenUp = (), apart: GivenUp | None = None) 
     """
     given = set(given_up)
     while True:
-        items, stuck = _sorted(graph, _loops(graph, given, apart))
+        loops = _loops(graph, given, apart)
+        items, stuck = _sorted(graph, loops)
         if not stuck:
             return items
-        given.add(stuck[0].run.layers)
+        while stuck:  # all at once, since to look for blocks anew takes long
+            given |= {loop.run.layers for loop in stuck}
+            loops = [loop for loop in loops if loop.run.layers not in given]
+            items, stuck = _sorted(graph, loops)
 
 
 # equal blocks in lists ----------------------------------------------------------------------------
@@ -220,7 +224,7 @@ def _same_list(a: str, b: str) -> bool:
 def _sorted(graph: Graph, loops: list[Loop]) -> tuple[list[Item], list[Loop]]:
     """The items in an order that respects dependencies and stays near the graph's own order.
 
-    The second result has the loops without a place: they depend on a call that depends on them.
+    The second result has of each circle of items that need each other the loop that comes first.
     """
     item_of: dict[fx.Node, Item] = {n: n for n in graph.calls()}
     item_of |= {n: loop for loop in loops for g in loop.groups for n in g.nodes}
@@ -232,5 +236,8 @@ def _sorted(graph: Graph, loops: list[Loop]) -> tuple[list[Item], list[Loop]]:
         operands = (item_of[operand] for operand in node.all_input_nodes if operand in item_of)
         needs[item] |= dict.fromkeys(operand for operand in operands if operand is not item)
     placed = list(in_order(needs, rank.__getitem__))
-    stuck = set(loops).difference(placed)
-    return placed, sorted(stuck, key=rank.__getitem__)
+    if len(placed) == len(needs):
+        return placed, []
+    left = {item: needs[item] for item in needs.keys() - {*placed}}
+    stuck = ([each for each in circle if isinstance(each, Loop)] for circle in circles(left))
+    return placed, [min(each, key=rank.__getitem__) for each in stuck]

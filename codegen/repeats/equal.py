@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, fx
@@ -20,6 +23,8 @@ from partc.graph import Graph, Phase, collectives, fake_of, value
 from partc.graph.draws import site_in
 from partc.graph.places import is_one_call, module_of
 
+Ends = Mapping[fx.Graph, Collection[fx.Node]]  # of graphs that are being printed
+_PRINTED: ContextVar[Ends] = ContextVar("printed", default=MappingProxyType({}))
 Owner = tuple[str, Phase]  # a block's module path, and its phase: ("model.layers.0", "B")
 
 
@@ -162,6 +167,8 @@ def ends_step(graph: Graph, node: fx.Node) -> bool:
     anything else reads the result, or where the pieces that arrive are not yet the gradient
     (gathered or exchanged on another dim than 0).
     """
+    if (known := _PRINTED.get().get(graph.fx)) is not None:
+        return node in known
     if node.target is operator.getitem:
         call = node.all_input_nodes[0]
         return call.target is collectives.wait and ends_step(graph, call)
@@ -184,6 +191,19 @@ def all_that_end(graph: Graph) -> set[fx.Node]:
     waits = [n for n in graph.calls() if n.target is collectives.wait and ends_step(graph, n)]
     picked = (n for wait in waits for n in wait.users if n.target is operator.getitem)
     return {*waits, *picked}
+
+
+@contextmanager
+def printing(graph: Graph) -> Iterator[None]:
+    """A context in which nothing of the graph changes, so that `ends_step` looks at it once.
+
+    Each block's class asks for each gradient of the step; a wait may have hundreds of results.
+    """
+    token = _PRINTED.set({**_PRINTED.get(), graph.fx: all_that_end(graph)})
+    try:
+        yield
+    finally:
+        _PRINTED.reset(token)
 
 
 def made_in_step(graph: Graph, grad: fx.Node) -> fx.Node:
