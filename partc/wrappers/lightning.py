@@ -24,6 +24,7 @@ from partc.wrappers.lightning_errors import check_devices, default_dtype, manual
 from partc.wrappers.lightning_module import Compiled
 from partc.wrappers.lightning_served import ServedByStage
 from partc.wrappers.lightning_step import loss_of, replay
+from partc.wrappers.read_ahead import draws_kept
 from partc.wrappers.said import check_said
 from partc.wrong_calls import known_arguments
 
@@ -106,7 +107,7 @@ class Strategy(ServedByStage):
     def _example(self, trainer: Any) -> tuple[Any, ...]:
         """The arguments of the first step; the loaders are made again when training begins."""
         loop, module = trainer.fit_loop, self.lightning_module
-        with isolate_rng():
+        with isolate_rng(), draws_kept(loop._data_source.instance):
             loop.setup_data()
             batch, *_ = next(iter(loop._combined_loader))
             loop._combined_loader = None

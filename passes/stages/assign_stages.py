@@ -70,20 +70,23 @@ def assign_stages(
             wish = stage_of(forward) if forward is not None else lines.get(line, ANYWHERE)
             update(node, stage=_backward_stage(node, wish, len(points)))
     _check_order(points, starts, homes)
-    _give_results(graph, len(points))
+    _give_results(graph, len(points), homes or {})
     return untie(graph)
 
 
-def _give_results(graph: Graph, last: int) -> None:
+def _give_results(graph: Graph, last: int, homes: Mapping[str, int]) -> None:
     """Let one stage give each result that every stage could compute, in place.
 
-    For what follows from a parameter it is the first stage that reads the parameter, else the last.
+    For what follows from a parameter it is the first stage that reads the parameter. Else it is the
+    stage that has the parameters and buffers in another program (``homes``), else the last.
     """
     results = dict(graph.outputs.results)
     for name, node in results.items():
         if node.op == "placeholder" or stage_of(node) == ANYWHERE:
             params = (o for o in ancestors(node) if value(o).kind == "param")
-            stage = min((s for param in params for s in _stages_reading(param)), default=last)
+            stored = (o for o in (node, *ancestors(node)) if value(o).kind in ("param", "buffer"))
+            home = min((homes[n] for o in stored if (n := value(o).name) in homes), default=last)
+            stage = min((s for param in params for s in _stages_reading(param)), default=home)
             if all(user.op == "output" for user in node.users):
                 update(node, stage=stage)
                 continue
@@ -102,7 +105,7 @@ def _start(graph: Graph, number: int, point: str, homes: Mapping[str, int]) -> f
     if homes:
         at = [max((_home(o, homes) for o in n.all_input_nodes), default=-1) for n in calls]
         own = next((n for n, home in zip(calls, at, strict=True) if home >= number), None)
-        return own or (calls[-1] if at[-1] < 0 else None)
+        return own or (calls[-1] if calls and at[-1] < 0 else None)
     raise PlanError(
         where=f"stages, {point!r}",
         what="no such module runs",

@@ -268,3 +268,33 @@ def _doubles() -> DataLoader[Any]:
     rows = Rows(ROWS)
     rows.x = rows.x.double()
     return DataLoader(rows, batch_size=PER_STEP)
+
+
+class Noted(pl.LightningModule):  # type: ignore[misc]
+    """Keeps the rows that it is trained on, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(1, 1), list[int]()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.layer(batch).square().mean()
+        return loss
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
+        self.seen += [int(row) for row in batch[:, 0]]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rows_read(mesh: str | None) -> list[int]:
+    """The order of twelve rows that a loader shuffles by a generator of its own."""
+    draws, module = torch.Generator().manual_seed(0), Noted()
+    loader = DataLoader(torch.arange(12.0)[:, None], batch_size=4, shuffle=True, generator=draws)  # type: ignore[arg-type]
+    strategy = {} if mesh is None else {"strategy": Strategy(mesh, plan="ddp", batch="global")}
+    pl.Trainer(
+        max_epochs=1, devices=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **strategy,
+    ).fit(module, loader)  # fmt: skip
+    return module.seen
