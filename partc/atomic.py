@@ -186,6 +186,12 @@ def _said(path: str | Path) -> Iterator[None]:
         yield
     except PartcError:
         raise
+    except IsADirectoryError as error:
+        file = Path(path) / "report.html"
+        raise UsageError(
+            where=str(path), what="it is a folder", why="a file is written",
+            do=f"Name a file in it, such as {file}.",
+        ) from error  # fmt: skip
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         if isinstance(error, ValueError) and "\0" not in str(path):
             raise

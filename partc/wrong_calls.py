@@ -88,6 +88,8 @@ _SURPLUS = {  # what somebody means who passes more by place than there is
     "loss=loss_of), and what follows them goes by name",
     "verify": "Inputs are one argument, a tuple: verify(program, model, (x, y), loss_of), and what "
     "follows goes by name",
+    "clip_grad_norm_": "Leave the parameters out, a stage knows its own: "
+    "stage.clip_grad_norm_(1.0)",
     "with_variants": "Each plan goes by the name of its variant: with_variants(program, int8=plan)",
     "graph_pass": '@graph_pass(after="insert_collectives") says behind which pass yours runs',
     "parallelize": "The first step compiles for its batch, parallelize(model, mesh, "
@@ -102,6 +104,8 @@ _MISSING = {
     "axes": 'Mesh.of("dp=2,tp=4") reads axes from a text',
     "groups": 'Topology.load("dgx-h100", devices=64) takes a machine that comes with partc',
     "inputs": "a tuple of tensors with the shapes of the global batch",
+    "max_norm": "stage.clip_grad_norm_(1.0); math.inf gives the norm alone",
+    "optimizer": "the optimizer over stage.parameters()",
     "loggers": "Meter([JsonLines('metrics.jsonl')]) says who is told of each step",
     "mesh": 'mesh="dp=4" says how many ranks there are, and along which axes',
     "path": 'the folder to write, for example "build"',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -20,6 +21,9 @@ _OF_OTHERS = {  # options that other tools have: what says the same here
     "--nproc-per-node": "Ranks are those of the mesh: --mesh dp=4; torchrun starts them.",
     "--tp": "Axes stand in the mesh: --mesh dp=2,tp=2.",
     "--dp": "Axes stand in the mesh: --mesh dp=2,tp=2.",
+    "pipeline": "A pipeline's schedule is --of grid.",
+    "schedule": "A pipeline's schedule is --of grid.",
+    "k8s": "It is called kubernetes here.",
     "--pp": "Axes stand in the mesh: --mesh dp=2,pp=2.",
 }
 EPILOG = """\
@@ -72,6 +76,9 @@ class _Parser(argparse.ArgumentParser):
         meant = _meant(word[-1].partition("=")[0], known) if word else ""
         if word and re.fullmatch(r"[a-z]\w*=[0-9]+", word[-1]):
             meant = f"Axes are joined by commas in one word: --mesh dp=2,{word[-1]}."
+        if given.startswith("the following arguments are required: "):
+            needed = (_as_written(each) for each in self._actions if each.required)
+            meant = f"Write {self.prog} {' '.join(needed)}."
         if word == ["run"]:
             meant = "A program runs by torchrun: torchrun --nproc-per-node 2 FOLDER/run.py."
         if word and (size := re.fullmatch(r"([0-9]+) ?([KMGT])i?B?", word[-1])):
@@ -84,6 +91,12 @@ def _meant(word: str, known: list[str]) -> str:
     from partc.wrong_calls import did_you_mean
 
     return _OF_OTHERS.get(word) or did_you_mean(word, known)
+
+
+def _as_written(needed: argparse.Action) -> str:
+    """An argument as it stands in a command: ``--mesh MESH``; ``OLD`` for one without a name."""
+    value = str(needed.metavar or needed.dest.upper())
+    return " ".join([*needed.option_strings[-1:], value])
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -172,7 +185,13 @@ class _CommandParser(_Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.fill()
-        return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(args, namespace)
+        for each in self._actions:
+            given = getattr(found, each.dest, None) if each.metavar == "FILE" else None
+            if given and os.path.isdir(given):
+                said = f"{'/'.join(each.option_strings)} is a file, and {given!r} is a folder"
+                self.error(f"{said}. Name a file in it")
+        return found, unknown
 
 
 # by name, in the order of `--help`

@@ -116,7 +116,10 @@ def _hint(matched: Matched) -> str:
         prefix = next((p for p in _PREFIXES if name.startswith(p)), None)
         if prefix is not None:
             inner = prefix.removesuffix(".")
-            return f"These are names of a wrapper: take the state dict of model.{inner}"
+            return (
+                f"These are names of a wrapper: take the state dict of model.{inner}, or of a file "
+                f"{{name.removeprefix({prefix!r}): each for name, each in state.items()}}"
+            )
         if name in _NESTED:
             return f"This is a dict of several things: pass checkpoint[{name!r}]"
     if "param_groups" in matched.unexpected:

@@ -295,6 +295,19 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def _renamed(signature: Signature, kwargs: Mapping[str, Any]) -> str:
+    """What to do about entries of a dict that are no argument; "" where all are."""
+    taken = signature.parameters
+    wrong = [name for name in kwargs if name not in taken]
+    free = [n for n, p in taken.items() if n not in kwargs and p.default is p.empty]
+    if not wrong or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return ""
+    named = f"Inputs that are a dict are given by name, and {wrong[0]!r} is no argument"
+    if free:
+        return f"{named}: rename that entry to {free[0]!r}, or the argument to {wrong[0]!r}."
+    return f"{named}: leave that entry out."
+
+
 def _unbound(
     model: nn.Module, loss: Any, signature: Signature, args: Sequence[Any],
     kwargs: Mapping[str, Any], error: TypeError,
@@ -324,7 +337,9 @@ def _unbound(
     elif len(args) == 1 and str(error).startswith("missing"):
         do += " Several inputs are a tuple: (x, y)."
     if kwargs:
-        do += " Inputs that are a dict are given by name; as one argument they are ({...},)."
+        do = _renamed(signature, kwargs) or (
+            f"{do} Inputs that are a dict are given by name; as one argument they are ({{...}},)."
+        )
     return TraceError(
         where=f"inputs, {call.format(inner)}",
         what=str(error),

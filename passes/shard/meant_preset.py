@@ -8,7 +8,10 @@ from pathlib import Path
 from partc.wrong_calls import did_you_mean
 
 _OTHER_NAMES = {"zero3": "fsdp", "fsdp1": "fsdp", "fsdp2": "fsdp", "dp": "ddp", "tp": "megatron",
-                "sp": "megatron-sp", "zero": "zero1"}  # fmt: skip
+                "sp": "megatron-sp", "zero": "zero1", "tensor": "megatron",
+                "tensor_parallel": "megatron", "sequence_parallel": "megatron-sp",
+                "data_parallel": "ddp", "fully_shard": "fsdp", "full_shard": "fsdp",
+                "hybrid_shard": "hsdp"}  # fmt: skip
 
 
 def meant(preset: str, word: str, known: Collection[str]) -> str:
@@ -22,8 +25,8 @@ def meant(preset: str, word: str, known: Collection[str]) -> str:
         return folder
     if any(sign in preset for sign in "./\\"):
         return "A plan in a file is named by a path that ends in .toml: 'build/plan.toml'."
-    if word.lower() in _OTHER_NAMES:
-        return f"Write {_OTHER_NAMES[word.lower()]!r}, as partc calls it."
+    if (other := word.lower().replace("-", "_")) in _OTHER_NAMES:
+        return f"Write {_OTHER_NAMES[other]!r}, as partc calls it."
     near = did_you_mean(word, (*known, "auto"))
     return near or "Name one of these, several joined by '+', or 'auto'."
 

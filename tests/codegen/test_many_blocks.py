@@ -9,6 +9,9 @@ from torch.nn import functional as F
 
 import partc
 from partc.codegen.repeats import blocks
+from partc.codegen.repeats.blocks import GivenUp
+from partc.codegen.repeats.runs import Loop
+from partc.graph import Graph
 
 DEEP, WIDTH = 3, 4
 
@@ -20,7 +23,8 @@ class Conv(nn.Module):
         self.norm = nn.BatchNorm2d(behind)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.norm(self.conv(x)))
+        result: Tensor = self.norm(self.conv(x))
+        return F.relu(result)
 
 
 class Block(nn.Module):
@@ -67,8 +71,13 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_blocks_are_looked_for_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once more for each of the blocks that cannot be a loop; there are dozens of them."""
-    looked, look = [], blocks._loops
-    monkeypatch.setattr(blocks, "_loops", lambda *args: looked.append(args) or look(*args))
+    looked, look = list[int](), blocks._loops
+
+    def noted(graph: Graph, given_up: GivenUp, apart: GivenUp | None) -> list[Loop]:
+        looked.append(len(given_up))
+        return look(graph, given_up, apart)
+
+    monkeypatch.setattr(blocks, "_loops", noted)
     model, x = Net().double(), torch.randn(4, 3, 16, 16, dtype=torch.float64)
     program = partc.compile(model, "dp=2", (x,), loss=squares, plan="ddp")
     assert len(looked) <= 6

@@ -291,7 +291,8 @@ class Noted(pl.LightningModule):  # type: ignore[misc]
 def rows_read(mesh: str | None) -> list[int]:
     """The order of twelve rows that a loader shuffles by a generator of its own."""
     draws, module = torch.Generator().manual_seed(0), Noted()
-    loader = DataLoader(torch.arange(12.0)[:, None], batch_size=4, shuffle=True, generator=draws)  # type: ignore[arg-type]
+    rows: Any = torch.arange(12.0)[:, None]
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=4, shuffle=True, generator=draws)
     strategy = {} if mesh is None else {"strategy": Strategy(mesh, plan="ddp", batch="global")}
     pl.Trainer(
         max_epochs=1, devices=1, accelerator="cpu", logger=False, enable_checkpointing=False,

@@ -65,6 +65,9 @@ def _tool_of(path: Path, keys: Mapping[str, Any]) -> tuple[str, Any]:
     return name, TOOLS[name]
 
 
+KINDS = ("yaml", "yml", "json", "toml")  # endings of names
+
+
 def _table(path: Path) -> Mapping[str, Any]:
     """The table of a file, by the ending of its name."""
     try:
@@ -78,7 +81,8 @@ def _table(path: Path) -> Mapping[str, Any]:
     except (Unreadable, ValueError, RecursionError) as error:
         raise UsageError(
             where=str(path), what="it cannot be read", why=str(error) or type(error).__name__,
-            do="Name a .yaml, .json or .toml file.",
+            do=f"Correct it: it is no {kind.upper()}." if (kind := path.suffix[1:]) in KINDS
+            else "Name a .yaml, .json or .toml file.",
         ) from None  # fmt: skip
 
 

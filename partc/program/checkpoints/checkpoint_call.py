@@ -9,6 +9,10 @@ from partc.program.not_a_stage import no_stage_yet
 from partc.program.stage.runtime import Stage
 from partc.wrong_calls import quoted
 
+FIRST = {  # what a call has before the stage
+    "save_checkpoint": "folder, ", "load_checkpoint": "folder, ", "Checkpoints.save": "step, "
+}  # fmt: skip
+
 
 def stage_of(call: str, given: Any) -> Any:
     """The stage of a model that ``parallelize`` gave, or what was given."""
@@ -25,7 +29,8 @@ def check_arguments(call: str, stage: object, optimizer: object, loader: object 
         raise UsageError(
             where=call, what=f"the stage is {quoted(stage)}",
             why="a checkpoint is made of the pieces that this rank has",
-            do=f"Pass what program.module() gave: {call}(folder, stage, optimizer).",
+            do=f"Pass what program.module() gave: {call}({FIRST.get(call, '')}stage, "
+            "optimizer).",
         )  # fmt: skip
     no_groups = isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")
     if optimizer is not None and no_groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,9 +72,11 @@ def _check_norm(name: str, given: object) -> None:
         why = "it is 0 or more: gradients times a number below zero would lead uphill"
     else:
         return
+    do = f"Write {name}=1.0, or max_norm=math.inf for the norm alone."
+    if isinstance(given, Iterable) and not isinstance(given, Tensor | str):
+        do = "Leave the parameters out, a stage knows its own: stage.clip_grad_norm_(1.0)."
     raise UsageError(
-        where="clip_grad_norm_", what=f"{name} is {quoted(given)}", why=why,
-        do=f"Write {name}=1.0, or max_norm=math.inf for the norm alone.",
+        where="clip_grad_norm_", what=f"{name} is {quoted(given)}", why=why, do=do
     )  # fmt: skip
 
 

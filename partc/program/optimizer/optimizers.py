@@ -124,10 +124,12 @@ class Stepping:
 def check_is_optimizer(given: Any) -> None:
     """UsageError for what is no optimizer, as its class or the parameters."""
     if isinstance(given, type) or not hasattr(given, "param_groups"):
+        do = "Make one, and pass it itself: torch.optim.AdamW(stage.parameters())."
+        if isinstance(given, Mapping):
+            do = "The optimizer itself comes first, and a state dict behind it."
         raise UsageError(
             where="optimizer", what=f"it is {quoted(given)}",
-            why="an optimizer has groups of parameters",
-            do="Make one, and pass it itself: torch.optim.AdamW(stage.parameters()).",
+            why="an optimizer has groups of parameters", do=do,
         )  # fmt: skip
 
 
