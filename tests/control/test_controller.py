@@ -102,7 +102,9 @@ def sends_what_is_left(mesh: str, preset: str, wire: str) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_a_variant_has_kept_is_sent_at_its_end(world: Processes, wire: str) -> None:
-    for mesh, preset in LAYOUTS:
+    """Each wire under one layout; those whose sums are no tensors of numbers under all."""
+    turn = WIRES.index(wire) % len(LAYOUTS)
+    for mesh, preset in LAYOUTS if wire in ("random-k", "power-sgd") else [LAYOUTS[turn]]:
         world.run(sends_what_is_left, mesh, preset, wire)
 
 

@@ -227,22 +227,23 @@ def trains_as_defined(
         torch.testing.assert_close(tensor.double(), reference.mean(name), atol=least, rtol=0)
 
 
-@pytest.mark.parametrize("own", [MEAN, DILOCO, STREAMING], ids=["mean", "diloco", "streaming"])
-def test_islands_train_as_their_definition_says(world: Processes, own: str) -> None:
-    for mesh, preset, kind in LAYOUTS:
-        world.run(trains_as_defined, mesh, preset, own, kind)
+DDP, FSDP, TP, FOUR, NAMES, STAGES, ZERO1 = LAYOUTS
+DEEP_FOUR = "island=4", "ddp;microbatches = 2", Deep
+TRAINED = {  # of each table the layouts that may change what it does
+    "mean": (MEAN, [TP, FOUR, STAGES]),
+    "diloco": (DILOCO, [DDP, FSDP, ZERO1]),
+    "streaming": (STREAMING, LAYOUTS),  # fragments are of pieces, of stages, and told by name
+    "ring": (RING, [FSDP, FOUR, DEEP_FOUR]),  # of two islands a ring is a mean
+    "pairs": (PAIRS, [TP, FOUR, STAGES, DEEP_FOUR]),
+    "short": (OVERLAPPED, [FSDP, FOUR, NAMES, STAGES]),
+    "long": (LONG, [DDP, ZERO1]),
+}
 
 
-@pytest.mark.parametrize("own", [RING, PAIRS], ids=["ring", "pairs"])
-def test_gossip_trains_as_its_definition_says(world: Processes, own: str) -> None:
-    for mesh, preset, kind in LAYOUTS:
-        world.run(trains_as_defined, mesh, preset, own, kind)
-    world.run(trains_as_defined, "island=4", "ddp;microbatches = 2", own, Deep)
-
-
-@pytest.mark.parametrize("own", [OVERLAPPED, LONG], ids=["short", "long"])
-def test_islands_that_go_on_train_as_their_definition_says(world: Processes, own: str) -> None:
-    for mesh, preset, kind in LAYOUTS:
+@pytest.mark.parametrize("name", TRAINED)
+def test_islands_train_as_their_definition_says(world: Processes, name: str) -> None:
+    own, layouts = TRAINED[name]
+    for mesh, preset, kind in layouts:
         world.run(trains_as_defined, mesh, preset, own, kind)
 
 
@@ -257,10 +258,9 @@ def test_pairs_are_drawn_alike_by_all_and_anew_for_each_meeting() -> None:
         assert len(met) == num * (num - 1)
 
 
-@pytest.mark.parametrize("own", [DILOCO, STREAMING], ids=["diloco", "streaming"])
-def test_outer_gradients_may_be_sent_in_int8(world: Processes, own: str) -> None:
-    own += '\nwire = "int8"\nblock = 64'
-    for mesh, preset, kind in (LAYOUTS[0], LAYOUTS[3]):  # whole tensors on each rank
+def test_outer_gradients_may_be_sent_in_int8(world: Processes) -> None:
+    for own, (mesh, preset, kind) in ((DILOCO, DDP), (STREAMING, FOUR)):  # whole on each rank
+        own += '\nwire = "int8"\nblock = 64'
         world.run(trains_as_defined, mesh, preset, own, kind, 1e-6)
 
 

@@ -15,6 +15,7 @@ import torch
 
 import partc
 from partc.data.order import Last
+from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.data.readers import BATCH, Counted, program_of, sampler_of
 from tests.patience import patience
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning"),
 ]
 NUM_ROWS, NUM_STEPS = 56, 8  # in an epoch three steps of 16 rows, and 8 rows that fill none
+STOPS = (1, 3, 4, 5, 7)  # within both epochs, before the step that is not full, and between epochs
 MESHES = {"dp=4,tp=2": "fsdp+megatron", "dp=2,tp=4": "fsdp+megatron", "dp=8": "fsdp"}
 Reads = list[list[int]]  # for each epoch, how often each row was read
 Steps = list[list[list[int]]]  # for each epoch, the rows of each step
@@ -44,7 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loader_of(path: Path, dataset: Counted, last: Last, workers: int) -> Any:
-    stage = partc.load(path).module()
+    return loader_over(partc.load(path).module(), dataset, last, workers)
+
+
+def loader_over(stage: Stage, dataset: Counted, last: Last, workers: int) -> Any:
     return stage.loader(dataset, seed=3, batch="local", last=last, num_workers=workers)
 
 
@@ -95,10 +100,11 @@ def steps_of(loader: Any, num_steps: int) -> list[list[int]]:
 def through_every_stop(first: Path, then: Path, workers: tuple[int, int]) -> list[Any]:
     """By stop: what was read before it, then behind it, and how often the latter read each row."""
     found = []
-    for stop in range(1, NUM_STEPS):
-        loader = loader_of(first, Counted(NUM_ROWS), "partial", workers[0])
+    one, other = (partc.load(path).module() for path in (first, then))
+    for stop in STOPS:
+        loader = loader_over(one, Counted(NUM_ROWS), "partial", workers[0])
         before, dataset = steps_of(loader, stop), Counted(NUM_ROWS)
-        later = loader_of(then, dataset, "partial", workers[1])
+        later = loader_over(other, dataset, "partial", workers[1])
         later.load_state_dict(loader.state_dict())
         behind = steps_of(later, NUM_STEPS - stop)
         found.append((before, behind, dataset.reads.tolist()))
@@ -126,7 +132,7 @@ def test_eight_ranks_resume_at_any_step(
     for rank in range(8):  # ranks of tp read alike
         twin = firsts[now.data_rank(rank)]
         assert [each[1:] for each in found[rank]] == [each[1:] for each in found[twin]]
-    for stop, each in enumerate(zip(*found, strict=True), 1):
+    for stop, each in zip(STOPS, zip(*found, strict=True), strict=True):
         before = joined([each[rank][0] for rank in range(0, 8, 2)])
         behind = joined([each[rank][1] for rank in firsts])
         assert before + behind == expected, stop

@@ -78,17 +78,25 @@ def follow(layout: str, batch: str, kinds: tuple[str, ...]) -> None:
     assert not used
 
 
-@pytest.mark.parametrize("kinds", [("rows", "all", "rows"), ("all", "rows", "all")])
-@pytest.mark.parametrize("batch", ["global", "local"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+ROWS_FIRST, ALL_FIRST = ("rows", "all", "rows"), ("all", "rows", "all")
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "kinds"),
+    [
+        ("ddp", "global", ROWS_FIRST),
+        ("ddp", "local", ALL_FIRST),
+        ("fsdp", "global", ALL_FIRST),
+        ("fsdp", "local", ROWS_FIRST),
+    ],
+)
 def test_masks_of_data_ranks(
     world: Processes, layout: str, batch: str, kinds: tuple[str, ...]
 ) -> None:
     world.run(follow, layout, batch, kinds, num=2)
 
 
-@pytest.mark.parametrize("kinds", [("rows", "all", "rows"), ("all", "rows", "all")])
-@pytest.mark.parametrize("layout", ["tp", "pp"])
+@pytest.mark.parametrize(("layout", "kinds"), [("tp", ROWS_FIRST), ("pp", ALL_FIRST)])
 def test_masks_of_other_ranks(world: Processes, layout: str, kinds: tuple[str, ...]) -> None:
     world.run(follow, layout, "global", kinds, num=2)
 

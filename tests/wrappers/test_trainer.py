@@ -117,12 +117,17 @@ def losses(found: Any) -> list[float]:
     return [each["loss"] for each in found[0] if "loss" in each]
 
 
+@pytest.fixture(scope="module")
+def alone(world: Processes, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a Trainer of one process does."""
+    return world.run(train, "", "", tmp_path_factory.mktemp("alone"), num=1)[0]
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("pp=2", "ddp")])
 def test_a_trainer_trains_evaluates_saves_and_resumes_as_in_one_process(
-    world: Processes, tmp_path: Path, mesh: str, plan: str
+    world: Processes, tmp_path: Path, alone: Any, mesh: str, plan: str
 ) -> None:
-    (alone,) = world.run(train, "", "", tmp_path / "alone", num=1)
     found = world.run(train, mesh, plan, tmp_path / "ranks", num=2)
     begun = tmp_path / "ranks" / "checkpoint-1"  # in the middle of an epoch
     resumed = world.run(train, mesh, plan, tmp_path / "later", False, str(begun), num=2)
