@@ -84,6 +84,7 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
     return result
 
 
+@cache
 def compiled(mesh: str | Mesh, preset: str, pieces: int = 0, **fields: int) -> Program:
     plan = Plan(preset=preset, overlap_pieces=pieces, **fields)  # type: ignore[arg-type]
     return compile(step(), mesh, plan=plan)
@@ -164,10 +165,8 @@ def test_mistakes_are_found(mistake: str) -> None:
     [
         ("tp=2", "megatron", 2, {}),
         ("tp=2", "megatron-sp", 4, {}),
-        ("tp=4", "megatron", 4, {}),
         ("tp=2", "megatron", 3, {}),  # of the tokens, where no attention stands between
         ("tp=4", "megatron-sp", 2, {"prefetch": 1}),
-        ("dp=2,tp=2", "ddp+megatron", 2, {}),
         ("dp=2,tp=2", "fsdp+megatron-sp", 2, {}),
         ("pp=2,tp=2", "megatron", 2, {"microbatches": 2}),
         ("pp=2,tp=2", "megatron-sp", 2, {"microbatches": 4}),
