@@ -11,7 +11,7 @@ from tests.zoo import FAMILIES, Case
 DEPTH: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 6},
     "llama": {"num_hidden_layers": 6},
-    "t5": {"num_layers": 7, "num_decoder_layers": 1},
+    "t5": {"num_layers": 8, "num_decoder_layers": 2},
 }
 
 

@@ -17,7 +17,7 @@ from partc.reports.cost import cost_report
 from tests.allocations import measured_peak_bytes
 from tests.build import mlp
 from tests.dryrun.hand_program import SOURCE
-from tests.short_models import short
+from tests.zoo import MODELS
 
 TOLERANCE = 0.05
 
@@ -38,8 +38,8 @@ def test_names_dels_and_functions_count(golden: Callable[..., None]) -> None:
     ],
 )
 def test_generated_programs(name: str, mesh: str, plan: str) -> None:
-    case = short(name)
-    program = compile(case.step, mesh, plan=plan)
+    case = MODELS[name]()
+    program = compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
     role = program.role(0)
     with alone(role, 0) as here:
         step: Any = role.build(here)

@@ -62,9 +62,9 @@ def peaks_here(folder: Path, inputs: tuple[Tensor, ...], rest_s: float) -> list[
 )
 def test_peak_of_ranks(world: Processes, name: str, mesh: str, plan: str, tmp_path: Path) -> None:
     from partc.api import compile as compile_program
-    from tests.short_models import short  # not by the ranks: they would wait for transformers
+    from tests.zoo import MODELS  # not by the ranks, which would wait for transformers
 
-    case = short(name)
+    case = MODELS[name]()
     program = compile_program(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
     program.save(tmp_path / "program")
     predicted = dry_run(program.role(0)).peak_bytes

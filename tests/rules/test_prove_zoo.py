@@ -12,7 +12,6 @@ from partc.rules import has_rule, strategies
 from partc.rules.prove import prove
 from partc.rules.signature import Signature
 from partc.rules.table import name_of
-from tests.short_models import short
 from tests.zoo import FAMILIES
 
 PROVED: set[str] = set()  # forms of earlier calls, which need no second proof
@@ -34,7 +33,7 @@ def form(call: Signature) -> str:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_of_a_training_step(name: str) -> None:
-    case = short(name)
+    case = FAMILIES[name].case(name)
     graph = trace(case.model, case.inputs, case.loss)
     nodes = list(graph.calls())
     assert sorted({name_of(n.target) for n in nodes if not has_rule(n.target)}) == []
