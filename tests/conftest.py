@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from partc.verification.processes import Processes
 
 FOLDER = Path(__file__).parent / "golden"
-GARBAGE = 10_000  # new objects between two runs of the garbage collector; graphs are many objects
+GARBAGE = 50_000  # new objects between two runs of the garbage collector; graphs are many objects
 LONGEST = (  # files whose tests wait for processes; one of them that came last would run alone
     "tests/lowering/test_own_passes.py", "tests/codegen/test_compiled.py",
     "tests/measure/test_calibrate.py", "tests/test_packaging.py", "tests/docs/test_blocks.py",

@@ -17,7 +17,7 @@ from partc.errors import CheckError
 from partc.program.role import Role
 from tests.codegen.emitted import check_ranks, check_single, emit, loaded, planned, traced
 from tests.codegen.mlps import Toy, toy
-from tests.zoo import MODELS
+from tests.short_models import short
 
 EXACT = [
     "gpt2",
@@ -33,12 +33,12 @@ EXACT = [
 # meaning ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", EXACT)
 def test_one_rank_equals_eager(name: str) -> None:
-    case = MODELS[name]()
+    case = short(name)
     check_single(case.model, case.inputs, case.loss, 1e-12)
 
 
 def test_one_rank_equals_eager_with_experts() -> None:
-    case = MODELS["mixtral"]()
+    case = short("mixtral")
     check_single(case.model, case.inputs, case.loss, 2e-6)  # float32
 
 

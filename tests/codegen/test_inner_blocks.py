@@ -33,9 +33,8 @@ def instances(source: str, name: str) -> list[str]:
     return re.findall(rf"self\.(\w+) = {name}\(", source)
 
 
-@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
-def test_blocks_of_two_lists_share_a_class(plan: str) -> None:
-    source = checked("t5", "dp=2", plan)
+def test_blocks_of_two_lists_share_a_class() -> None:
+    source = checked("t5", "dp=2", "ddp")
     assert source.count("\nclass T5LayerFF(") == 1
     assert instances(source, "T5LayerFF") == ["layer_1", "layer_2"]
     assert 'f"{self.name}.layer.1"' in source, "a draw's site begins with the block's own path"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -14,11 +15,16 @@ from partc.program.helper_file import NAME as HELPERS
 LLAMA_70B = 80  # layers
 
 
-def lines(mesh: str, plan: str) -> dict[str, int]:
-    """The lines of the roles, and of helpers, of a Llama of 70 billion parameters."""
+@cache
+def step() -> partc.Traced:
     model = compile_time.build_model(LLAMA_70B, seq=4096)
     ids = torch.zeros(64, 4096, dtype=torch.long, device="meta")
-    program = partc.compile(model, mesh, (ids,), loss=compile_time.loss_of, plan=plan)
+    return partc.Traced(model, (ids,), compile_time.loss_of)
+
+
+def lines(mesh: str, plan: str) -> dict[str, int]:
+    """The lines of the roles, and of helpers, of a Llama of 70 billion parameters."""
+    program = partc.compile(step(), mesh, plan=plan)
     assert not re.search(r"\w_\d\d_", program.source()), "a layer's number in a name"
     return {name: len(text.splitlines()) for name, text in program.sources.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,14 +22,29 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "vit"])
-def test_a_value_has_one_name_in_all_methods(family: str) -> None:
-    step = MODELS[family]().step
-    for mesh, plan, options in LAYOUTS.values():
-        for source in partc.compile(step, mesh, plan=plan, **options).sources.values():
-            assert [*renamed_values(source)] == []
-            assert numbered_share(source) < MOST, [*assigned_names(source)]
-            assert "__v" not in source
+@cache
+def step(family: str) -> partc.Traced:
+    return MODELS[family]().step
+
+
+@cache
+def compiled(family: str, layout: str) -> partc.Program:
+    mesh, plan, options = LAYOUTS[layout]
+    return partc.compile(step(family), mesh, plan=plan, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "fsdp+sp"), ("llama", "zb-h1"), ("gpt2", "fsdp"), ("gpt2", "zb-h1"),
+        ("t5", "fsdp"), ("t5", "zb-h1"), ("vit", "fsdp+sp"),
+    ],
+)  # fmt: skip
+def test_a_value_has_one_name_in_all_methods(family: str, layout: str) -> None:
+    for source in compiled(family, layout).sources.values():
+        assert [*renamed_values(source)] == []
+        assert numbered_share(source) < MOST, [*assigned_names(source)]
+        assert "__v" not in source
 
 
 def test_the_backward_unpacks_what_the_forward_saved_by_name() -> None:
@@ -71,8 +87,7 @@ def test_values_of_a_variable_named_as_a_handle_have_names_of_their_own(plan: st
 
 
 def test_a_product_is_called_as_its_weight() -> None:
-    step = MODELS["llama"]().step
-    source = partc.compile(step, "dp=2,tp=2", plan="fsdp+megatron").source()
+    source = partc.compile(step("llama"), "dp=2,tp=2", plan="fsdp+megatron").source()
     products = {
         ast.unparse(n.targets[0]): ast.unparse(n.value.args[1])
         for n in ast.walk(ast.parse(source))
@@ -86,16 +101,14 @@ def test_a_product_is_called_as_its_weight() -> None:
 
 def test_what_functions_of_the_model_call_their_values_names_no_value_of_its_callers() -> None:
     """Both calls of ``rotate_half`` are named after what is rotated, not after ``x1`` in it."""
-    step = MODELS["llama"]().step
-    source = partc.compile(step, "dp=2,tp=2", plan="fsdp+megatron-sp").source()
+    source = compiled("llama", "fsdp+sp").source()
     names = {name for _, name in assigned_names(source)}
     assert {"query_states_rotate_half", "key_states_rotate_half"} <= names
     assert {"d_post_attention_layernorm", "d_input_layernorm"} <= names
 
 
 def test_an_edit_by_name_reaches_the_value_of_the_forward() -> None:
-    step = MODELS["llama"]().step
-    source = partc.compile(step, "dp=2", plan="ddp").source()
+    source = partc.compile(step("llama"), "dp=2", plan="ddp").source()
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
     forward, backward = (next(f for f in functions if f.name == n) for n in ("forward", "backward"))
     assert [a.arg for a in forward.args.args][1:4] == ["x", "cos", "sin"]

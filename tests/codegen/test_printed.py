@@ -102,7 +102,7 @@ def test_sums_are_scattered_as_the_backend_does(
     """By NCCL's collective, and by gloo in another way, as its own sends twice as much."""
     case = MODELS["llama"]()
     plan = Plan(preset="fsdp+megatron-sp", backend=backend)
-    made = compile(case.model, "dp=2,tp=2", case.inputs, loss=case.loss, plan=plan)
+    made = compile(case.step, "dp=2,tp=2", plan=plan)
     helpers = helpers_of(made.sources)
     assert ("reduce_scatter_single" in helpers) == called
     assert ("Exchanged" in helpers) != called

@@ -94,7 +94,7 @@ def tower() -> Case:
             out: Tensor = x + self.down(self.up(x).relu_())
             return out
 
-    model = nn.Sequential(*(Block() for _ in range(4)))
+    model = nn.Sequential(*(Block() for _ in range(2)))
     inputs = torch.randn(8, 4, 8), torch.randn(8, 4, 8)
     return Case(model, inputs, lambda m, x, y: nn.functional.mse_loss(m(x), y))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,11 +20,7 @@ from partc.plan.sharding import R, cut
 aten = torch.ops.aten
 
 
-def local_graph(
-    model: nn.Module, inputs: tuple[Tensor, ...], mesh: str, plan: str, loss: object = None,
-    microbatches: int = 1,
-) -> Graph:  # fmt: skip
-    graph = trace(model, inputs, loss)  # type: ignore[arg-type]
+def local_graph(graph: Graph, mesh: str, plan: str, microbatches: int = 1) -> Graph:
     graph.mesh = Mesh.of(mesh)
     return to_local_graph(begin(graph, read_plan(plan).changed(microbatches=microbatches))).graph
 
@@ -44,7 +41,7 @@ def mistral() -> nn.Module:
     """A model whose mask follows from positions, and is more than causal."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 24}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
     config: Any = MistralConfig(use_cache=False, **sizes, **heads)
     model: nn.Module = MistralForCausalLM(config)
@@ -56,13 +53,17 @@ def own_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return loss
 
 
+@cache
+def masked_step() -> partc.Traced:
+    return partc.Traced(mistral(), (torch.randint(24, (8, 16)),), own_loss)
+
+
 @pytest.mark.parametrize(
     ("mesh", "plan", "microbatches"),
     [("dp=2", "ddp", 1), ("dp=2,tp=2", "fsdp+megatron-sp", 1), ("dp=2", "fsdp", 2)],
 )
 def test_layers_share_one_mask_and_its_piece(mesh: str, plan: str, microbatches: int) -> None:
-    ids = torch.randint(24, (8, 16))
-    local = local_graph(mistral(), (ids,), mesh, plan, own_loss, microbatches)
+    local = local_graph(masked_step().graph(), mesh, plan, microbatches)
     assert not cut_too_late(local)
     (mask,) = [n for n in local.calls() if n.target is aten.where.self and n in input_only(local)]
     axes = ["dp"] + ["mb"] * (microbatches > 1)
@@ -98,7 +99,7 @@ def masked_loss(model: nn.Module, ids: Tensor) -> Tensor:
 def test_pieces_are_those_of_the_whole(also: bool) -> None:
     torch.manual_seed(0)
     model, ids = Masked(also).double(), torch.randint(24, (8, 12))
-    local = local_graph(model, (ids,), "dp=2", "ddp", masked_loss)
+    local = local_graph(trace(model, (ids,), masked_loss), "dp=2", "ddp")
     assert [n.target for n in cut_too_late(local)] == [aten.flip.default] * also
     masks = {value(n).sharding.on("dp") for n in local.calls() if n.target is aten.where.self}
     assert masks == {R if also else cut(0)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -17,14 +19,15 @@ from partc.reports.explanation import explain_program
 from partc.reports.server_cost import ring_seconds, server_loads
 from partc.verification.verification import verify
 from tests.mistakes.test_island_mistakes import X, island, loss, without_one
-from tests.mistakes.test_uneven_mistakes import model
+from tests.mistakes.test_uneven_mistakes import model, step
 from tests.texts import everywhere, with_role
 
 PLAN = 'preset = "ddp"\n[servers]\ncount = 1\n'
 
 
+@cache  # the texts of programs are edited in copies
 def compiled(mesh: str, plan: str) -> Program:
-    return compile(model(), mesh, (X,), loss=loss, plan=plan)
+    return compile(step(), mesh, plan=plan)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,8 +34,14 @@ def model() -> nn.Module:
     return Plain()
 
 
+@cache
+def step() -> partc.Traced:
+    return partc.Traced(model(), (X,), loss)
+
+
+@cache  # the texts of programs are edited in copies
 def compiled(mesh: str, plan: str) -> Program:
-    return compile(model(), mesh, (X,), loss=loss, plan=plan)
+    return compile(step(), mesh, plan=plan)
 
 
 PLAN = 'preset = "ddp"\n[uneven]\nmicrobatches = [3, 1]\n'

@@ -15,7 +15,7 @@ from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.verification.verification import verify
-from tests.overlap.words import IDS, LAYERS, model
+from tests.overlap.words import IDS, LAYERS, model, step
 
 
 def compiled(
@@ -24,7 +24,7 @@ def compiled(
     """The program of a machine with so fast a memory that what can be joined is."""
     mesh = Mesh((("dp", 2),), hardware(2, bytes_per_s, latency_s, memory_bytes_per_s=1e14))
     asked = Plan(preset=plan, grad_parts=parts)
-    return compile(model(), mesh, (IDS,), loss=lambda m, x: m(x), plan=asked)
+    return compile(step(), mesh, plan=asked)
 
 
 def hardware(

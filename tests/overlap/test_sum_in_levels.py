@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from partc.api import compile
@@ -13,8 +15,13 @@ from tests.texts import roles_of
 from tests.zoo import FAMILIES, MODELS, Case
 
 
+@cache
+def llama() -> Case:
+    return MODELS["llama"]()
+
+
 def compiled(case: Case, mesh: Mesh, plan: str = "ddp") -> Program:
-    return compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
+    return compile(case.step, mesh, plan=plan)
 
 
 def sent_bytes(program: Program, axis: str) -> int:
@@ -31,7 +38,7 @@ def in_levels(program: Program) -> bool:
     [(FAST, SLOW, "dp_shard", "dp_replicate"), (SLOW, FAST, "dp_replicate", "dp_shard")],
 )
 def test_the_slow_axis_carries_half(inside: float, across: float, inner: str, outer: str) -> None:
-    case = MODELS["llama"]()
+    case = llama()
     program = compiled(case, in_pairs("dp_replicate=2,dp_shard=2", inside, across))
     grads = sum(p.nbytes for p in case.model.parameters())
     assert sent_bytes(program, outer) == pytest.approx(grads / 2, rel=0.01)
@@ -48,7 +55,7 @@ def test_the_slow_axis_carries_half(inside: float, across: float, inner: str, ou
 
 def test_beside_tensor_parallelism() -> None:
     """A gradient that tp cuts by rows is cut further."""
-    case = MODELS["llama"]()
+    case = llama()
     mesh = in_pairs("dp_replicate=2,dp_shard=2,tp=2", FAST, SLOW)
     program = compiled(case, mesh, "ddp+megatron")
     assert in_levels(program)
@@ -57,7 +64,7 @@ def test_beside_tensor_parallelism() -> None:
 
 def test_small_sums_stay_as_they_are() -> None:
     """Three transfers start later than two."""
-    case = MODELS["llama"]()
+    case = llama()
     program = compiled(case, in_pairs("dp_replicate=2,dp_shard=2", FAST, FAST, 1e-3))
     assert not in_levels(program)
 
@@ -67,6 +74,6 @@ def test_what_microbatches_add_up(axes: str) -> None:
     """Once per step, in stages and without; the tied embedding is one of two of them."""
     case = FAMILIES["gpt2"].case("gpt2", batch=8)
     mesh = in_pairs(axes, FAST, SLOW)
-    program = compile(case.model, mesh, case.inputs, loss=case.loss, plan="ddp", microbatches=2)
+    program = compile(case.step, mesh, plan="ddp", microbatches=2)
     assert all("gather_grads(grads, 2, self.dp_shard)" in s for s in roles_of(program).values())
     verify(program, case.model, case.inputs, loss=case.loss).check()

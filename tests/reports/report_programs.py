@@ -48,10 +48,13 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @cache
-def compiled(plan: str, mesh: str = "", microbatches: int = 1) -> partc.Program:
+def step() -> partc.Traced:
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (8, 16))
-    return partc.compile(
-        Net(), mesh or MESHES.get(plan, "dp=2,tp=2"), (ids,), loss=loss_of, plan=plan,
-        microbatches=microbatches,
-    )  # fmt: skip
+    return partc.Traced(Net(), (ids,), loss_of)
+
+
+@cache
+def compiled(plan: str, mesh: str = "", microbatches: int = 1) -> partc.Program:
+    axes = mesh or MESHES.get(plan, "dp=2,tp=2")
+    return partc.compile(step(), axes, plan=plan, microbatches=microbatches)

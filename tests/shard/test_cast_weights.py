@@ -126,10 +126,10 @@ def saved_weights(graph: Graph) -> list[str]:
 
 
 # ZeRO-3: the cast shard is gathered, twice --------------------------------------------------------
-@pytest.mark.parametrize(("mesh", "plan"), [
-    ("dp=4", "fsdp"), ("dp_replicate=2,dp_shard=2", "hsdp"), ("dp=2,tp=2", "fsdp+megatron"),
+@pytest.mark.parametrize(("mesh", "plan", "loss"), [
+    ("dp=4", "fsdp", loss_of), ("dp=4", "fsdp", uncached),
+    ("dp_replicate=2,dp_shard=2", "hsdp", loss_of), ("dp=2,tp=2", "fsdp+megatron", uncached),
 ])  # fmt: skip
-@pytest.mark.parametrize("loss", [loss_of, uncached])
 def test_shards_are_cast_and_gathered_in_forward_and_backward(
     mesh: str, plan: str, loss: Loss
 ) -> None:

@@ -111,8 +111,7 @@ def test_microbatches_are_cut_along_the_batch() -> None:
     partc.verify(program, model, batch, loss=loss).check()
 
 
-@pytest.mark.parametrize("pin", ["dp", "batch"])
-@pytest.mark.parametrize("plan", ["ddp", "auto"])
+@pytest.mark.parametrize(("plan", "pin"), [("ddp", "dp"), ("auto", "batch")])
 def test_pins_stay(plan: str, pin: str) -> None:
     model, batch, loss = words(steps=8)  # so that time could be cut too
     own = Plan.parse(f'preset = "{plan}"\n[inputs]\n"data" = {{ {pin} = 0 }}\n"target" = {{}}\n')

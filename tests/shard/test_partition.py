@@ -22,7 +22,8 @@ from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut
 from partc.verification.reference import eager
-from tests.zoo import MODELS, Case
+from tests.short_models import short
+from tests.zoo import FAMILIES
 
 Golden = Callable[..., None]
 
@@ -297,13 +298,14 @@ def test_batch_statistics_are_the_global_batchs_unless_local() -> None:
     partc.verify(local, model, (x,), as_ddp, reference=reference).check(1e-11)
 
 
-LIKE_OTHERS = {"bart", "qwen2", "roberta", "distilbert", "electra"}  # t5, qwen3 and bert
+# t5, qwen3, bert and gemma2
+LIKE_OTHERS = {"bart", "qwen2", "roberta", "distilbert", "electra", "mistral"}
 
 
-@pytest.mark.parametrize("family", sorted(MODELS.keys() - LIKE_OTHERS))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - LIKE_OTHERS))
 def test_families_on_two_axes(family: str) -> None:
     """Sharded data parallel beside tensor parallel, on four ranks in threads."""
-    case: Case = MODELS[family]()
+    case = short(family)
     double = next(case.model.parameters()).dtype == torch.float64
     program = partc.compile(
         case.model, "dp=2,tp=2", case.inputs, loss=case.loss, plan="fsdp+megatron"

@@ -15,6 +15,7 @@ from partc.errors import TraceError
 from partc.graph import Graph, ops, value
 from partc.lowering import trace
 from tests.compare import check, distance, run
+from tests.short_models import short
 from tests.zoo import FAMILIES, MODELS
 
 aten = torch.ops.aten
@@ -27,7 +28,7 @@ def targets(graph: Graph) -> set[Any]:
 # the zoo -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", MODELS)
 def test_family_equals_eager(name: str) -> None:
-    case = MODELS[name]()
+    case = short(name)
     before = {key: tensor.clone() for key, tensor in case.model.state_dict().items()}
     graph = check(case.model, case.inputs, case.loss)
     known = [value(node) for node in graph.calls()]

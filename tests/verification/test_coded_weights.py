@@ -82,7 +82,9 @@ def compiled(
 ) -> Program:
     case = case_of(name)
     plan = f'{more}preset = "{preset}"\n{ALLOWED + table(wire) if wire else ""}'
-    return compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
+    if name:
+        return compile(case.step, mesh, plan=plan)  # traced once
+    return compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)  # by one of the ranks
 
 
 def verified(program: Program, name: str = "", **named: Any) -> Report:
@@ -243,7 +245,7 @@ def test_a_plan_is_read_as_it_is_written() -> None:
     plan = Plan.parse(program.plan)
     assert plan.compress_weights == Coded("int8", BLOCK)
     case = case_of("")
-    again = compile(case.model, "dp=4", case.inputs, loss=case.loss, plan=plan)
+    again = compile(case.step, "dp=4", plan=plan)
     assert again.sources == program.sources
     assert compiled("", "dp=4").sources != program.sources
 

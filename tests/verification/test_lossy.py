@@ -31,7 +31,7 @@ OWN = {wire: SIZES[each.entry] for wire, each in WIRES.items()}
 @cache
 def compiled(wire: str, mesh: str = "dp=4", preset: str = "ddp", more: str = "") -> Program:
     case, plan = small(), PLAN.format(preset, wire) + OWN[wire]
-    return compile(case.model, mesh, case.inputs, loss=case.loss, plan=f"{more}{plan}")
+    return compile(case.step, mesh, plan=f"{more}{plan}")
 
 
 def errors(program: Program, **options: Any) -> tuple[SentError, ...]:
@@ -125,7 +125,7 @@ def test_a_sum_beyond_its_bound_is_refused() -> None:
 def test_what_is_too_large_for_the_wire_is_told() -> None:
     case = Case(small().model, small().inputs, lambda m, x: 1e8 * m(x).square().mean())
     plan = PLAN.format("ddp", "fp16")
-    program = compile(case.model, "dp=4", case.inputs, loss=case.loss, plan=plan)
+    program = compile(case.step, "dp=4", plan=plan)
     report = verify(program, case.model, case.inputs, loss=case.loss, lossy=True)
     assert not report.ok()
     assert any(each["error"] is None for each in report.as_json()["sent"])
@@ -133,7 +133,7 @@ def test_what_is_too_large_for_the_wire_is_told() -> None:
 
 def test_a_plan_without_fewer_bytes_is_refused() -> None:
     case = small()
-    program = compile(case.model, "dp=2", case.inputs, loss=case.loss, plan="ddp")
+    program = compile(case.step, "dp=2", plan="ddp")
     with pytest.raises(UsageError, match=r"the plan has no \[compress\]"):
         verify(program, case.model, case.inputs, loss=case.loss, lossy=True)
 

@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {  # gpt2 and t5 are tied
     "t5": {},
     "mixtral": {"num_hidden_layers": 4},
 }
+LOADED = {"gpt2": [*LAYOUTS], "t5": ["pp=4", "dp=3"], "mixtral": ["dp=2,tp=2", "tp=2", "dp=1"]}
 STEP, ROWS = 2, 12  # rows that 2, 3 and 4 divide
 
 
@@ -71,11 +72,11 @@ def test_a_checkpoint_is_whole_on_every_mesh(world: Processes, name: str, tmp_pa
     case = FAMILIES[name].case(name, ROWS, **MODELS[name])
     write_tensors(tmp_path / "weights.safetensors", case.model.state_dict())
     torch.save(case.inputs, tmp_path / "inputs.pt")
-    for mesh, given in LAYOUTS.items():
-        partc.compile(case.step, mesh, **given).save(tmp_path / mesh)
+    for mesh in {"dp=2,tp=2", *LOADED[name]}:
+        partc.compile(case.step, mesh, **LAYOUTS[mesh]).save(tmp_path / mesh)
     expected = world.run(save, tmp_path, "dp=2,tp=2")[0]
     assert len(expected) > 3 * len([*case.model.parameters()])
-    for mesh in LAYOUTS:
+    for mesh in LOADED[name]:
         num = partc.load(tmp_path / mesh).mesh.num_ranks
         for found in world.run(load, tmp_path, mesh, num=num):
             assert found == expected, mesh

@@ -85,11 +85,14 @@ def images() -> dict[str, Tensor]:
     }
 
 
+@cache
+def step() -> partc.Traced:
+    return partc.Traced(classifier(), images(), classified)
+
+
 @pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS)
 def test_extras_are_the_single_device_values(mesh: str, plan: str, microbatches: int) -> None:
-    program = partc.compile(
-        classifier(), mesh, images(), loss=classified, plan=plan, microbatches=microbatches
-    )
+    program = partc.compile(step(), mesh, plan=plan, microbatches=microbatches)
     report = verify(program, classifier(), images(), classified).check(1e-12)
     compared = {row.name for row in report.kinds()["extra"]}
     assert {"logits", "loss", "hidden.2.0", "of_labels.1", "weight", "seen", "zeros"} <= compared
@@ -98,7 +101,7 @@ def test_extras_are_the_single_device_values(mesh: str, plan: str, microbatches:
 
 
 def test_auto_plans_and_compiled_functions_have_extras_too() -> None:
-    program = partc.compile(classifier(), "dp=2,tp=2", images(), loss=classified)
+    program = partc.compile(step(), "dp=2,tp=2")
     verify(program, classifier(), images(), classified).check(1e-12)
 
 
@@ -131,10 +134,7 @@ def test_blocks_that_are_left_out_give_no_extra_twice(which: list[int]) -> None:
 
 
 def test_a_plan_says_what_comes_out_and_replays_to_the_same_text() -> None:
-    made = [
-        partc.compile(classifier(), "dp=2", images(), loss=classified, plan=plan, microbatches=2)
-        for plan in ("fsdp", "ddp")
-    ]
+    made = [partc.compile(step(), "dp=2", plan=plan, microbatches=2) for plan in ("fsdp", "ddp")]
     notes = Plan.parse(made[0].plan).notes
     assert "extra logits: f32[8,6], gathered over dp, of all microbatches side by side" in notes
     assert "extra correct: i64[], summed over dp, of all microbatches" in notes

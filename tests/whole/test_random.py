@@ -153,7 +153,12 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 @cache
 def compiled(layout: str) -> Program:
     mesh, plan, options = LAYOUTS[layout]
-    return partc.compile(net(), mesh, batch(), loss=loss_of, plan=plan, **options)
+    return partc.compile(step(), mesh, plan=plan, **options)
+
+
+@cache
+def step() -> partc.Traced:
+    return partc.Traced(net(), batch(), loss_of)
 
 
 @cache

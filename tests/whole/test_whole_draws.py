@@ -81,11 +81,14 @@ def net() -> Noisy:
 
 
 @cache
+def step() -> partc.Traced:
+    return partc.Traced(net(), batch(), loss_of)
+
+
+@cache
 def compiled(layout: str) -> Program:
     mesh, plan, options = LAYOUTS[layout]
-    return partc.compile(
-        net(), mesh, batch(), loss=loss_of, plan=plan, random="single-device", **options
-    )
+    return partc.compile(step(), mesh, plan=plan, random="single-device", **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
