@@ -47,7 +47,8 @@ class Block(nn.Module):
         for i in reversed(range(DEEP)):
             y = F.interpolate(y, size=kept[i].shape[2:])
             y = getattr(self, f"up{i}")(torch.cat([y, kept[i]], 1))
-        return x + y
+        result: Tensor = x + y
+        return result
 
 
 class Net(nn.Module):
