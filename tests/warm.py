@@ -13,6 +13,12 @@ import pytest as pytest  # files of tests import it
 import torch
 import torch.distributed.checkpoint as checkpoint  # noqa: F401  # stages import it at a save
 from torch import nn
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional as F
 
 from partc.api import compile
@@ -50,8 +56,10 @@ def spare_collector() -> None:
 
 
 def end_jobs_clean() -> None:
-    """Let go of what a job has left, such as a stage with a group that has ended, before the next:
-    what looks at all stages of a process would find it.
+    """Let go of what a job has left before the next one, as of a stage with a group that has ended.
+
+    What looks at all stages of a process would find it; and each group has a thread, which wakes
+    up a hundred times a second as long as DTensor remembers a mesh with the group.
     """
     reply = processes._reply
 
@@ -59,6 +67,10 @@ def end_jobs_clean() -> None:
         try:
             return reply(rank, store, job)
         finally:
+            _clear_sharding_prop_cache()
+            clear_redistribute_planner_cache()
+            _gen_transform_infos.cache_clear()
+            MeshTopoInfo.build_from_mesh.cache_clear()
             gc.collect()
 
     processes._reply = clean

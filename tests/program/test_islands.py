@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import blake2b
+from typing import Any
 
 import pytest
 import torch
@@ -229,7 +230,8 @@ def trains_as_defined(
 
 DDP, FSDP, TP, FOUR, NAMES, STAGES, ZERO1 = LAYOUTS
 DEEP_FOUR = "island=4", "ddp;microbatches = 2", Deep
-TRAINED = {  # of each table the layouts that may change what it does
+# Of each table the layouts that may change what it does.
+TRAINED: dict[str, tuple[str, list[Any]]] = {
     "mean": (MEAN, [TP, FOUR, STAGES]),
     "diloco": (DILOCO, [DDP, FSDP, ZERO1]),
     "streaming": (STREAMING, LAYOUTS),  # fragments are of pieces, of stages, and told by name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,9 @@ WIRE = STREAMING + '\nstart_step = 2\nwire = "fp8"\nblock = 16'
 
 FSDP = "island=2,dp=2", "fsdp", Net
 STAGES = "island=2,pp=2", "ddp;microbatches = 2", Deep
-RESUMED = {  # sums that are under way are kept by piece, and by stage
+Layouts = list[tuple[str, str, Any]]
+# Sums that are under way are kept by piece, and by stage.
+RESUMED: dict[str, tuple[str, Layouts]] = {
     "mean": (MEAN, [STAGES]), "diloco": (DILOCO, [FSDP]), "streaming": (WIRE, [FSDP]),
     "pairs": (PAIRS, [STAGES]), "overlapped": (OVERLAPPED, [FSDP, STAGES]),
 }  # fmt: skip

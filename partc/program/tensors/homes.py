@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -68,10 +69,18 @@ class View:
 
 
 class Follower:
-    """Is told the tensor, and its new piece, when ``tensor.data`` is assigned; copies have none."""
+    """Is told the tensor, and its new piece, when ``tensor.data`` is assigned; copies have none.
 
-    def __init__(self, call: Callable[[Tensor, Tensor], None]) -> None:
-        self.call = call
+    ``told`` is a method of an object that the follower does not hold, since that has the tensor.
+    """
+
+    def __init__(self, told: Callable[[Tensor, Tensor], None]) -> None:
+        self._told = WeakMethod(told)
+
+    def call(self, tensor: Tensor, piece: Tensor) -> None:
+        """Tell it, if it is still there."""
+        if (told := self._told()) is not None:
+            told(tensor, piece)
 
     def __deepcopy__(self, memo: object) -> None:
         return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -200,9 +202,14 @@ class Shown:
         return param
 
     def _watch(self, param: nn.Parameter) -> None:
-        """Follow what autograd adds to the shown gradient."""
-        before = param.register_hook(lambda _: self.read())  # what is added to it comes next
-        behind = param.register_post_accumulate_grad_hook(lambda _: self._accumulated())
+        """Follow what autograd adds to the shown gradient.
+
+        The hooks hold no stage: torch keeps them where the garbage collector does not look, so that
+        weights and process groups of a stage that nobody has any more would stay.
+        """
+        read, accumulated = WeakMethod(self.read), WeakMethod(self._accumulated)
+        before = param.register_hook(partial(_call, read))  # what is added to it comes next
+        behind = param.register_post_accumulate_grad_hook(partial(_call, accumulated))
         self._own_hooks |= {before.id, behind.id}  # also where another tensor was swapped in
 
     def check_no_hooks(self) -> None:
@@ -215,6 +222,11 @@ class Shown:
                 do="Write loss = stage(...) and loss.backward(), which run it; or change .grad "
                 "between stage.step(...) and optimizer.step().",
             )  # fmt: skip
+
+
+def _call(method: WeakMethod[Callable[[], None]], _: Tensor) -> None:
+    if (bound := method()) is not None:
+        bound()
 
 
 def begin_all(shown: Collection[Shown]) -> None:
