@@ -38,11 +38,11 @@ def made(plan: str) -> Program:
 
 @pytest.mark.parametrize("plan", ["ddp+megatron", "fsdp", "pipeline"])
 def test_a_sound_program_passes_and_mistakes_are_refused(plan: str) -> None:
-    """Four mistakes of each plan, in lines that wait, transfer or add to a gradient."""
+    """Eight mistakes of each plan, in lines that wait, transfer or add to a gradient."""
     program = made(plan)
     assert not audit(program).unchecked
     telling = [mutant for mutant in mutants(program) if not _is_idle(mutant)]
-    for mutant in random.Random(plan).sample(telling, 4):
+    for mutant in random.Random(plan).sample(telling, 8):
         assert refused(mutant.of(program)), mutant
 
 

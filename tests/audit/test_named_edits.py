@@ -9,10 +9,12 @@ from tests.audit.named_edits import EDITS, SAID, SAME, results
 CHOSEN = {
     ("conv", "1f1b"): {
         "clip an activation's gradient": SAME,
+        "another eps of the norms": SAME,
         "scale a value in the forward alone": SAID,
     },
     ("gpt", "fsdp+tp"): {
         "clamp an activation, gradient straight through": SAME,
+        "another activation function": SAME,
         "noise on the loss": SAID,
     },
 }
