@@ -304,7 +304,10 @@ def _renamed(signature: Signature, kwargs: Mapping[str, Any]) -> str:
         return ""
     named = f"Inputs that are a dict are given by name, and {wrong[0]!r} is no argument"
     if free:
-        return f"{named}: rename that entry to {free[0]!r}, or the argument to {wrong[0]!r}."
+        return (
+            f"{named}: rename that entry to {free[0]!r}, or the argument to {wrong[0]!r}. As one "
+            "argument they are ({...},)."
+        )
     return f"{named}: leave that entry out."
 
 

@@ -257,7 +257,7 @@ def test_names_stay_apart() -> None:
         (
             {"x": torch.ones(2, WIDE)},
             lambda m, b: m(b["x"]).sum(),
-            r"as one argument they are \(\{",
+            r"As one argument they are \(\{",
         ),
         ((torch.ones(2, WIDE), 3), lambda m, x: m(x).sum(), "too many positional arguments"),
         ((torch.ones(2, WIDE),) * 2, nn.MSELoss(), r"loss=MSELoss: it takes no model.*criterion"),
