@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     partc.compile(model, "dp=2", batch, loss=loss, plan="fsdp").save("build")
     assert main([
         "launch", "build", "--emit", "torchrun", "--script", "train.py",
-        "--devices-per-node", "1", "--grace", "5", "--restarts", "2",
+        "--devices-per-node", "1", "--grace", "20", "--restarts", "2",
     ]) == 0  # fmt: skip
     return tmp_path
 
