@@ -187,10 +187,9 @@ def _said(path: str | Path) -> Iterator[None]:
     except PartcError:
         raise
     except IsADirectoryError as error:
-        file = Path(path) / "report.html"
         raise UsageError(
             where=str(path), what="it is a folder", why="a file is written",
-            do=f"Name a file in it, such as {file}.",
+            do="Name a file in it.",
         ) from error  # fmt: skip
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         if isinstance(error, ValueError) and "\0" not in str(path):

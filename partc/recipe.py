@@ -95,8 +95,8 @@ class Recipe:
                 id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
                 for p in model.parameters()
             }
-            bare |= {id(each): torch.empty_like(each, device="meta") for each in _computed(model)}
             with suppress(Exception):  # of a model that cannot be copied
+                bare |= {id(x): torch.empty_like(x, device="meta") for x in _computed(model)}
                 self.twin.append(copy.deepcopy(model, bare))
                 give_own_classes(self.twin[0])
 

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from partc.cli.early import check_compile
 from partc.cli.said import check_from_one, listed, sizes_said
 from partc.cli.terminal import progress, tell
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 def compile_command(args: argparse.Namespace) -> int:
     """Compile a model for a mesh of devices and save the program: its plan, and what ranks run."""
-    from partc.cli.early import check_compile
-
     check_from_one(args, ["virtual_stages", "memory_bytes"])
     check_compile(args)
     import torch

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from partc.cli.early import check_saved
 from partc.cli.said import check_explained
 from partc.cli.targets import target_of
 from partc.cli.terminal import columns, progress, shortened, tell
@@ -54,8 +55,6 @@ def _explain_rules(args: argparse.Namespace) -> None:
 
 def _explain_program(args: argparse.Namespace) -> None:
     """Explain a saved program, or print one rank's source."""
-    from partc.cli.early import check_saved
-
     check_saved(args.what)
     from partc.program import load
     from partc.program.saved_cost import saved_numbers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from partc.cli.early import check_saved
 from partc.cli.said import check_from_one, listed, whole_numbers
 from partc.cli.terminal import coloured, columns, progress, tell
 
@@ -79,8 +80,6 @@ def compare_command(args: argparse.Namespace) -> int:
     from partc.program.saved_cost import saved_numbers
 
     devices, machines = whole_numbers("--devices", args.devices), listed(args.machines)
-    from partc.cli.early import check_saved
-
     for folder in args.folders:
         check_saved(folder)
     programs = {folder: load(folder) for folder in args.folders}

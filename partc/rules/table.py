@@ -23,9 +23,7 @@ from partc.rules.wrong_rules import (
 )
 from partc.wrong_calls import failed_at, quoted
 
-MOST_NAMES = (
-    4096  # ops whose names are remembered; a process that reads many models has some hundred
-)
+MOST_NAMES = 4096  # ops whose names are remembered; many models together have some hundred
 Written = str | Callable[[Call], str]
 Reduce = Literal["sum", "max", "mean"]
 

@@ -58,7 +58,7 @@ def _restore(held: object) -> Callable[[], Any] | None:
     if isinstance(held, torch.Generator):
         state = held.get_state()
         return lambda: held.set_state(state)
-    if isinstance(held, random.Random):
+    if isinstance(held, random.Random) and not isinstance(held, random.SystemRandom):
         numbers = held.getstate()
         return lambda: held.setstate(numbers)
     if isinstance(held, np.random.RandomState):
