@@ -1,14 +1,15 @@
-"""A topological sort with a unique result: items after their needs, ties broken by a number."""
+"""Items in an order: after their needs with a unique result, and those that others are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+Part = TypeVar("Part")
 
 
 def in_order(needs: Mapping[T, Collection[T]], place: Callable[[T], Any]) -> Iterator[T]:
@@ -35,7 +36,25 @@ def in_order(needs: Mapping[T, Collection[T]], place: Callable[[T], Any]) -> Ite
         sorter.done(item)
 
 
-def circles(needs: Mapping[T, Collection[T]]) -> list[set[T]]:
+def leaves(parts: Iterable[Part], opened: Callable[[Part], Iterable[Part] | None]) -> Iterator[Part]:
+    """The parts in order, those in place of one that ``opened`` says it is made of.
+
+    A sum of a thousand terms is as many sums deep, which Python's own stack would not hold.
+
+    >>> [*leaves([[1, [2]], 3], lambda part: part if isinstance(part, list) else None)]
+    [1, 2, 3]
+    """
+    waiting = [*parts][::-1]
+    while waiting:
+        part = waiting.pop()
+        inside = opened(part)
+        if inside is None:
+            yield part
+        else:
+            waiting += [*inside][::-1]
+
+
+def circles(needs: Mapping[Part, Collection[Part]]) -> list[set[Part]]:
     """The sets of items that need each other, directly or by way of others.
 
     >>> circles({"a": ["b"], "b": ["a"], "c": ["a"]}) == [{"a", "b"}]

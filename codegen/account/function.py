@@ -168,17 +168,20 @@ class Function:
 
     def _shorten(self, node: fx.Node) -> None:
         """Give operands of a pointwise call a line of their own where its line is too long."""
+        while (part := self._part(node)) is not None:
+            self.inlined.discard(part)
+            self._shorten(part)
+
+    def _part(self, node: fx.Node) -> fx.Node | None:
+        """The operand that gets a line of its own next; None where the line is short enough."""
         if node in self.inlined or not self._has_line(node) or not is_pointwise(node):
-            return
+            return None
         inner = [n for n in self.written_in(node) if n in self.inlined and not is_free(n)]
         texts = {n: len(self._expression(n).code) for n in [node, *inner] if inner}
         length = len(self._target(node)) + texts.get(node, 0)
         if not inner or length <= WIDTH - INDENTED:
-            return
-        part = min(inner, key=lambda n: max(texts[n], length - texts[n]))
-        self.inlined.discard(part)
-        self._shorten(part)
-        self._shorten(node)
+            return None
+        return min(inner, key=lambda n: max(texts[n], length - texts[n]))
 
     def _target(self, node: fx.Node) -> str:
         """About the left side of an assignment; a sum over a value repeats that value no more."""

@@ -50,6 +50,11 @@ class Member:
     def layer(self) -> str:
         return self.run.layers[0] if self.run is not None else layer_of(self.blocks[0])
 
+    @property
+    def depth(self) -> int:
+        """How many members it is inside of."""
+        return 0 if self.home is None else 1 + self.home.depth
+
 
 @dataclass(eq=False)
 class Family:
@@ -136,15 +141,21 @@ class Families:
             closed |= {n for f in self.shares if f.is_worth_it for m in f.found
                        for n in nodes_of(m.blocks[0])}  # fmt: skip
             level += 1
-        judged = [self._judge(family) for family in [*self.shares]]
+        kept: set[fx.Node] = set()
+        judged = [self._judge(family, kept) for family in [*self.shares]]
         return any(judged)
 
-    def _judge(self, family: Family) -> bool:
-        """Keep what a round found if it is worth it; whether it is."""
+    def _judge(self, family: Family, kept: set[fx.Node]) -> bool:
+        """Keep what a round found if it is worth it; whether it is.
+
+        A call is in one block: what meets ``kept``, the calls of blocks kept before, is let go.
+        """
+        family.found = [m for m in family.found if kept.isdisjoint(nodes_of(m.blocks[0]))]
         worth, found, family.found = family.is_worth_it, family.found, []
         if worth:
             family.members += found
             for member in found:
+                kept.update(nodes_of(member.blocks[0]))
                 if member.home is not None:
                     member.home.children.append(member)
             if family not in self.all:
@@ -158,12 +169,12 @@ class Families:
         homes: dict[fx.Node, Member | None] = {
             node: None for node in self.graph.calls() if node not in self.taken
         }
-        for family in self.all:
-            for member in family.members:
-                for node in nodes_of(member.blocks[0]):
-                    homes.pop(node, None)
-                if member is family.members[0]:
-                    homes |= dict.fromkeys(nodes_of(member.blocks[0]), member)
+        members = (member for family in self.all for member in family.members)
+        for member in sorted(members, key=lambda m: m.depth):  # the innermost has the last word
+            for node in nodes_of(member.blocks[0]):
+                homes.pop(node, None)
+            if member is member.family.members[0]:
+                homes |= dict.fromkeys(nodes_of(member.blocks[0]), member)
         return homes
 
     def _consider(self, block: Block, homes: dict[fx.Node, Member | None]) -> None:

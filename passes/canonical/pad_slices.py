@@ -10,6 +10,7 @@ from torch import fx
 
 from partc.graph import Graph, is_call, shape_of
 from partc.graph.graph_edits import call_before, drop_dead, replace_by
+from partc.in_order import leaves
 
 aten = torch.ops.aten
 slice_backward = aten.slice_backward.default
@@ -54,11 +55,12 @@ def _stack(node: fx.Node) -> None:
 
 def _summands(node: Any) -> Iterator[Any]:
     """What a sum of sums adds up, sums that are read elsewhere as a whole."""
-    for part in node.args:
-        if is_call(part, aten.add.Tensor) and not part.kwargs and len(part.users) == 1:
-            yield from _summands(part)
-        else:
-            yield part
+
+    def inside(part: Any) -> tuple[Any, ...] | None:
+        adds = is_call(part, aten.add.Tensor) and not part.kwargs and len(part.users) == 1
+        return part.args if adds else None
+
+    return leaves(node.args, inside)
 
 
 def _join(node: fx.Node) -> None:

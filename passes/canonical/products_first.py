@@ -20,6 +20,7 @@ from torch import fx
 
 from partc.graph import Graph, innermost_block, is_backward, is_call, set_value, value
 from partc.graph.graph_edits import call_before, drop_dead, replace_by
+from partc.in_order import leaves
 
 aten = torch.ops.aten
 PRODUCTS = (aten.matmul.default, aten.mm.default)
@@ -35,7 +36,9 @@ def products_first(graph: Graph) -> None:
 
 
 def _adds(node: Any) -> bool:
-    return is_call(node, aten.add.Tensor) and is_backward(node) and not node.kwargs
+    """Whether a call adds two values; twice the same one, or a number, is one summand."""
+    adds = is_call(node, aten.add.Tensor) and is_backward(node) and not node.kwargs
+    return adds and len(node.all_input_nodes) == 2
 
 
 def _reorder(node: fx.Node) -> None:
@@ -58,8 +61,7 @@ def _reorder(node: fx.Node) -> None:
 
 def _summands(node: fx.Node) -> Iterator[fx.Node]:
     """What a sum of sums adds up; a sum that is read elsewhere too is one summand."""
-    for part in node.all_input_nodes if len(node.all_input_nodes) == 2 else ():
-        if _adds(part) and len(part.users) == 1:
-            yield from _summands(part)
-        else:
-            yield part
+    return leaves(
+        node.all_input_nodes,
+        lambda part: part.all_input_nodes if _adds(part) and len(part.users) == 1 else None,
+    )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import partc
 from benchmarks.lines import MODELS
 from partc.codegen.repeats.contiguous import in_one_piece
 from partc.plan import Plan
 from tests.codegen.test_account import MUCH, Noted, assert_agrees
+from tests.styles.made import Attention, Branches
 
 
 def loss_of(model: nn.Module, **batch: Tensor) -> Tensor:
@@ -71,3 +74,51 @@ def test_a_piece_through_which_others_run_has_no_place() -> None:
     for _ in range(3):
         nodes.append(graph.call_function(torch.relu, (nodes[-1],)))
     assert in_one_piece(nodes[1:], [[nodes[1], nodes[3]]]) is None
+
+
+# blocks in lists in lists --------------------------------------------------------------------
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(16, 2, causal=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.relu(x) * torch.sigmoid(self.attention(x))
+        return result
+
+
+def branches() -> nn.Module:
+    parts = {"0": nn.ReLU(), "layers": Attention(16, 4, causal=True)}
+    return Branches(parts, gated=True)
+
+
+def lists(block: Callable[[], nn.Module], *lengths: int) -> nn.Module:
+    """Lists of lists of equal blocks: two lists of three, say."""
+    if not lengths:
+        return block()
+    return nn.Sequential(*(lists(block, *lengths[1:]) for _ in range(lengths[0])))
+
+
+def means(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).mean(1), label)
+
+
+def squares(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
+    result: Tensor = (model(x) - label[:, None, None]).square().mean()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("block", "lengths", "loss"), [(branches, (3, 2, 2), means), (Gated, (3, 3, 3), squares)]
+)
+def test_lists_of_lists(
+    block: Callable[[], nn.Module], lengths: tuple[int, ...], loss: Callable[..., Tensor]
+) -> None:
+    """The gradients of the last blocks are summed elsewhere than those of the others."""
+    torch.manual_seed(0)
+    model, x, label = lists(block, *lengths), torch.randn(8, 4, 16), torch.randint(0, 16, (8,))
+    for name, param in model.named_parameters():  # open gates: no gradient is rounding alone
+        if name.endswith("o.bias"):
+            nn.init.constant_(param, 4)
+    program = partc.compile(model, "dp=2,tp=2", (x, label), loss=loss, plan="fsdp+megatron-sp")
+    partc.verify(program, model, (x, label), loss=loss).check()
