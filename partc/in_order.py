@@ -36,7 +36,9 @@ def in_order(needs: Mapping[T, Collection[T]], place: Callable[[T], Any]) -> Ite
         sorter.done(item)
 
 
-def leaves(parts: Iterable[Part], opened: Callable[[Part], Iterable[Part] | None]) -> Iterator[Part]:
+def leaves(
+    parts: Iterable[Part], opened: Callable[[Part], Iterable[Part] | None]
+) -> Iterator[Part]:
     """The parts in order, those in place of one that ``opened`` says it is made of.
 
     A sum of a thousand terms is as many sums deep, which Python's own stack would not hold.
