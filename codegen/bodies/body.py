@@ -63,19 +63,25 @@ class Body(Transfers):
         The operand that splits the expression most evenly gets a line of its own, then the rest is
         measured again: ``y = (a + b) * (c + d)`` becomes ``add = a + b; y = add * (c + d)``.
         """
+        before: list[Statement] = []
+        while (part := self._part(node)) is not None:
+            self.inlined.discard(part)
+            before += self.one(part)
+        return before
+
+    def _part(self, node: fx.Node) -> fx.Node | None:
+        """The operand that gets a line of its own next; None where the line is short enough."""
         inner = [n for n in self._written_in(node) if not is_free(n)]
         if not inner or not is_pointwise(node):
-            return []
+            return None
         texts = {n: len(unmarked(str(self.expression(n)))) for n in [node, *inner]}
         target = f"grads[{self.joint.place[node][1]}]" if node in self.joint.place else ""
         length = len(target or self.wishes.get(node, "")) + len(" = ") + texts[node]
         if node in self.accumulated:  # `a += b` for `a = a + b`
             length -= len(unmarked(f"{self.text(self.accumulated[node])} + ")) - 1
         if length <= WIDTH - 4 * INDENT:
-            return []
-        part = min(inner, key=lambda n: max(texts[n], length - texts[n]))
-        self.inlined.discard(part)
-        return [*self.one(part), *self.parts(node)]
+            return None
+        return min(inner, key=lambda n: max(texts[n], length - texts[n]))
 
     def _written_in(self, node: fx.Node) -> Iterator[fx.Node]:
         """The nodes that are written inside a call's expression, at any depth."""

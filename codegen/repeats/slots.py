@@ -131,9 +131,11 @@ def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
     for loop, interface in found.items():
         mine = {lp: side for lp, side in found.items() if lp.run is loop.run}
         _give(graph, interface, served if loop in loops else _served(mine))
-    for lead in leads.values():
-        _give_alike([s for s in found.values() if _is_kin(s.loop, lead.loop)])
-    return found
+    while True:
+        for lead in leads.values():
+            _give_alike([s for s in found.values() if _is_kin(s.loop, lead.loop)])
+        if not _hand_on(found):
+            return found
 
 
 def _is_kin(loop: Loop, lead: Loop) -> bool:
@@ -220,8 +222,25 @@ def _give_alike(sides: Sequence[Interface]) -> None:
         raise Unfit(next(s for s in sides if s.listed != sides[0].listed).loop.run)
     if len(sides) > 1:
         for side in sides:
-            side.unread = {p for p in carried if p not in side.carried}
+            side.unread |= {p for p in carried if p not in side.carried}
             side.carried = carried
+
+
+def _hand_on(found: dict[Loop, Interface]) -> bool:
+    """Let blocks inside of a block return what that block returns; whether one returns more now.
+
+    The block may return it for the sake of its kin alone, or of a later block of its run.
+    """
+    more = False
+    for loop, side in found.items():
+        results = {side.group.nodes[p] for p in (*side.carried, *side.listed)}
+        for inner in (found[each] for each in with_inner(loop.inner)):
+            handed = {p for p, node in enumerate(inner.group.nodes) if node in results}
+            missing = handed - {*inner.carried, *inner.listed}
+            inner.carried = sorted({*inner.carried, *missing})
+            inner.unread -= handed
+            more = more or bool(missing)
+    return more
 
 
 def _slot(loop: Loop, nodes: tuple[fx.Node, ...], earlier: Sequence[Interface]) -> Slot:

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import partc
 from benchmarks.lines import MODELS
@@ -71,3 +72,37 @@ def test_a_piece_through_which_others_run_has_no_place() -> None:
     for _ in range(3):
         nodes.append(graph.call_function(torch.relu, (nodes[-1],)))
     assert in_one_piece(nodes[1:], [[nodes[1], nodes[3]]]) is None
+
+
+# results -------------------------------------------------------------------------------------
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (p(x).unflatten(-1, (2, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(*heads)
+        result: Tensor = self.o(out.transpose(1, 2).flatten(2))
+        return result
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = Attention(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.relu(x) * torch.sigmoid(self.attention(x))
+        return result
+
+
+def test_a_block_in_a_block_returns_what_kin_of_the_outer_one_return() -> None:
+    """The gradients of the last blocks are summed elsewhere than those of the others."""
+    torch.manual_seed(0)
+    pairs = [[nn.Sequential(Gated(16), Gated(16)) for _ in range(2)] for _ in range(3)]
+    model = nn.Sequential(*(nn.Sequential(*each) for each in pairs))
+    x, way = torch.randn(8, 4, 16), {"loss": lambda m, x: m(x).square().mean()}
+    program = partc.compile(model, "dp=2,tp=2", x, plan="fsdp+megatron-sp", **way)
+    assert program.source().count("\nclass Gated(") == 1
+    partc.verify(program, model, x, **way).check()
