@@ -36,6 +36,8 @@ class OptimizerStates:
             if value.shape == shard.shape:
                 return alike, self.tensors.piece(shard, value)
             value = value.full_tensor()
+        elif self.form == "dtensors" and value.shape == shard.shape:  # whole, set by the script
+            return alike, self.tensors.piece(shard, value)
         return Shard("", name, tuple(value.shape), value.dtype, ()), value
 
     def whole_shape(self, name: str, value: Tensor) -> tuple[int, ...]:

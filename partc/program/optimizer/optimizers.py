@@ -165,45 +165,31 @@ def _unwrap_verdict(optimizer: Optimizer) -> None:
 
 
 class SavedMoments:
-    """Hooks that show the moments of an optimizer on pieces as DTensors in its state dict."""
+    """A hook that shows the moments of an optimizer on pieces as DTensors in its state dict.
+
+    ``loaded_states.py`` takes them, and whole ones, in again.
+    """
 
     def __init__(
-        self, optimizer: Optimizer, shown: Iterable[Shown],
-        wrap: Callable[[Shard, Tensor], Tensor], unwrap: Callable[[Shard, Tensor], Tensor],
-    ) -> None:  # fmt: skip
-        self._by_param = {id(each.param): each for each in shown}
-        self._wrap, self._unwrap = wrap, unwrap
+        self, optimizer: Optimizer, shown: Iterable[Shown], wrap: Callable[[Shard, Tensor], Tensor]
+    ) -> None:
+        self._by_param, self._wrap = {id(each.param): each for each in shown}, wrap
         optimizer.register_state_dict_post_hook(self._save)
-        optimizer.register_load_state_dict_pre_hook(self._load)
 
     def _save(self, optimizer: Optimizer, state: StateDict) -> StateDict:
-        def wrapped(shown: Shown, value: Any) -> Any:
-            alike = isinstance(value, Tensor) and value.shape == shown.piece.shape
-            sharded = alike and value.dim()  # a number is whole on every rank, moment or counter
-            return self._wrap(shown.shard, value) if sharded else value
-
-        return self._each(optimizer, state, wrapped)
-
-    def _load(self, optimizer: Optimizer, state: StateDict) -> StateDict:
-        def unwrapped(shown: Shown, value: Any) -> Any:
-            if isinstance(value, Tensor) and value.shape == shown.shard.shape:
-                return self._unwrap(shown.shard, value)
-            return value
-
-        return self._each(optimizer, state, unwrapped)
-
-    def _each(
-        self, optimizer: Optimizer, state: StateDict, change: Callable[[Shown, Any], Any]
-    ) -> StateDict:
-        """The state dict with every value of every parameter's state changed."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state["param_groups"] for key in group["params"]]
         by_key = {k: self._by_param[id(p)] for k, p in zip(keys, params, strict=True)}
-        changed = {
-            key: {n: change(by_key[key], v) for n, v in fields.items()} if key in by_key else fields
-            for key, fields in state["state"].items()
-        }
-        return {**state, "state": changed}
+        wrapped = {
+            key: {n: self._wrapped(by_key[key], v) for n, v in fields.items()}
+            if key in by_key else fields for key, fields in state["state"].items()
+        }  # fmt: skip
+        return {**state, "state": wrapped}
+
+    def _wrapped(self, shown: Shown, value: Any) -> Any:
+        alike = isinstance(value, Tensor) and value.shape == shown.piece.shape
+        sharded = alike and value.dim()  # a number is whole on every rank, moment or counter
+        return self._wrap(shown.shard, value) if sharded else value
 
 
 def _not_of_stage(optimizer: Optimizer, param: Tensor) -> RunError:

@@ -60,7 +60,7 @@ class StageOptimizers(nn.Module):
         check_elementwise(optimizer, {s.param: s.shard for s in shown}, tensors.piece)
         self._set_form(optimizer, "pieces")
         Stepping(optimizer, shown, OnPieces())
-        SavedMoments(optimizer, shown, tensors.portable, tensors.piece)
+        SavedMoments(optimizer, shown, tensors.portable)
         return optimizer
 
     def step_on_whole(self, optimizer: Stepped) -> Stepped:

@@ -18,6 +18,7 @@ from partc.errors import LoadError, RunError
 from partc.plan.sharding import dtype_name
 from partc.program.optimizer.optimizer_states import OptimizerStates
 from partc.program.optimizer.optimizers import check_is_optimizer, check_of_stage
+from partc.program.optimizer.own_states import check_shape, own_state
 from partc.program.optimizer.same_optimizer import SCHEDULED, impossible_values
 from partc.program.optimizer.served_states import exchanged
 from partc.program.role import Shard, dtype_of
@@ -61,20 +62,20 @@ class WholeStates(nn.Module):
             LoadError: it has other groups, other numbers of parameters or other shapes.
         """
         check_is_optimizer(optimizer)
-        _check_state(state_dict)
+        check_state(state_dict, "load_full_optim_state_dict")
         params = dict(self.named_parameters())
         load_whole_states(self.states_of(optimizer), optimizer, params, state_dict)
 
 
-def _check_state(given: Any) -> None:
+def check_state(given: Any, where: str) -> None:
     """LoadError for what is no state dict of an optimizer."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         has = ", ".join(map(str, list(given)[:4])) if isinstance(given, Mapping) else quoted(given)
         raise LoadError(
-            where="load_full_optim_state_dict", what="the state is none of an optimizer",
+            where=where, what="the state is none of an optimizer",
             why=f"it {'has' if isinstance(given, Mapping) else 'is'} {has or 'nothing'}, and that "
             "of an optimizer has state and param_groups",
-            do="Pass the optimizer, and then what full_optim_state_dict gave.",
+            do="Pass what full_optim_state_dict, or an optimizer's state_dict(), gave.",
         )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def whole_states(
     All ranks call this together.
     """
     check_of_stage(optimizer, params.values())
-    groups = _groups(states, optimizer, params)
+    groups = groups_of(states, optimizer, params)
     numbers = {name: i for i, name in enumerate(n for group in groups for n in group)}
     found: dict[int, dict[str, Any]] = {}
     for name, field, value in _values(states, optimizer, params, list(numbers)):
@@ -104,9 +105,10 @@ def load_whole_states(
 ) -> None:
     """Set an optimizer's states and hyperparameters from whole ones; all ranks call together."""
     check_of_stage(optimizer, params.values())
-    groups = _groups(states, optimizer, params)
+    groups = groups_of(states, optimizer, params)
     _check_groups(groups, given["param_groups"])
     _check_hyperparameters(optimizer, given["param_groups"])
+    check_shapes(states, optimizer, groups, given)
     for names, group, saved in zip(
         groups, optimizer.param_groups, given["param_groups"], strict=True
     ):
@@ -114,7 +116,8 @@ def load_whole_states(
             fields = given["state"].get(number, {})
             if name in params:
                 optimizer.state[params[name]] = {
-                    field: _own(states, field, name, value) for field, value in fields.items()
+                    field: own_state(states, optimizer, field, name, value)
+                    for field, value in fields.items()
                 }
         group.update({k: v for k, v in saved.items() if k not in ("params", NAMES)})
 
@@ -139,29 +142,8 @@ def _check_hyperparameters(optimizer: Optimizer, saved: Sequence[Mapping[str, An
             )  # fmt: skip
 
 
-def _own(states: OptimizerStates, field: str, name: str, value: Any) -> Any:
-    """A state as this rank's optimizer has it."""
-    if not isinstance(value, Tensor):
-        return value
-    shard, tensors = states.tensors.shards[name], states.tensors
-    whole = Shard("", name, tuple(value.shape), value.dtype, ())
-    if not _fits(whole.shape, shard.shape):
-        raise _other_shape(f"{name}, {field}", whole.shape, shard.shape)
-    wanted = states.wanted(name, whole)
-    piece = wanted.take(value.to(tensors.device), tensors.mesh, tensors.coords)
-    return states.from_piece(field, name, wanted, piece.detach().clone())
-
-
-def _fits(shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
-    """Whether a state may be that of a parameter: of its shape, factored, or square statistics."""
-    if len(shape) != len(param):
-        return True
-    square = len(set(shape)) == 1 and shape[:1] != () and shape[0] in param
-    return square or all(size in (1, whole) for size, whole in zip(shape, param, strict=True))
-
-
 # names ---------------------------------------------------------------------------------------
-def _groups(
+def groups_of(
     states: OptimizerStates, optimizer: Optimizer, params: Mapping[str, Tensor]
 ) -> list[list[str]]:
     """The names of the parameters in each group of the optimizer over the whole model."""
@@ -186,14 +168,8 @@ def _groups(
 
 
 def _check_groups(groups: list[list[str]], saved: list[dict[str, Any]]) -> None:
-    mine, theirs = [len(names) for names in groups], [len(each["params"]) for each in saved]
-    if mine != theirs:
-        raise LoadError(
-            where="optimizer state",
-            what=f"it has groups of {theirs} parameters, the optimizer of {mine}",
-            why="a parameter's state is found by its place in the groups",
-            do="Build the optimizer with the groups of the one that was saved.",
-        )
+    if sizes_of(saved) != [len(names) for names in groups]:
+        raise other_sizes(sizes_of(saved), [len(names) for names in groups])
     for names, each in zip(groups, saved, strict=True):
         named = each.get(NAMES, names)
         for theirs_is, mine_is in zip(named, names, strict=True):
@@ -205,6 +181,32 @@ def _check_groups(groups: list[list[str]], saved: list[dict[str, Any]]) -> None:
                 why="a parameter's state is found by its place in the groups",
                 do="Build the optimizer with its parameters in the same order.",
             )
+
+
+def check_shapes(
+    states: OptimizerStates, optimizer: Optimizer, groups: list[list[str]], given: StateDict
+) -> None:
+    """LoadError for a state of a wrong shape, on all ranks: also those without the parameter."""
+    names = [name for group in groups for name in group]
+    numbers = [number for group in given["param_groups"] for number in group["params"]]
+    for name, number in zip(names, numbers, strict=True):
+        for field, value in given["state"].get(number, {}).items():
+            check_shape(optimizer, field, states.tensors.all_shards[name], value)
+
+
+def sizes_of(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many parameters each group has."""
+    return [len(group["params"]) for group in groups]
+
+
+def other_sizes(given: list[int], wanted: list[int]) -> LoadError:
+    """The refusal of a state dict with other groups than the optimizer."""
+    return LoadError(
+        where="optimizer state",
+        what=f"it has groups of {given} parameters, the optimizer of {wanted}",
+        why="a parameter's state is found by its place in the groups",
+        do="Build the optimizer with the groups of the one that was saved.",
+    )
 
 
 # values --------------------------------------------------------------------------------------
@@ -297,13 +299,4 @@ def _refuse_field(field: str, value: Any) -> NoReturn:
         what=f"is a {type(value).__name__}, neither a tensor nor a plain value",
         why="nothing says which part of it belongs to this rank",
         do="Save this optimizer's state yourself.",
-    )
-
-
-def _other_shape(where: str, given: tuple[int, ...], wanted: tuple[int, ...]) -> LoadError:
-    return LoadError(
-        where=f"optimizer state of {where}",
-        what=f"has the shape {list(given)}, the parameter {list(wanted)}",
-        why="its elements belong to those of the parameter",
-        do="Load the state of an optimizer over the same model, in the same order.",
     )

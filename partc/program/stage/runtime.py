@@ -24,6 +24,7 @@ from partc.program.model.raw_model import RawModel, take_weights
 from partc.program.model.read_numbers import ReadNumbers
 from partc.program.model.user_modules import UserModules
 from partc.program.optimizer.clip import check_clip, clip_gradients
+from partc.program.optimizer.loaded_states import serve_loads
 from partc.program.optimizer.no_gradients import expect_none
 from partc.program.optimizer.optimizer_states import Form
 from partc.program.optimizer.stage_optimizers import StageOptimizers
@@ -110,6 +111,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         )  # fmt: skip
         first = Member(self._program, self._role, self._rank_step, {}, guard)
         self._begin(Family(first, mesh, choices, guard))
+        serve_loads(self)
 
     @property
     def groups(self) -> Mapping[str, Any]:

@@ -236,10 +236,9 @@ def _watch_optimizers() -> None:
 def _without_gradients(optimizer: Optimizer) -> StandIn | None:
     """A stand-in of an optimizer that has nothing to step on this rank."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = next((p for p in params if isinstance(p, StandIn)), _DROPPED.get(optimizer))
     if any(not isinstance(p, StandIn) and p.grad is not None for p in params):
         return None
-    return mine
+    return stand_in_of(optimizer)
 
 
 def _verdict(found: Tensor, of: StandIn) -> dict[torch.device, Tensor]:
@@ -310,6 +309,12 @@ def drop_stand_ins(optimizer: Optimizer) -> None:
         for param in filter(_is_stand_in, group["params"]):
             _DROPPED[optimizer] = param
         group["params"][:] = [p for p in group["params"] if not isinstance(p, StandIn)]
+
+
+def stand_in_of(optimizer: Optimizer) -> StandIn | None:
+    """A stand-in that an optimizer has in its groups, or had."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return next((p for p in params if isinstance(p, StandIn)), _DROPPED.get(optimizer))
 
 
 def _is_stand_in(param: object) -> bool:
