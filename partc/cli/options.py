@@ -6,8 +6,9 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
 from partc.errors import visible
@@ -47,7 +48,10 @@ class _Parser(argparse.ArgumentParser):
     ``partc compile m:f --plans ddp`` asks whether ``--plan`` is meant.
     """
 
+    given: Sequence[str] = ()  # to this command, as far as -- stands before a launcher's line
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = [*takewhile(lambda each: each != "--", args or ())]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             if line := getattr(found, "line", None):  # that of a launcher
@@ -65,6 +69,8 @@ class _Parser(argparse.ArgumentParser):
         if word and re.fullmatch(r"[a-z]\w*=[0-9]+", word[-1]):
             meant = f"Axes are joined by commas in one word: --mesh dp=2,{word[-1]}."
         if given.startswith("the following arguments are required: "):
+            if strange := next(filter(self._is_strange, self.given), None):
+                self.error(f"there is no option or argument {strange!r}")
             needed = (_as_written(each) for each in self._actions if each.required)
             meant = f"Write {self.prog} {' '.join(needed)}."
         if word == ["run"]:
@@ -77,6 +83,12 @@ class _Parser(argparse.ArgumentParser):
         """End with what is wrong and what to do about it, in one line."""
         said = f"{self.prog}: {text}".strip()
         self.exit(2, f"PTC080 {visible(said)} See `{self.prog} --help`.\n")
+
+    def _is_strange(self, word: str) -> bool:
+        """Whether a word is an option that the command has not, nor any that begins so."""
+        name = word.partition("=")[0]
+        known = (option for each in self._actions for option in each.option_strings)
+        return word.startswith("--") and not any(option.startswith(name) for option in known)
 
     def _tell_of_dashes(self, given: list[str], first: str, unknown: str) -> None:
         """End where a launcher's command, whose first word this is, has no ``--`` before it."""

@@ -39,7 +39,7 @@ _NUMBERS = {
 }
 _MEANT: dict[str, dict[Any, str]] = {  # words of other tools, and what says the same here
     "recompute": {
-        True: "block", "true": "block", "full": "block", "all": "block", "blocks": "block",
+        True: "block", "true": "block", "full": "block", "all": "block",
         "layer": "block", "layers": "block", "uniform": "block", False: "none", "false": "none",
         "off": "none", "no": "none", "selective": "attention", "auto": "cheap", "default": "cheap",
     },
@@ -139,9 +139,10 @@ def _no_word(name: str, given: Any, where: str, words: Iterable[str]) -> PlanErr
 
 def _meant(name: str, given: Any) -> str:
     """What to write for a word of another tool; "" for one that is unknown."""
-    said = given.lower() if isinstance(given, str) else given
-    known = _MEANT.get(name, {}) if isinstance(given, str | bool) else {}
-    if (word := known.get(said)) is None:
+    if not isinstance(given, str | bool):
+        return ""
+    word = _MEANT.get(name, {}).get(given.lower() if isinstance(given, str) else given)
+    if word is None:
         return ""
     return f"Write {word!r}{': ' + _SAYS[word] if word in _SAYS else ''}."
 

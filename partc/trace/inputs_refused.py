@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +35,8 @@ def check_loss(loss: Any) -> None:
         raise TraceError(
             where=f"loss={name or quoted(loss)}",
             what="it takes no model" if name else "it is no function",
-            why=_CALLED, do="Write loss=lambda model, x, y: criterion(model(x), y), for inputs (x, y).",
+            why=_CALLED,
+            do="Write loss=lambda model, x, y: criterion(model(x), y), for inputs (x, y).",
         )
 
 
@@ -65,8 +67,9 @@ def unbound(
         first = next(iter(_parameters(loss)), None)
         if first is None or first.name not in _MODELS:
             raise _without_model(loss, args)
-    do = "Let the loss take the model and then the inputs." if loss is not None else (
-        "Give inputs that the model takes, or loss=, a function of the model and these inputs."
+    do = _as_takes(len(args)) if loss is not None else (
+        "Give inputs that the model takes, or loss=, a function of the model and these inputs: "
+        "loss=lambda model, x, y: F.cross_entropy(model(x), y)."
     )  # fmt: skip
     by_name = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
     if args and by_name and "positional" in str(error):
@@ -122,19 +125,42 @@ def _parameters(loss: Any) -> list[Parameter]:
     return [each.replace(annotation=Parameter.empty) for each in found]
 
 
+def _names(count: int) -> list[str]:
+    """Names for so many inputs of a loss: x, y."""
+    return ["x", "y"][:count] if count < 3 else [f"x{i}" for i in range(count)]
+
+
+def _as_takes(count: int) -> str:
+    """How a loss is written that takes the model and so many inputs."""
+    one = " If it takes a batch as one argument, inputs are a tuple with that in it: ((x, y),)."
+    return (
+        "Let the loss take the model and then the inputs: "
+        f"def loss_of({', '.join(['model', *_names(count)])})." + one * (count > 1)
+    )
+
+
 def _without_model(loss: Any, args: Sequence[Any]) -> TraceError:
     """The refusal of a loss of predictions and targets: ``loss(output, target)``."""
-    taken = ", ".join(map(str, _parameters(loss)))
-    inputs = ("x", "y") if len(args) == 2 else tuple(f"x{i}" for i in range(len(args)))
     name = getattr(loss, "__name__", "")
-    by_name = name.isidentifier() and not name.startswith("_")
+    by_name = name.isidentifier() and name != "forward"
+    inputs = _names(len(args))
     given = ", ".join([f"model({inputs[0]})", *inputs[1:]])
     written = f"loss=lambda model, {', '.join(inputs)}: {{}}({given})"
-    do = written.format(name) if by_name else f"{written.format('F.cross_entropy')}, or with yours"
-    if not by_name:
-        do += " in the place of F.cross_entropy"
+    do = (
+        written.format(name)
+        if by_name
+        else f"{written.format('criterion')}, with yours as criterion"
+    )
+    if not by_name and len(args) == 2:
+        do = f"{written.format('F.cross_entropy')}, or with another criterion"
     return TraceError(
-        where=f"loss={name if by_name else quoted(loss)}",
-        what=f"it takes ({taken}), and not the model and {len(args)} inputs",
-        why=_CALLED, do=f"Write {do}.",
+        where=f"loss={name if by_name else quoted(loss)}{_line(loss)}",
+        what=f"it takes ({', '.join(map(str, _parameters(loss)))}), and is given the model and "
+        f"{', '.join(inputs)}", why=_CALLED, do=f"Write {do}.",
     )  # fmt: skip
+
+
+def _line(loss: Any) -> str:
+    """Where a loss is written, `` (train.py:12)``; "" for one of which Python does not know."""
+    code = getattr(getattr(loss, "forward", loss), "__code__", None)
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""

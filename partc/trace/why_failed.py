@@ -71,15 +71,15 @@ _KNOWN = (
      "Give class numbers and indices as whole numbers: labels.long()."),
 )  # fmt: skip
 _BESIDE = (
-    "A number to log is returned beside the loss, (loss, extras): return loss, {\"norm\": norm}; the "
-    "step then gives both, and .item() is asked for behind it."
+    "to print or log it, return the tensor itself beside the loss, (loss, extras): return loss, "
+    '{"norm": norm}; the step gives both, and .item() is asked for behind it.'
 )
 # By the line that asks for a value, what to do there. The first that fits counts.
 _ASKED = (
     (r"^\s*return\b.*\.item\(\)\)?\s*$|lambda[^:]*:.*\.item\(\)\)?\s*$",
-     f"If this is the loss, return the tensor itself, without .item(). {_BESIDE}"),
+     f"If this is the loss, return the tensor itself, without .item(); {_BESIDE}"),
     (r"\bprint\(|\b(log|logger|logging|LOG|self|wandb|run)\.\w*(log|info|debug|warning)\w*\(|"
-     r"\badd_scalar|\bf[\"']", f"Leave it out of the step. {_BESIDE}"),
+     r"\badd_scalar|\bf[\"']", f"Leave it out of the step; {_BESIDE}"),
     (r"numpy\(|\bnp\.|\.tolist\(",
      "Write it with functions of torch; or compute it outside of the step, and give the result as "
      "an input."),
@@ -92,7 +92,7 @@ _ASKED = (
     (r"^\s*while\b",
      "Repeat a fixed number of times, and keep what is done by then: torch.where(done, x, new)."),
     (r"^(?!.*\b(if|elif|for|while|range)\b).*(\.item\(\)|\bfloat\()",
-     "Compute with the tensor itself, without .item() or float(); where it decides, by torch.where. "
+     "Compute with the tensor itself, without .item() or float(), and decide by torch.where; "
      f"{_BESIDE}"),
 )  # fmt: skip
 _OF_PYTHON = ("AttributeError", "NameError", "KeyError", "UnboundLocalError", "ImportError")
@@ -117,8 +117,8 @@ def explained(
     if _is_model_for_tensor(reason, type(model).__name__):
         what = "the model stands where its result is needed"
         do = (
-            "Let the loss call it: loss=lambda model, x, y: F.cross_entropy(model(x), y). A loss is "
-            "given the model and the inputs, and no predictions."
+            "Let the loss call it: loss=lambda model, x, y: F.cross_entropy(model(x), y). A loss "
+            "is given the model and the inputs, and no predictions."
         )
     if what == _VALUE:
         reason = reason.rstrip(".") + ": while tracing, tensors have shapes but no values"
@@ -136,7 +136,10 @@ def _is_model_for_tensor(reason: str, model: str) -> bool:
         return hasattr(Tensor, reason.rpartition(" ")[2].strip("'"))
     if reason.startswith("unsupported operand type"):
         return f"{model!r}" in reason
-    return re.search(rf"must be (Tensor|.* of Tensors), (but got|not) {re.escape(model)}\b", reason) is not None
+    return (
+        re.search(rf"must be (Tensor|.* of Tensors), (but got|not) {re.escape(model)}\b", reason)
+        is not None
+    )
 
 
 def _known(reason: str) -> tuple[str, str] | None:
