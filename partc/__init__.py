@@ -67,6 +67,15 @@ _MODULES = {
     "with_variants": "control.variants",
 }
 
+_ELSEWHERE = {  # what is asked of partc, and what does it
+    "save": "A program is saved by program.save(folder), and a run by partc.save_checkpoint(...).",
+    "run": "A program runs by torchrun --nproc-per-node 2 FOLDER/run.py, or stage.step(*batch).",
+    **{
+        each: f"It is a command: partc {each} FOLDER, of a saved program."
+        for each in ("bench", "simulate", "explain", "diff")
+    },
+}
+
 if os.path.isfile(os.path.join(__path__[0], "passes")):  # git wrote the links as text files
     from partc.checkout import refusal
 
@@ -83,7 +92,7 @@ if not TYPE_CHECKING:  # type checkers would take every misspelt name for one of
             return import_module(f"{__name__}.{name}")
         from partc.wrong_calls import did_you_mean
 
-        meant = did_you_mean(name, [*_MODULES, "metrics"])
+        meant = _ELSEWHERE.get(name) or did_you_mean(name, [*_MODULES, "metrics"])
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}. {meant}".strip())
 
 

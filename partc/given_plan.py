@@ -153,6 +153,12 @@ def _cuts_something(plan: Plan) -> bool:
     )
 
 
+_UNFREEZE = (
+    "Unfreeze what is to be trained before compiling, model.requires_grad_(True); or compile the "
+    "forward alone, under torch.no_grad() and without loss=."
+)
+
+
 def warn_of_idle(asked: Plan, state: State, step: Traced) -> None:
     """Warn of axes whose ranks all compute the same, of keys of the plan that nothing reads, and of
     a step that trains nothing.
@@ -171,7 +177,7 @@ def warn_of_idle(asked: Plan, state: State, step: Traced) -> None:
     params = list(step.model.parameters())
     if params and step.trains and not any(param.requires_grad for param in params):
         name = type(step.model).__name__
-        text = f"{name}: no parameter has requires_grad, so that a step trains nothing"
+        text = f"{name}: no parameter has requires_grad, so that a step trains nothing. {_UNFREEZE}"
         warnings.warn(text, stacklevel=5)
 
 

@@ -96,6 +96,7 @@ _SURPLUS = {  # what somebody means who passes more by place than there is
     "loss=loss_of), and what follows goes by name",
     "loader": "How many rows a step has follows from the plan: loader(dataset, rows_per_step=16) "
     "counts those of all ranks, and what follows the dataset goes by name",
+    "report": 'What it gives is written by save: partc.report(program).save("report.html")',
     "load": "partc.with_model(program, model, loss) gives a loaded program the loss of the model",
 }
 MOST_NAMED = 6
@@ -109,6 +110,13 @@ _MISSING = {
     "loggers": "Meter([JsonLines('metrics.jsonl')]) says who is told of each step",
     "mesh": 'mesh="dp=4" says how many ranks there are, and along which axes',
     "path": 'the folder to write, for example "build"',
+}
+_MISSING_OF = {  # the same, where one call has another meaning for it
+    ("load", "path"): 'the folder that program.save(...) wrote, partc.load("build")',
+    ("data_rank", "rank"): "the number of a process, program.data_rank(dist.get_rank())",
+    ("role_of", "rank"): "the number of a process, program.role_of(0)",
+    ("loader", "dataset"): "a torch Dataset, a list of rows, or an IterableDataset",
+    ("sampler", "dataset"): "a torch Dataset, or a list of rows",
 }
 
 
@@ -153,7 +161,8 @@ def _unbound(
     unknown = None if takes_any else next((n for n in named if n not in each), None)
     if unknown is None:
         missing = str(error).rpartition(": ")[2].strip("'")
-        what, told = str(error), _MISSING.get(missing, f"{help_on(call)} says what each is")
+        told = _MISSING_OF.get((name, missing)) or _MISSING.get(missing)
+        what, told = str(error), told or f"{help_on(call)} says what each is"
         do = f"Pass what is missing: {told}." if "missing" in what else _surplus(call, name, of)
     else:
         what, told = f"there is no argument {unknown!r}", told_elsewhere(name, unknown)

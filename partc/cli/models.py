@@ -25,6 +25,7 @@ from partc.cli.target import Sizes, Target
 from partc.errors import PartcError, UsageError
 from partc.wrong_calls import did_you_mean, quoted
 
+MOST_NAMED = 12  # functions of a file that a message lists
 LookingUp = ImportError, AttributeError
 
 
@@ -54,11 +55,32 @@ def _called(module: str, attribute: str) -> Target:
             return Target(made, _own_inputs(made, module, attribute))
     if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         return Target(made[0], made[1], made[2] if len(made) == 3 else None)
-    raise _no_model(f"{module}:{attribute}", made)
+    raise _no_model(f"{module}:{attribute}", made, is_called)
 
 
-def _no_model(name: str, made: Any) -> UsageError:
-    """The error for a callable that gives something else."""
+def _others(module: str, attribute: str) -> str:
+    """The models and callables that a module has itself, and the one that is probably meant."""
+    found = sys.modules.get(module)
+    own = [
+        name for name, each in vars(found).items()
+        if not name.startswith("_") and getattr(each, "__module__", "") == module
+    ] if found else []  # fmt: skip
+    near = did_you_mean(attribute, own)
+    if not own:
+        return f"Write a function in {module} that returns (model, inputs, loss), and name it."
+    more = ", ..." * (len(own) > MOST_NAMED)
+    return f"{near} {module} has {', '.join(own[:MOST_NAMED])}{more}.".strip()
+
+
+def _no_model(name: str, made: Any, is_called: bool) -> UsageError:
+    """The error for a callable that gives something else, or for what is none."""
+    module, _, attribute = name.partition(":")
+    if not is_called:
+        return UsageError(
+            where=name, what=f"it is {quoted(made)}, and no function or model",
+            why="partc calls it, and takes the model, inputs and loss that it returns",
+            do=_others(module, attribute),
+        )  # fmt: skip
     each = ", ".join(type(x).__name__ for x in made) if isinstance(made, tuple | list) else ""
     gives = f"({each})" if each else quoted(made)
     return UsageError(
@@ -89,8 +111,7 @@ def _found(module: str, attribute: str) -> Any:
         with _users_code(module):
             return getattr(importlib.import_module(module), attribute)
     except AttributeError as error:
-        there = vars(sys.modules[module]) if module in sys.modules else {}
-        do = did_you_mean(attribute, (n for n in there if not n.startswith("_")))
+        do = _others(module, attribute)
         raise unknown(f"{module}:{attribute}", str(error), do) from error
     except ImportError as error:
         raise unknown(f"{module}:{attribute}", str(error), as_module(module, attribute)) from error

@@ -6,26 +6,13 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
 from partc.errors import visible
 
-_OF_OTHERS = {  # options that other tools have: what says the same here
-    "--preset": "A preset is a plan: --plan ddp.",
-    "--strategy": "It is called --plan here: --plan fsdp.",
-    "--output": "It is called --out here.",
-    "--output-dir": "It is called --out here.",
-    "--num-layers": "It is called --layers here.",
-    "--nproc-per-node": "Ranks are those of the mesh: --mesh dp=4; torchrun starts them.",
-    "--tp": "Axes stand in the mesh: --mesh dp=2,tp=2.",
-    "--dp": "Axes stand in the mesh: --mesh dp=2,tp=2.",
-    "pipeline": "A pipeline's schedule is --of grid.",
-    "schedule": "A pipeline's schedule is --of grid.",
-    "k8s": "It is called kubernetes here.",
-    "--pp": "Axes stand in the mesh: --mesh dp=2,pp=2.",
-}
 EPILOG = """\
 `partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification
 failed, a diff is not empty, no plan fits or the doctor found something wrong, 2 an error, 130
@@ -61,9 +48,14 @@ class _Parser(argparse.ArgumentParser):
     ``partc compile m:f --plans ddp`` asks whether ``--plan`` is meant.
     """
 
+    given: Sequence[str] = ()  # to this command, as far as -- stands before a launcher's line
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = [*takewhile(lambda each: each != "--", args or ())]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            if line := getattr(found, "line", None):  # that of a launcher
+                self._tell_of_dashes(args, line[0], unknown[0])
             self.error(f"there is no option or argument {unknown[0]!r}")
         return found, unknown
 
@@ -73,24 +65,42 @@ class _Parser(argparse.ArgumentParser):
         given, _, choices = message.partition(" (choose from ")
         known = re.findall(r"'([^']+)'", choices) or re.findall(r"--[\w-]+", self.format_usage())
         word = re.findall(r"'([^']*)'", given)
-        meant = _meant(word[-1].partition("=")[0], known) if word else ""
+        meant = self._meant(word[-1].partition("=")[0], known) if word else ""
         if word and re.fullmatch(r"[a-z]\w*=[0-9]+", word[-1]):
             meant = f"Axes are joined by commas in one word: --mesh dp=2,{word[-1]}."
         if given.startswith("the following arguments are required: "):
+            if strange := next(filter(self._is_strange, self.given), None):
+                self.error(f"there is no option or argument {strange!r}")
             needed = (_as_written(each) for each in self._actions if each.required)
             meant = f"Write {self.prog} {' '.join(needed)}."
         if word == ["run"]:
             meant = "A program runs by torchrun: torchrun --nproc-per-node 2 FOLDER/run.py."
         if word and (size := re.fullmatch(r"([0-9]+) ?([KMGT])i?B?", word[-1])):
             meant = f"Write {int(size[1]) * 1000 ** ('KMGT'.index(size[2]) + 1)}."
-        said = f"{self.prog}: {message}. {meant}".strip()
+        self.refuse(f"{message}. {meant}")
+
+    def refuse(self, text: str) -> NoReturn:
+        """End with what is wrong and what to do about it, in one line."""
+        said = f"{self.prog}: {text}".strip()
         self.exit(2, f"PTC080 {visible(said)} See `{self.prog} --help`.\n")
 
+    def _is_strange(self, word: str) -> bool:
+        """Whether a word is an option that the command has not, nor any that begins so."""
+        name = word.partition("=")[0]
+        known = (option for each in self._actions for option in each.option_strings)
+        return word.startswith("--") and not any(option.startswith(name) for option in known)
 
-def _meant(word: str, known: list[str]) -> str:
-    from partc.wrong_calls import did_you_mean
+    def _tell_of_dashes(self, given: list[str], first: str, unknown: str) -> None:
+        """End where a launcher's command, whose first word this is, has no ``--`` before it."""
+        if "--" not in given and given.index(first) < given.index(unknown):
+            from partc.cli.other_options import behind_dashes
 
-    return _OF_OTHERS.get(word) or did_you_mean(word, known)
+            self.refuse(behind_dashes(self.prog, given, first))
+
+    def _meant(self, word: str, known: list[str]) -> str:
+        from partc.cli.other_options import meant
+
+        return meant(self.prog, word, known)
 
 
 def _as_written(needed: argparse.Action) -> str:

@@ -76,9 +76,7 @@ class Watchdog:
         except (OSError, ValueError) as error:
             raise UsageError(
                 where="partc watchdog", what=f"{self.command[0]!r} cannot be started",
-                why=getattr(error, "strerror", None) or str(error),
-                do="Write the launcher's command line behind --: partc watchdog -- torchrun "
-                "--nproc-per-node 4 --max-restarts 3 train.py.",
+                why=getattr(error, "strerror", None) or str(error), do=_as_started(self.command),
             ) from None  # fmt: skip
 
     def _pass_signals(self, launcher: subprocess.Popen[bytes]) -> None:
@@ -158,6 +156,16 @@ class Watchdog:
             {"rank": process.rank, "why": found.why, "place": beat.place if beat else ""}
         )
         del self.known[process.pid]
+
+
+def _as_started(command: Sequence[str]) -> str:
+    """What to do about a command that cannot be started."""
+    if len(command) == 1 and " " in command[0]:
+        return f"Leave out its quotation marks: partc watchdog -- {command[0]}."
+    return (
+        "Write the launcher's command line behind --: partc watchdog -- torchrun "
+        "--nproc-per-node 4 --max-restarts 3 train.py."
+    )
 
 
 def _send(process: RankProcess, number: int) -> None:

@@ -195,6 +195,9 @@ def _texts(table: Mapping[str, Any], key: str) -> Sequence[str]:
 def _unreadable(where: str, error: Exception) -> PlanError:
     twice = next((key for key in _SEVERAL if str(error).startswith(f"[{key}] stands")), "")
     do = _brackets(twice) if twice else "Mend or name another."
+    if not Path(where).exists() and where.endswith(".toml"):
+        do = f"Name a file that is there, write one by `partc calibrate -o {where}`, or name axes: "
+        do += '"dp=2,tp=4".'
     return PlanError(where=where, what="the file cannot be read", why=str(error), do=do)
 
 

@@ -13,6 +13,7 @@ from partc.pictures.memory_svg import memory_svg
 from partc.pictures.mesh_svg import mesh_svg
 from partc.pictures.pipeline_svg import pipeline_svg
 from partc.program import Program
+from partc.reports.drawn_program import check_program
 from partc.reports.saved_step import saved_step
 from partc.reports.step_svg import step_svg
 from partc.wrong_calls import as_path, did_you_mean, known_arguments, quoted
@@ -80,6 +81,7 @@ def picture(program: Program, of: str = "timeline", where: str = "program") -> P
 
         partc.picture(partc.load("build"), of="memory").save("memory.svg")
     """
+    check_program(program, "picture")
     if of not in OF:
         raise UsageError(
             where=f"picture(of={quoted(of)})", what="there is no such picture",

@@ -37,6 +37,22 @@ _NUMBERS = {
     "virtual_stages": (0, 10_000),
     "memory_bytes": (0, _MOST_BYTES),
 }
+_MEANT: dict[str, dict[Any, str]] = {  # words of other tools, and what says the same here
+    "recompute": {
+        True: "block", "true": "block", "full": "block", "all": "block",
+        "layer": "block", "layers": "block", "uniform": "block", False: "none", "false": "none",
+        "off": "none", "no": "none", "selective": "attention", "auto": "cheap", "default": "cheap",
+    },
+    "compile": {True: "inductor", "true": "inductor", False: "none", "false": "none"},
+    "batch_norm": {
+        True: "global", "sync": "global", "synced": "global", "syncbn": "global", False: "local",
+    },
+}  # fmt: skip
+_SAYS = {  # what these words say
+    "block": "each block is computed again in the backward",
+    "attention": "attention alone is computed again",
+    "global": "statistics over the whole batch",
+}
 _FLAGS = ("messages", "profiler_ranges")
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes", "hooks")
@@ -112,13 +128,23 @@ def _word(name: str, given: Any, where: str) -> None:
 
 def _no_word(name: str, given: Any, where: str, words: Iterable[str]) -> PlanError:
     listed = ", ".join(map(repr, words))
-    do = did_you_mean(given, words) or f"Write one of {listed}."
+    do = _meant(name, given) or did_you_mean(given, words) or f"Write one of {listed}."
     if name == "batch" and not isinstance(given, str):
         do = "Pass example inputs as the third argument, or as inputs=."
     if name == "random" and isinstance(given, int):
         do = f"A seed is said to the stage: stage.seed({int(given)}). {do}"
     what = f"{name} = {quoted(given)} means nothing"
     return plan_error(where, what, f"it is one of {listed}", do)
+
+
+def _meant(name: str, given: Any) -> str:
+    """What to write for a word of another tool; "" for one that is unknown."""
+    if not isinstance(given, str | bool):
+        return ""
+    word = _MEANT.get(name, {}).get(given.lower() if isinstance(given, str) else given)
+    if word is None:
+        return ""
+    return f"Write {word!r}{': ' + _SAYS[word] if word in _SAYS else ''}."
 
 
 def _number(name: str, given: Any, where: str) -> None:

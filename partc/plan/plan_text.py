@@ -101,9 +101,12 @@ def pass_lines(name: str, passes: Sequence[str]) -> list[str]:
 
 def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
     if not isinstance(entry, Mapping):
+        first = entry if isinstance(entry, int) and not isinstance(entry, bool) else 0
         raise plan_error(
-            where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }"
-        )
+            where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }",
+            f'Write "{where.partition("params.")[2] or "NAME"}" = {{ dp = {first} }}, with an axis '
+            "of the mesh and a dim from 0.",
+        )  # fmt: skip
     cuts = {}
     for axis, at in entry.items():
         dim, outer = at if isinstance(at, list) and len(at) == 2 else (at, 1)

@@ -183,6 +183,7 @@ class Program(NotAStage):
         """
         return recipe_of(self).also(inputs, loss, self)
 
+    @known_arguments
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""
         check_whole_number(rank, "rank", -self.mesh.num_ranks)

@@ -13,6 +13,11 @@ _ELSEWHERE = {  # what is asked of a program, and which call of partc does it
     "load": "partc.load(folder)",
     "compile": "partc.compile(model, mesh, inputs)",
     "with_model": "partc.with_model(program, model, loss)",
+    "run": "stage = program.module(), and stage.step(*batch), under torchrun; a saved program runs "
+    "by torchrun --nproc-per-node 2 FOLDER/run.py",
+    "bench": "the command partc bench FOLDER, of a saved program",
+    "simulate": "the command partc simulate FOLDER, of a saved program",
+    "explain": "the command partc explain FOLDER, of a saved program",
     "save_checkpoint": "partc.save_checkpoint(folder, stage)",
     "load_checkpoint": "partc.load_checkpoint(folder, stage)",
 }
@@ -45,8 +50,8 @@ class NotAStage:
             if name in _ELSEWHERE:
                 raise NoStageError(
                     where=f"program.{name}", what="a program has no such method",
-                    why="it is a function of partc, which takes a program",
-                    do=f"Call {_ELSEWHERE[name]}.",
+                    why="something else of partc does that with a program",
+                    do=f"Take {_ELSEWHERE[name]}.",
                 )  # fmt: skip
             own = [each for each in dir(self) if not each.startswith("_")]
             raise NoStageError(

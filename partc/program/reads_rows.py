@@ -22,15 +22,16 @@ def data_world(program: Program) -> int:
     return division_of(program).num_batches * division_of(program).world
 
 
-def data_rank(program: Program, rank: int) -> int:
+@known_arguments
+def data_rank(self: Program, rank: int) -> int:
     """The number of the piece that a rank computes: DistributedSampler's ``rank``.
 
     Ranks that differ along ``tp`` or ``pp`` have the same.
     """
     from partc.program.reading import division_of
 
-    program.role_of(rank)
-    return division_of(program).rank(rank)
+    self.role_of(rank)
+    return division_of(self).rank(rank)
 
 
 @known_arguments

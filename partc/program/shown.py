@@ -10,6 +10,7 @@ from partc.amounts import counted
 from partc.cost.cost_html import cost_html
 from partc.drawing import html_table
 from partc.errors import PartcError
+from partc.wrong_calls import known_arguments
 
 if TYPE_CHECKING:
     from partc.program import Program
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
 MOST_BYTES = 35_000  # of a picture in a notebook
 
 
-def picture(program: Program, of: str = "timeline") -> partc.Picture:
+@known_arguments
+def picture(self: Program, of: str = "timeline") -> partc.Picture:
     """A picture of the program: ``program.picture(of="memory").save("memory.svg")``.
 
     ``of``: ``"timeline"``, ``"memory"``, ``"mesh"``, or of a pipeline ``"grid"``. UsageError where
     nothing of the program's step was saved with it.
     """
-    return partc.picture(program, of)
+    return partc.picture(self, of)
 
 
 def program_html(program: Program) -> str:
@@ -40,9 +42,10 @@ def program_html(program: Program) -> str:
     return f"{head}{drawn if len(drawn) < MOST_BYTES else ''}{cost_html(program.cost.as_json())}"
 
 
-def report(program: Program) -> partc.ReportPage:
+@known_arguments
+def report(self: Program) -> partc.ReportPage:
     """The program's predicted step as a page: ``program.report().save("report.html")``.
 
     UsageError where nothing of the program's step was saved with it.
     """
-    return partc.report(program)
+    return partc.report(self)

@@ -11,6 +11,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -213,10 +214,15 @@ def device_of(device: str, call: str = "module") -> torch.device:
 
 
 def _no_device(call: str, device: object, why: str) -> RunError:
+    do = 'Pass "cpu", or "cuda" where torch.cuda.is_available().'
+    if isinstance(device, nn.Module):
+        do = (
+            "Leave the model out: weights come from the one that was compiled, from "
+            "partc.load(folder, model), or through stage.load_full(model)."
+        )
     return RunError(
-        where=f"{call}(device={quoted(device)})", what="it cannot run there", why=why,
-        do='Pass "cpu", or "cuda" where torch.cuda.is_available().',
-    )  # fmt: skip
+        where=f"{call}(device={quoted(device)})", what="it cannot run there", why=why, do=do
+    )
 
 
 def _join(device: torch.device) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from partc.atomic import atomic_write
 from partc.program import Program
+from partc.reports.drawn_program import check_program
 from partc.reports.report_data import Json, report_data
 from partc.reports.report_page import framed, report_page
 from partc.wrong_calls import as_path, known_arguments
@@ -58,6 +59,7 @@ def report(program: Program) -> ReportPage:
 
         partc.report(partc.load("build")).save("report.html")
     """
+    check_program(program, "report")
     return ReportPage(report_data(program))
 
 

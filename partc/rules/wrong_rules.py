@@ -122,8 +122,8 @@ def _check_letters(notation: Notation, where: str, text: str, makes_dims: bool) 
                 where=where, what=f"a result has the letter {letter!r}, which no operand has",
                 why=f"a letter is the same dim in all terms of {text!r}, and nothing says how much "
                 "of this one a rank computes",
-                do="Write the letter of the operand's dim that it is, or _ for a dim that is never "
-                "split.",
+                do="Write the letter of the operand's dim that it is, with a term for each operand "
+                f"(this rule has {len(notation.operands)}), or _ for a dim that is never split.",
             )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ says the same of the arguments without any values.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import BoundArguments, Signature
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from partc.errors import TraceError
 from partc.trace.capture import names_of
+from partc.trace.inputs_refused import check_loss, check_takes, unbound
 from partc.trace.trees import Names, Tree, TreeError, filled, tensors_of, tree_of
-from partc.wrong_calls import quoted
 
 KINDS = {
     str(kind.name): kind
@@ -165,7 +165,8 @@ class Given:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise _unbound(model, loss, signature, args, kwargs, error) from None
+            raise unbound(model, loss, signature, args, kwargs, error) from None
+        check_takes(model, loss, args, kwargs)
         own = names_of(model)
         names = Names([*own.params, *own.buffers, *own.aliases])
         try:
@@ -270,85 +271,6 @@ def _default(parameter: inspect.Parameter) -> Tree | None:
         tree = None
     known = tree is not None and not [*tree.names()] and tree.kind != "fields"
     return tree if known else Tree("left out", of=f"a {type(parameter.default).__name__}")
-
-
-def check_loss(loss: Any) -> None:
-    """TraceError for torch's losses of predictions and targets, which take no model, and for
-    what torch.compile has wrapped, which no trace can look into.
-    """
-    if any(hasattr(loss, mark) for mark in ("_orig_mod", "_torchdynamo_orig_callable")):
-        raise TraceError(
-            where=f"loss={quoted(loss)}", what="it was compiled by torch.compile",
-            why="partc traces the loss together with the model", do="Pass the function itself; "
-            'compile="inductor" has the program compiled.',
-        )  # fmt: skip
-    kind = loss if isinstance(loss, type) else type(loss)
-    name = kind.__name__ if kind.__module__ == "torch.nn.modules.loss" else ""
-    if getattr(loss, "__module__", "") == "torch.nn.functional":
-        name = str(getattr(loss, "__name__", "a function"))
-    if name or (loss is not None and not callable(loss)):
-        raise TraceError(
-            where=f"loss={name or quoted(loss)}",
-            what="it takes no model" if name else "it is no function",
-            why="a loss is called as loss(model, *inputs), and computes predictions too",
-            do="Write loss=lambda model, x, y: criterion(model(x), y), for inputs (x, y).",
-        )
-
-
-def _renamed(signature: Signature, kwargs: Mapping[str, Any]) -> str:
-    """What to do about entries of a dict that are no argument; "" where all are."""
-    taken = signature.parameters
-    wrong = [name for name in kwargs if name not in taken]
-    free = [n for n, p in taken.items() if n not in kwargs and p.default is p.empty]
-    if not wrong or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-        return ""
-    named = f"Inputs that are a dict are given by name, and {wrong[0]!r} is no argument"
-    if free:
-        return (
-            f"{named}: rename that entry to {free[0]!r}, or the argument to {wrong[0]!r}. As one "
-            "argument they are ({...},)."
-        )
-    return f"{named}: leave that entry out."
-
-
-def _unbound(
-    model: nn.Module, loss: Any, signature: Signature, args: Sequence[Any],
-    kwargs: Mapping[str, Any], error: TypeError,
-) -> TraceError:  # fmt: skip
-    call = "loss(model, {})" if loss is not None else f"{type(model).__name__}({{}})"
-    inner = ", ".join([*(type(a).__name__ for a in args), *(f"{name}=..." for name in kwargs)])
-    taken = ", ".join(map(str, signature.parameters.values()))
-    do = "Let the loss take the model and then the inputs." if loss is not None else (
-        "Give inputs that the model takes, or loss=, a function of the model and these inputs."
-    )  # fmt: skip
-    by_name = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    if args and by_name and "positional" in str(error):
-        entries = ", ".join(f"{name!r}: ..." for name in by_name[: len(args)])
-        do = f"Its arguments go by name: pass inputs as a dict, {{{entries}}}."
-    elif not args and not kwargs:
-        do = f"Pass example tensors for ({taken})."
-    elif len(args) == 1 and isinstance(args[0], int | float | str):
-        do += " Inputs are tensors of the shapes of a batch: (torch.zeros(8, 256), ...)."
-    elif len(args) == 1 and isinstance(args[0], Iterator):
-        do += " Several inputs are a tuple: tuple(inputs)."
-    elif len(args) == 1 and not isinstance(args[0], Tensor):
-        do += " Inputs are a tuple, of one batch: next(iter(loader))."
-    elif len(args) > 1 and all(
-        isinstance(a, list | tuple) and len(a) == len(args[0]) for a in args
-    ):
-        do += " A list of samples becomes a batch by torch.utils.data.default_collate(samples)."
-    elif len(args) == 1 and str(error).startswith("missing"):
-        do += " Several inputs are a tuple: (x, y)."
-    if kwargs:
-        do = _renamed(signature, kwargs) or (
-            f"{do} Inputs that are a dict are given by name; as one argument they are ({{...}},)."
-        )
-    return TraceError(
-        where=f"inputs, {call.format(inner)}",
-        what=str(error),
-        why=f"it takes ({taken})",
-        do=do,
-    )
 
 
 def _check_tensors(names: Sequence[str], tensors: Sequence[Tensor], given: Iterable[Any]) -> None:

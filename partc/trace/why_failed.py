@@ -26,7 +26,9 @@ _KNOWN = (
      "Use torch.where instead of a branch; to print or log it, return the tensor itself beside the "
      "loss, (loss, extras), and do that behind the step; or move this code out of the step."),
     ("DynamicOutputShapeException", "the size of a result depends on the values of a tensor",
-     "Use a mask or a fixed capacity instead of selecting elements."),
+     "Keep the shape, and count with a mask: (loss * mask).sum() / mask.sum() in place of "
+     "loss[mask].mean(), or torch.where(mask, x, 0); of rows that are picked take a fixed number, "
+     "x.topk(k)."),
     ("use_reentrant", "a reentrant checkpoint cannot be traced",
      "Call torch.utils.checkpoint.checkpoint with use_reentrant=False."),
     ("UnsupportedOperatorException|no fake impl", "an op has no shape function",
@@ -68,11 +70,16 @@ _KNOWN = (
     (r"Expected (dtype|tensor).*(int64|Long)|scalar type Long", "whole numbers are needed",
      "Give class numbers and indices as whole numbers: labels.long()."),
 )  # fmt: skip
+_BESIDE = (
+    "to print or log it, return the tensor itself beside the loss, (loss, extras): return loss, "
+    '{"norm": norm}; the step gives both, and .item() is asked for behind it.'
+)
 # By the line that asks for a value, what to do there. The first that fits counts.
 _ASKED = (
     (r"^\s*return\b.*\.item\(\)\)?\s*$|lambda[^:]*:.*\.item\(\)\)?\s*$",
-     "If this is the loss, return the tensor itself, without .item(); of a number to look at "
-     "return the tensor beside the loss, (loss, extras)."),
+     f"If this is the loss, return the tensor itself, without .item(); {_BESIDE}"),
+    (r"\bprint\(|\b(log|logger|logging|LOG|self|wandb|run)\.\w*(log|info|debug|warning)\w*\(|"
+     r"\badd_scalar|\bf[\"']", f"Leave it out of the step; {_BESIDE}"),
     (r"numpy\(|\bnp\.|\.tolist\(",
      "Write it with functions of torch; or compute it outside of the step, and give the result as "
      "an input."),
@@ -84,6 +91,9 @@ _ASKED = (
      "before it is given to the step, as each shape has a program of its own."),
     (r"^\s*while\b",
      "Repeat a fixed number of times, and keep what is done by then: torch.where(done, x, new)."),
+    (r"^(?!.*\b(if|elif|for|while|range)\b).*(\.item\(\)|\bfloat\()",
+     "Compute with the tensor itself, without .item() or float(), and decide by torch.where; "
+     f"{_BESIDE}"),
 )  # fmt: skip
 _OF_PYTHON = ("AttributeError", "NameError", "KeyError", "UnboundLocalError", "ImportError")
 _SHAPES = re.compile(
@@ -104,11 +114,12 @@ def explained(
     kind = type(error).__name__
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     what, do = _known(f"{kind}: {reason}") or _shapes(kind, reason, names, inputs)
-    if reason.startswith(f"{type(model).__name__!r} object"):
-        attribute = reason.rpartition(" ")[2].strip("'")
-        if hasattr(Tensor, attribute):
-            what = "the model stands where its result is needed"
-            do = "Let the loss call it: lambda model, x, y: criterion(model(x), y)."
+    if _is_model_for_tensor(reason, type(model).__name__):
+        what = "the model stands where its result is needed"
+        do = (
+            "Let the loss call it: loss=lambda model, x, y: F.cross_entropy(model(x), y). A loss "
+            "is given the model and the inputs, and no predictions."
+        )
     if what == _VALUE:
         reason = reason.rstrip(".") + ": while tracing, tensors have shapes but no values"
         line = (source or "").partition(": ")[2]
@@ -117,6 +128,18 @@ def explained(
             what = "a distribution checks the values of its arguments"
             do = "Leave validate_args=True out: while tracing, the check is off by default."
     return TraceError(where=f"{path} ({source})" if source else path, what=what, why=reason, do=do)
+
+
+def _is_model_for_tensor(reason: str, model: str) -> bool:
+    """Whether torch says that a model, the class of which has this name, was taken for a tensor."""
+    if reason.startswith(f"{model!r} object has no attribute"):
+        return hasattr(Tensor, reason.rpartition(" ")[2].strip("'"))
+    if reason.startswith("unsupported operand type"):
+        return f"{model!r}" in reason
+    return (
+        re.search(rf"must be (Tensor|.* of Tensors), (but got|not) {re.escape(model)}\b", reason)
+        is not None
+    )
 
 
 def _known(reason: str) -> tuple[str, str] | None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from tests.mistakes.things import Net, batch_of, loss_of
 
+SIZE = 4  # what no model is
+
 
 def right() -> Any:
     return Net(), batch_of(), loss_of

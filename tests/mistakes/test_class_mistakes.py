@@ -18,6 +18,10 @@ from tests.mistakes.things import Mistake, Net, batch_of, check, loss_of, progra
 anything: Any = partc  # to a type checker these are no mistakes
 
 
+def any_program() -> Any:
+    return program()
+
+
 def verified(**changed: Any) -> Report:
     given: dict[str, Any] = {"model": Net(), "inputs": batch_of(), "loss": loss_of, **changed}
     return partc.verify(program(), **given)
@@ -31,6 +35,15 @@ MISTAKES: dict[str, Mistake] = {
     "a machine by name": (lambda: anything.Topology("dgx-h100"), ("Topology.load(",)),
     "no machine": (lambda: anything.Topology.load(), ("Topology.load()", "'name'")),
     "no loggers": (lambda: Meter(), ("'loggers'", "JsonLines")),  # type: ignore[call-arg]
+    "a folder's picture": (lambda: anything.picture("build"), ("partc.load('build')",)),
+    "a model's report": (lambda: anything.report(Net()), ("a Net", "partc.compile or partc.load")),
+    "a report's path": (lambda: program().report("x.html"), ('save("report',)),  # type: ignore[call-arg]
+    "no rank": (lambda: program().data_rank(), ("dist.get_rank()",)),  # type: ignore[call-arg]
+    "a program that runs": (lambda: any_program().run(), ("stage.step", "torchrun")),
+    "load without a folder": (lambda: anything.load(), ('partc.load("build")',)),
+    "a file of checkpoints": (lambda: partc.Checkpoints(__file__), ("it is a file", "a folder")),
+    "checkpoints that load": (
+        lambda: anything.Checkpoints("run").load(), ("load_latest(stage, optimizer)",)),
     "a pass after nothing": (lambda: anything.graph_pass(), ("'after'", "insert_collectives")),
     "no batch": (lambda: anything.Traced(Net()), ("'inputs'", "global batch")),
     "no plan": (lambda: partition(1), ("'plan'", "partition()")),  # type: ignore[arg-type, call-arg]

@@ -81,6 +81,33 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a mesh in two words": ((*COMPILE, "tp=2"), ("'tp=2'", "--mesh dp=2,tp=2")),
     "a plan's folder": ((*COMPILE, "--plan", "BUILD"), ("a folder", "build/plan.toml'")),
     "another folder": ((*COMPILE, "--plan", "ABOVE"), ("a folder", "names a file in it")),
+    "ranks of a bench": (
+        ("bench", "BUILD", "--nproc", "4"),
+        ("'--nproc'", "mesh of the program says how many ranks", "partc compile --mesh dp=4"),
+    ),
+    "ranks of a bench alone": (("bench", "--nproc_per_node=4"), ("starts all of them",)),
+    "ranks of torchrun": ((*COMPILE, "--nproc_per_node", "2"), ("--mesh dp=4; torchrun starts",)),
+    "ranks of calibrate": (("calibrate", "--nproc", "2"), ("Write --ranks 4.",)),
+    "a mesh of a program": (("bench", "BUILD", "--mesh", "dp=4"), ("partc compile makes another",)),
+    "an underscore": ((*COMPILE, "--memory_bytes", "1"), ("Write --memory-bytes.",)),
+    "no dashes": (
+        ("watchdog", "--stall", "9", "torchrun", "--nproc", "2", "train.py", "a b"),
+        ("no -- stands", "partc watchdog --stall 9 -- torchrun --nproc 2 train.py 'a b'."),
+    ),
+    "a watchdog's option": (
+        ("watchdog", "--step-timout", "5", "torchrun", "train.py"),
+        ("Did you mean '--step-timeout'",),
+    ),
+    "a quoted launcher": (
+        ("watchdog", "--", "torchrun train.py"),
+        ("Leave out its quotation marks: partc watchdog -- torchrun train.py.",),
+    ),
+    "no function": (("compile", MODELS + "setup", *COMPILE[2:]), ("has right, other, nothing",)),
+    "a number of a file": (
+        ("compile", MODELS + "SIZE", *COMPILE[2:]),
+        ("it is 4, and no function",),
+    ),
+    "no configuration": (("plan", "--from", "no.json"), ("no.json", "Name the configuration's")),
     "a factor": (("simulate", "BUILD", "--peak", "fast"), ("fast", "--peak 2")),
 }
 

@@ -51,6 +51,15 @@ def wider(hidden: int = 6) -> Net:
     return model
 
 
+def of_predictions(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).mean()
+
+
+class OfPredictions(nn.Module):
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return of_predictions(output, target)
+
+
 class Bare(nn.Module):
     def __init__(self) -> None:
         self.width = 4
@@ -103,6 +112,7 @@ MISTAKES: dict[str, Mistake] = {
     "mesh of a digit that is none": of("mesh", "dp=\u00b2", "not an axis", "dp=2,tp=4"),
     "mesh of 5,000 digits": of("mesh", "dp=" + "9" * 5000, "not an axis", "dp=2,tp=4"),
     "a machine as mesh": of("mesh", "dgx-h100", "'dgx-h100'", "Mesh.load('dgx-h100'"),
+    "no mesh file": of("mesh", "no.toml", "no.toml", "partc calibrate -o no.toml"),
     "a mesh without end": of("mesh", {"dp": 10**12}, "dp=1000000000000", "fewer ranks"),
     "a misspelt preset": of("plan", "fdsp", "'fdsp'", "Did you mean 'fsdp'"),
     "a misspelt auto": of("plan", "auot", "'auot'", "Did you mean 'auto'"),
@@ -115,6 +125,9 @@ MISTAKES: dict[str, Mistake] = {
     "json": of("plan", "plan.json", "'build/plan.toml'"),
     "plan=None": of("plan", None, "plan is None", '"auto"'),
     "plan=3": of("plan", 3, "plan is 3", '"auto"'),
+    "a dim without an axis": of(
+        "plan", '[params]\n"up.weight" = 0', 'Write "up.weight" = { dp = 0 }'
+    ),
     "a dict": of("plan", {"preset": "ddp"}, "plan is a dict", "partc.Plan(**fields)"),
     "a program's plan": lazily("plan", program, "a Program", "program.plan"),
     "a plan that is a folder": of("plan", Path(), "a directory", "plan.toml"),
@@ -135,6 +148,37 @@ MISTAKES: dict[str, Mistake] = {
     "memory with a unit": of("memory_bytes", "16GB", "'16GB'", "16_000_000_000"),
     "memory=inf": of("memory_bytes", math.inf, "memory_bytes = inf", "whole number"),
     "recompute=True": of("recompute", True, "recompute = True", "'block'"),
+    "recompute=full": of("recompute", "full", "'full'", "Write 'block': each block"),
+    "recompute=False": of("recompute", False, "Write 'none'."),
+    "recompute=selective": of("recompute", "Selective", "Write 'attention'"),
+    "compile=True": of("compile", True, "Write 'inductor'."),
+    "batch_norm=sync": of("batch_norm", "sync", "Write 'global'"),
+    "a loss of predictions": of(
+        "loss",
+        lambda output, target: (output - target).mean(),
+        "test_compile_mistakes.py:",
+        "it takes (output, target), and is given the model and x, y",
+        "loss=lambda model, x, y: F.cross_entropy(model(x), y)",
+    ),
+    "a named loss of predictions": of(
+        "loss", of_predictions, "loss=of_predictions", "loss=lambda model, x, y: of_predictions("
+    ),
+    "a module of predictions": lazily("loss", OfPredictions, "lambda model, x, y", "the model and"),
+    "a loss of the output": (
+        lambda: compiled(inputs=(X,), loss=lambda out: out.mean()),
+        ("lambda model, x: criterion",),
+    ),
+    "a loss that has no model in it": of(
+        "loss",
+        lambda out, x, y: (out - y).mean(),
+        "the model stands",
+        "F.cross_entropy(model(x), y)",
+    ),
+    "torch's loss of a model": of(
+        "loss", lambda out, x, y: nn.functional.mse_loss(out, y), "the model stands"
+    ),
+    "a loss of a batch": of("loss", lambda model, batch: model(batch[0]), "((x, y),)"),
+    "no loss of a target": of("loss", None, "lambda model, x, y: F.cross_entropy(model(x), y)"),
     "recompute=[3]": of("recompute", [3], "recompute = (3,)", "'attention'"),
     "misspelt recompute": of("recompute", "blocks", "'blocks'", "Did you mean 'block'"),
     "batch=8": of("batch", 8, "batch = 8", "'global'"),
@@ -200,13 +244,19 @@ def test_a_name_that_is_not_there_is_told() -> None:
         _ = partc.complie  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("name", "words"), [("save", "program.save"), ("bench", "partc bench")])
+def test_a_name_of_partc_that_is_elsewhere_is_told(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=words):
+        getattr(partc, name)
+
+
 def test_ranks_that_divide_nothing_are_told() -> None:
     with pytest.warns(UserWarning, match="tp=2 cuts no weight"):
         compiled(model=wider(7), mesh="tp=2", plan="megatron")
 
 
 def test_a_step_that_trains_nothing_is_told() -> None:
-    with pytest.warns(UserWarning, match="Net: no parameter has requires_grad"):
+    with pytest.warns(UserWarning, match=r"requires_grad.* model\.requires_grad_\(True\).*no_grad"):
         compiled(model=Net().requires_grad_(False))
 
 

@@ -269,7 +269,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         wrong_rule, ("rule of aten._softmax (", "prove it", "These differ most"),
     ),
     "a letter of no operand": (
-        lambda: ruled("ab->az"), ("aten.tanh", "the letter 'z'", "no operand has"),
+        lambda: ruled("ab->az"),
+        ("aten.tanh", "the letter 'z'", "no operand has", "this rule has 1"),
     ),
     "a pass that is none": (lambda: partc.graph_pass(after="name_calls")(ANY), ("None", "def")),
     "a row that fails": (read, ("Broken", "FileNotFoundError: 3.png", "raise FileNotFound")),

@@ -34,6 +34,7 @@ def alone() -> Iterator[None]:
     with one_rank():
         yield
     stage.cache_clear()
+    words_first.cache_clear()
 
 
 @cache
@@ -44,6 +45,18 @@ def one() -> Any:
 @cache
 def stage() -> Any:
     return one().module()
+
+
+@cache
+def words_first() -> Any:
+    """A stage whose inputs differ in kind."""
+
+    def loss(model: nn.Module, labels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(x), labels)
+
+    made = compiled(mesh="dp=1", inputs=(torch.zeros(8, dtype=torch.long), X), loss=loss).module()
+    made.load_full(Net())
+    return made
 
 
 def index(folder: Path, content: str) -> None:
@@ -93,6 +106,16 @@ MISTAKES: dict[str, Called] = {
         ("no Rows has it", "by number, stage[0]: it has 0, 1"),
     ),
     "a part misspelt": (lambda at: stage().dwn, ("Did you mean 'down'",)),
+    "a stage that saves": (lambda at: stage().save(at), ("partc.save_checkpoint(folder, stage",)),
+    "a stage that loads": (lambda at: stage().load(at), ("load_full", "partc.load_checkpoint(")),
+    "a checkpoint": (lambda at: stage().load_checkpoint(at), ("partc.load_checkpoint(folder",)),
+    "a loss of a stage": (lambda at: stage().loss(X, Y), ("loss = stage.step(*batch)",)),
+    "an optimizer": (lambda at: stage().optimizer, ("AdamW(stage.parameters())",)),
+    "a model for a stage": (lambda at: one().module(Net()), ("partc.load(folder, model)",)),
+    "the order of a batch": (
+        lambda at: words_first().step(X, torch.zeros(8, dtype=torch.long)),
+        ("another order: pass step(labels, x)",),
+    ),
     "the keys of a batch": (
         lambda at: stage().step(*{"x": X, "target": Y}),
         ("names 'x', 'target'", "step(**batch)"),

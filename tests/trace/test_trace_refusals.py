@@ -49,6 +49,30 @@ def test_data_dependence_is_refused(ask: Callable[[Tensor], Any], what: str) -> 
     assert caught.value.do
 
 
+@pytest.mark.parametrize(
+    "pick", [lambda y: y[y > 0].mean(), lambda y: y.masked_select(y > 0).mean()]
+)
+def test_a_mask_is_counted_with(pick: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(nn.Linear(4, 4), (torch.randn(2, 4),), lambda m, x: pick(m(x)))
+    assert "(loss * mask).sum() / mask.sum() in place of loss[mask].mean()" in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda y: y * y.norm().item(), "Compute with the tensor itself, without .item()"),
+        (lambda y: float(y.sum()), "return loss, {"),
+        (lambda y: print(y.sum().item()), "Leave it out of the step; to print or log it"),
+        (lambda y: y.sum().item() if y.sum() > 0 else y, "torch.where instead of a branch"),
+    ],
+)
+def test_a_number_that_is_asked_for_is_returned(ask: Callable[[Tensor], Any], words: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(nn.Sequential(Asks(ask)), (torch.randn(2, 4),))
+    assert words in caught.value.do
+
+
 def test_other_refusals() -> None:
     x, outside = torch.randn(2, 4), nn.Linear(4, 4)
     with pytest.raises(TraceError, match="the loss is a tensor"):

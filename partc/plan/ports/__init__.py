@@ -81,9 +81,18 @@ def _table(path: Path) -> Mapping[str, Any]:
     except (Unreadable, ValueError, RecursionError) as error:
         raise UsageError(
             where=str(path), what="it cannot be read", why=str(error) or type(error).__name__,
-            do=f"Correct it: it is no {kind.upper()}." if (kind := path.suffix[1:]) in KINDS
-            else "Name a .yaml, .json or .toml file.",
+            do=_readable(path),
         ) from None  # fmt: skip
+
+
+def _readable(path: Path) -> str:
+    """What to do about a file that cannot be read."""
+    if not path.is_file():
+        return "Name the configuration's file: a .yaml, .json or .toml."
+    kind = path.suffix[1:]
+    return f"Correct it: it is no {kind.upper()}." if kind in KINDS else (
+        "Name a .yaml, .json or .toml file."
+    )  # fmt: skip
 
 
 def _yaml(text: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from partc.errors import UsageError
 from partc.program.not_a_stage import no_stage_yet
 from partc.program.stage.runtime import Stage
-from partc.wrong_calls import quoted
+from partc.wrong_calls import as_path, did_you_mean, quoted
 
 FIRST = {  # what a call has before the stage
     "save_checkpoint": "folder, ", "load_checkpoint": "folder, ", "Checkpoints.save": "step, "
@@ -45,3 +46,34 @@ def check_arguments(call: str, stage: object, optimizer: object, loader: object 
             why="it has no position in the data that could be saved",
             do="Pass what stage.loader(dataset) or program.sampler(dataset) gave.",
         )  # fmt: skip
+
+
+def folder_of_run(given: Any) -> Path:
+    """The folder of a run; UsageError for a file, which the first save would stumble over."""
+    if (path := as_path(given, "Checkpoints")).is_file():
+        raise UsageError(
+            where=f"Checkpoints({quoted(str(given))})", what="it is a file",
+            why="each checkpoint is a folder in that of the run",
+            do='Name a folder, which is made if it is not there: partc.Checkpoints("run").',
+        )  # fmt: skip
+    return path
+
+
+class NoAttributeError(UsageError, AttributeError):
+    """The checkpoints of a run were asked for what they have not; ``hasattr`` says no."""
+
+
+def no_attribute(of: object, name: str) -> AttributeError:
+    """What to ask for in the place of an attribute that the checkpoints of a run have not."""
+    if name.startswith("_"):
+        return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}")
+    own = [each for each in dir(of) if not each.startswith("_")]
+    do = did_you_mean(name, own)
+    if name in ("load", "restore", "resume"):
+        do = "Call load_latest(stage, optimizer): it returns the step to go on from, or 0."
+    if name == "save_checkpoint":
+        do = "Call save(step, stage, optimizer)."
+    return NoAttributeError(
+        where=f"Checkpoints.{name}", what="there is no such method",
+        why=f"it has {', '.join(own)}", do=do or "See help(partc.Checkpoints).",
+    )  # fmt: skip

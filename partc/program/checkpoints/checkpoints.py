@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,12 @@ from partc.data.loader import Loader
 from partc.data.sampler import RowSampler
 from partc.errors import PartcError, RunError, UsageError
 from partc.program.checkpoints.checkpoint import read_step, ready
-from partc.program.checkpoints.checkpoint_call import check_arguments, stage_of
+from partc.program.checkpoints.checkpoint_call import (
+    check_arguments,
+    folder_of_run,
+    no_attribute,
+    stage_of,
+)
 from partc.program.checkpoints.notices import Notices
 from partc.program.checkpoints.run_folder import Retention, committed
 from partc.program.checkpoints.script_states import check_states
@@ -28,7 +33,7 @@ from partc.program.checkpoints.writing import Writer
 from partc.program.model.habits import LOG
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.ranks.together import Together
-from partc.wrong_calls import as_path, check_flag, check_whole_number, known_arguments
+from partc.wrong_calls import check_flag, check_whole_number, known_arguments
 
 Optimizer = torch.optim.Optimizer
 CPU = torch.device("cpu")
@@ -71,7 +76,7 @@ class Checkpoints:
         keep_time: timedelta | None = None, async_save: bool = True,
         notices: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
-        self.folder = as_path(folder, "Checkpoints")
+        self.folder = folder_of_run(folder)
         self.interval = check_whole_number(interval, "Checkpoints(interval=...)", 1)
         check_flag(async_save, "Checkpoints(async_save=...)")
         self._async = async_save
@@ -87,6 +92,11 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "partc checkpoints")
         self._running: Future[None] | None = None
         self._hook = register_optimizer_step_pre_hook(lambda *_: self._staging.wait())
+
+    if not TYPE_CHECKING:  # else every name would be one of its attributes
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
 
     @known_arguments
     @of_other_ranks("Checkpoints.save")

@@ -35,6 +35,16 @@ _HABITS = {  # what scripts ask of other wrappers: what to do with a stage
     "generate": "Write the loop over stage(ids) behind stage.eval(), as docs/how-to/"
     "shapes-and-modes.md does; or load stage.full_state_dict() into the model, and generate there.",
     "clip_grad_value_": "Call torch.nn.utils.clip_grad_value_(stage.parameters(), value).",
+    "loss": "Take loss = stage.step(*batch), which computes the gradients too; the loss alone is "
+    "stage.eval_step(*batch).",
+    "train_step": "Take loss = stage.step(*batch), and optimizer.step() behind it.",
+    "optimizer": "A script makes its own: torch.optim.AdamW(stage.parameters()).",
+    "load": "Weights go through stage.load_full(model, a state dict, or files); a checkpoint is "
+    "read by partc.load_checkpoint(folder, stage, optimizer).",
+    "load_checkpoint": "Call partc.load_checkpoint(folder, stage, optimizer).",
+    "save": "Call partc.save_checkpoint(folder, stage, optimizer); stage.full_state_dict() gives "
+    "the weights alone, and program.save(folder) writes the program.",
+    "save_checkpoint": "Call partc.save_checkpoint(folder, stage, optimizer).",
     "backward": "Leave it out: stage.step(...) has computed the gradients.",
     "module": "Leave .module out: a stage is no wrapper, and has the model's attributes itself.",
     "no_sync": "Leave it out: gradients add up until zero_grad(); or compile with microbatches=.",

@@ -194,7 +194,8 @@ class SeveralPrograms(nn.Module):
         alone = self._shown and self._tensors.pipeline is None
         if not trains and alone and once("frozen"):
             warnings.warn(
-                "partc: no parameter has requires_grad, so that a step trains nothing",
+                "partc: no parameter has requires_grad, so that a step trains nothing. Unfreeze "
+                "what is to be trained, stage.requires_grad_(True), or take stage.eval_step(...)",
                 stacklevel=4,
             )
         if not torch.is_grad_enabled() and once("no_grad"):

@@ -111,6 +111,9 @@ def _advice(given: Sequence[Any], whole: Sequence[Any], role: Role) -> str:
             'These look like one rank\'s piece, as DDP takes it: compile with batch="local" and '
             "one rank's inputs for that. Or pass the whole batch on every rank."
         )
+    names = ", ".join(role.inputs)
+    if len(given) > 1 and given != whole and sorted(map(str, given)) == sorted(map(str, whole)):
+        return f"These are in another order: pass step({names})."
     return "Pass the whole batch on every rank, or compile for this shape."
 
 

@@ -1,0 +1,166 @@
+"""Inputs and losses that do not fit each other: which argument is at fault, and what to write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from partc.errors import TraceError
+from partc.wrong_calls import quoted
+
+_MODELS = ("model", "m", "module", "net", "network", "self")  # as losses call their first argument
+_CALLED = "a loss is called as loss(model, *inputs), and computes predictions too"
+
+
+def check_loss(loss: Any) -> None:
+    """TraceError for torch's losses of predictions and targets, which take no model, and for
+    what torch.compile has wrapped, which no trace can look into.
+    """
+    if any(hasattr(loss, mark) for mark in ("_orig_mod", "_torchdynamo_orig_callable")):
+        raise TraceError(
+            where=f"loss={quoted(loss)}", what="it was compiled by torch.compile",
+            why="partc traces the loss together with the model", do="Pass the function itself; "
+            'compile="inductor" has the program compiled.',
+        )  # fmt: skip
+    kind = loss if isinstance(loss, type) else type(loss)
+    name = kind.__name__ if kind.__module__ == "torch.nn.modules.loss" else ""
+    if getattr(loss, "__module__", "") == "torch.nn.functional":
+        name = str(getattr(loss, "__name__", "a function"))
+    if name or (loss is not None and not callable(loss)):
+        raise TraceError(
+            where=f"loss={name or quoted(loss)}",
+            what="it takes no model" if name else "it is no function",
+            why=_CALLED,
+            do="Write loss=lambda model, x, y: criterion(model(x), y), for inputs (x, y).",
+        )
+
+
+def _renamed(signature: Signature, kwargs: Mapping[str, Any]) -> str:
+    """What to do about entries of a dict that are no argument; "" where all are."""
+    taken = signature.parameters
+    wrong = [name for name in kwargs if name not in taken]
+    free = [n for n, p in taken.items() if n not in kwargs and p.default is p.empty]
+    if not wrong or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return ""
+    named = f"Inputs that are a dict are given by name, and {wrong[0]!r} is no argument"
+    if free:
+        return (
+            f"{named}: rename that entry to {free[0]!r}, or the argument to {wrong[0]!r}. As one "
+            "argument they are ({...},)."
+        )
+    return f"{named}: leave that entry out."
+
+
+def unbound(
+    model: nn.Module, loss: Any, signature: Signature, args: Sequence[Any],
+    kwargs: Mapping[str, Any], error: TypeError,
+) -> TraceError:  # fmt: skip
+    call = "loss(model, {})" if loss is not None else f"{type(model).__name__}({{}})"
+    inner = ", ".join([*(type(a).__name__ for a in args), *(f"{name}=..." for name in kwargs)])
+    taken = ", ".join(map(str, signature.parameters.values()))
+    if loss is not None and not kwargs and str(error).startswith("too many"):
+        first = next(iter(_parameters(loss)), None)
+        if first is None or first.name not in _MODELS:
+            raise _without_model(loss, args)
+    do = _as_takes(len(args)) if loss is not None else (
+        "Give inputs that the model takes, or loss=, a function of the model and these inputs: "
+        "loss=lambda model, x, y: F.cross_entropy(model(x), y)."
+    )  # fmt: skip
+    by_name = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if args and by_name and "positional" in str(error):
+        entries = ", ".join(f"{name!r}: ..." for name in by_name[: len(args)])
+        do = f"Its arguments go by name: pass inputs as a dict, {{{entries}}}."
+    elif not args and not kwargs:
+        do = f"Pass example tensors for ({taken})."
+    elif len(args) == 1 and isinstance(args[0], int | float | str):
+        do += " Inputs are tensors of the shapes of a batch: (torch.zeros(8, 256), ...)."
+    elif len(args) == 1 and isinstance(args[0], Iterator):
+        do += " Several inputs are a tuple: tuple(inputs)."
+    elif len(args) == 1 and not isinstance(args[0], Tensor):
+        do += " Inputs are a tuple, of one batch: next(iter(loader))."
+    elif len(args) > 1 and all(
+        isinstance(a, list | tuple) and len(a) == len(args[0]) for a in args
+    ):
+        do += " A list of samples becomes a batch by torch.utils.data.default_collate(samples)."
+    elif len(args) == 1 and str(error).startswith("missing"):
+        do += " Several inputs are a tuple: (x, y)."
+    if kwargs:
+        do = _renamed(signature, kwargs) or (
+            f"{do} Inputs that are a dict are given by name; as one argument they are ({{...}},)."
+        )
+    return TraceError(
+        where=f"inputs, {call.format(inner)}",
+        what=str(error),
+        why=f"it takes ({taken})",
+        do=do,
+    )
+
+
+def check_takes(
+    model: nn.Module, loss: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """TraceError for a loss that takes no model beside its inputs, though it takes an argument."""
+    parameters = _parameters(loss)
+    try:
+        if parameters:
+            Signature(parameters).bind(model, *args, **kwargs)
+    except TypeError as error:
+        raise unbound(model, loss, Signature(parameters[1:]), args, kwargs, error) from None
+
+
+def _parameters(loss: Any) -> list[Parameter]:
+    """The parameters of a loss, the model among them; none where Python does not know them."""
+    if loss is None:
+        return []
+    try:
+        called = loss.forward if isinstance(loss, nn.Module) else loss
+        found = inspect.signature(called).parameters.values()
+    except (ValueError, TypeError):  # of a function in C
+        return []
+    return [each.replace(annotation=Parameter.empty) for each in found]
+
+
+def _names(count: int) -> list[str]:
+    """Names for so many inputs of a loss: x, y."""
+    return ["x", "y"][:count] if count < 3 else [f"x{i}" for i in range(count)]
+
+
+def _as_takes(count: int) -> str:
+    """How a loss is written that takes the model and so many inputs."""
+    one = " If it takes a batch as one argument, inputs are a tuple with that in it: ((x, y),)."
+    return (
+        "Let the loss take the model and then the inputs: "
+        f"def loss_of({', '.join(['model', *_names(count)])})." + one * (count > 1)
+    )
+
+
+def _without_model(loss: Any, args: Sequence[Any]) -> TraceError:
+    """The refusal of a loss of predictions and targets: ``loss(output, target)``."""
+    name = getattr(loss, "__name__", "")
+    by_name = name.isidentifier() and name != "forward"
+    inputs = _names(len(args))
+    given = ", ".join([f"model({inputs[0]})", *inputs[1:]])
+    written = f"loss=lambda model, {', '.join(inputs)}: {{}}({given})"
+    do = (
+        written.format(name)
+        if by_name
+        else f"{written.format('criterion')}, with yours as criterion"
+    )
+    if not by_name and len(args) == 2:
+        do = f"{written.format('F.cross_entropy')}, or with another criterion"
+    return TraceError(
+        where=f"loss={name if by_name else quoted(loss)}{_line(loss)}",
+        what=f"it takes ({', '.join(map(str, _parameters(loss)))}), and is given the model and "
+        f"{', '.join(inputs)}", why=_CALLED, do=f"Write {do}.",
+    )  # fmt: skip
+
+
+def _line(loss: Any) -> str:
+    """Where a loss is written, `` (train.py:12)``; "" for one of which Python does not know."""
+    code = getattr(getattr(loss, "forward", loss), "__code__", None)
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
