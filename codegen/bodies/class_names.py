@@ -75,9 +75,13 @@ def _last_two(parts: Sequence[str]) -> Sequence[str]:
 
 
 def _shortest(parts: Sequence[str], parents: Sequence[Sequence[str]]) -> Sequence[str]:
-    """The shortest end of a path that begins with a word and that no other path has."""
+    """The shortest end of a path that begins with a word and that no other path has.
+
+    >>> _shortest(["model", "layers"], []), _shortest(["3", "0"], [])
+    (['model', 'layers'], ['blocks', '3', '0'])
+    """
     for num in range(1, len(parts) + 1):
         end = parts[-num:]
         if not end[0].isdigit() and sum(list(p[-num:]) == list(end) for p in parents) == 1:
             return end
-    return parts
+    return parts if parts and not parts[0].isdigit() else ["blocks", *parts]

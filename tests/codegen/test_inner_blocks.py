@@ -109,7 +109,12 @@ def squares(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("block", "lengths", "loss"), [(branches, (3, 2, 2), means), (Gated, (3, 3, 3), squares)]
+    ("block", "lengths", "loss"),
+    [
+        (branches, (3, 2, 2), means),
+        (Gated, (3, 3, 3), squares),
+        (Gated, (4, 1), squares),  # blocks in a list that has no name
+    ],
 )
 def test_lists_of_lists(
     block: Callable[[], nn.Module], lengths: tuple[int, ...], loss: Callable[..., Tensor]
