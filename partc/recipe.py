@@ -32,8 +32,9 @@ from partc.program.model.parametrized import give_own_classes
 from partc.program.step.autocast import within
 from partc.program.step.forward_batch import example_of, guessed
 from partc.program.wanted import Mode, Wanted, warn_of_mode
-from partc.trace.arguments import Arguments, Given, check_loss
+from partc.trace.arguments import Arguments, Given
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.inputs_refused import check_loss
 from partc.trace.no_model import check_model as check_given
 from partc.trace.record import kind_of
 from partc.trace.trees import tensors_of

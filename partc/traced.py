@@ -14,9 +14,9 @@ from partc.graph import Graph
 from partc.graph.folds import TracedStages
 from partc.lowering import table, traced
 from partc.passes.runner import State, Table
-from partc.trace.arguments import check_loss
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.hooked_modules import hooked_modules
+from partc.trace.inputs_refused import check_loss
 from partc.trace.no_model import check_model
 from partc.trace.param_hooks import gradient_hooks
 from partc.trace.record import Kind, Source, kind_of

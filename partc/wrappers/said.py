@@ -13,7 +13,7 @@ from partc.passes.search.plans.choose_plan import AUTO_PLAN
 from partc.passes.shard.preset_words import preset_words
 from partc.plan.field_kinds import FIELDS, check_fields
 from partc.plan.mesh import Mesh
-from partc.trace.arguments import check_loss as check_takes_model
+from partc.trace.inputs_refused import check_loss as check_takes_model
 from partc.wrappers.instead import DECIDED, OF_COMPILE, instead
 from partc.wrong_calls import quoted
 

