@@ -30,7 +30,9 @@ from partc.failures.rank_processes import (
 )
 from partc.failures.standing import Limits, Seen, Standing, standing, told
 from partc.heartbeats import FOLDER, Heartbeat, read
+from partc.wrong_calls import did_you_mean
 
+LAUNCHERS = ("torchrun", "python", "accelerate", "lightning", "srun", "mpirun")
 LOOK_S = 0.25  # from one look to the next
 LATE_S = 2.0  # behind which this process itself has stood still, or the host has slept
 PASSED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the launcher passes them to its ranks
@@ -162,6 +164,9 @@ def _as_started(command: Sequence[str]) -> str:
     """What to do about a command that cannot be started."""
     if len(command) == 1 and " " in command[0]:
         return f"Leave out its quotation marks: partc watchdog -- {command[0]}."
+    near = did_you_mean(command[0], LAUNCHERS)
+    if near:
+        return near
     return (
         "Write the launcher's command line behind --: partc watchdog -- torchrun "
         "--nproc-per-node 4 --max-restarts 3 train.py."

@@ -20,7 +20,7 @@ from partc.data.sampler import RowSampler
 from partc.errors import LoadError, RunError
 from partc.plan.local_steps import is_outer
 from partc.plan.wires import is_residual
-from partc.program.checkpoints.checkpoint_call import check_arguments, stage_of
+from partc.program.checkpoints.checkpoint_call import check_arguments, folder_of_run, stage_of
 from partc.program.checkpoints.generators import load_generators, saved_generators
 from partc.program.checkpoints.residuals import MET, check_same_sums
 from partc.program.checkpoints.run_folder import committed, step_folder
@@ -90,7 +90,7 @@ def save_checkpoint(
     of = stage_of("save_checkpoint", stage)
     check_arguments("save_checkpoint", of, optimizer, loader)
     states = check_states("save_checkpoint", states)
-    folder = as_path(folder, "save_checkpoint")
+    folder = folder_of_run("save_checkpoint", folder)
     of.writes.check()
     of.check_together("save_checkpoint")
     of.meet_owners()

@@ -48,13 +48,13 @@ def check_arguments(call: str, stage: object, optimizer: object, loader: object 
         )  # fmt: skip
 
 
-def folder_of_run(given: Any) -> Path:
-    """The folder of a run; UsageError for a file, which the first save would stumble over."""
-    if (path := as_path(given, "Checkpoints")).is_file():
+def folder_of_run(call: str, given: Any) -> Path:
+    """The folder of a run; UsageError for a file, which a save would stumble over."""
+    if (path := as_path(given, call)).is_file():
         raise UsageError(
-            where=f"Checkpoints({quoted(str(given))})", what="it is a file",
+            where=f"{call}({quoted(str(given))})", what="it is a file",
             why="each checkpoint is a folder in that of the run",
-            do='Name a folder, which is made if it is not there: partc.Checkpoints("run").',
+            do='Name a folder, which is made if it is not there: "checkpoints".',
         )  # fmt: skip
     return path
 

@@ -76,7 +76,7 @@ class Checkpoints:
         keep_time: timedelta | None = None, async_save: bool = True,
         notices: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
-        self.folder = folder_of_run(folder)
+        self.folder = folder_of_run("Checkpoints", folder)
         self.interval = check_whole_number(interval, "Checkpoints(interval=...)", 1)
         check_flag(async_save, "Checkpoints(async_save=...)")
         self._async = async_save
