@@ -86,8 +86,8 @@ def as_hub(name: str) -> str:
     """What to write for a model of the hub, a model type, a program or a folder; "" for others."""
     if Path(name, "program.json").is_file():
         return (
-            f"It is a saved program: start it by torchrun and {Path(name, 'run.py')}, or look at it "
-            f"by partc explain {name}. To compile it anew, name its model: package.module:callable."
+            f"It is a saved program: start it by torchrun and {Path(name, 'run.py')}, or look at "
+            f"it by partc explain {name}. To compile it anew, name its model: package.module:callable."
         )
     if Path(name, "config.json").is_file():
         return f"Write hf:{Path(name, 'config.json')}."

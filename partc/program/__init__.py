@@ -35,6 +35,7 @@ from partc.program.helper_file import NAME as HELPERS
 from partc.program.helper_file import helpers_of
 from partc.program.hooks import read_hooks, write_hooks
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
+from partc.program.model.touched import check_touched
 from partc.program.not_a_stage import NotAStage
 from partc.program.origin import Origin
 from partc.program.ranks.farewell import tell_at_exit
@@ -322,7 +323,8 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     Args:
         path: the folder.
         model: if given, the model that the program must have been compiled from: its tensors have
-            the same names, shapes and dtypes. ``module()`` then takes its weights.
+            the same names, shapes and dtypes, and its modules the same hooks. ``module()`` then
+            takes its weights.
 
     Raises:
         LoadError: there is no program, a file was changed since (``partc check --accept-edits``
@@ -338,6 +340,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     if model is not None:
         check_given(model, "load")
         check_model(folder, manifest.fingerprint, model)
+        check_touched(folder, folder / PLAN, manifest.fingerprint, model)
         warn_of_mode(manifest.wanted, model)
     return replace(_program(folder, manifest), origin=Origin(model))
 

@@ -103,6 +103,7 @@ class Manifest:
             "files": dict(sorted(self.files.items())),
         }
         fields |= {"decided": list(self.decided)} if self.decided else {}
+        fields |= {"touched": dict(touched)} if (touched := self.fingerprint.touched) else {}
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
 
     @classmethod
@@ -141,7 +142,7 @@ class Manifest:
         _need(schema == SCHEMA, f"it has schema {schema!r}, this partc reads {SCHEMA}")
         rest = {key: entry for key, entry in fields.items() if key != "sha256"}
         _need(fields["sha256"] == _digest_of(rest), "its content does not have its digest")
-        differ = (set(rest) ^ _FIELDS) - {"decided"}
+        differ = (set(rest) ^ _FIELDS) - {"decided", "touched"}
         _need(not differ, f"its fields differ in {sorted(differ)}")
         _check_torch(*fields["torch"])
         mesh = Mesh(tuple((name, size) for name, size in fields["mesh"]))
@@ -166,7 +167,8 @@ class Manifest:
             returns=None if fields["returns"] is None else Tree.of_json(fields["returns"]),
             results={_text(n): _cuts(cuts) for n, cuts in fields["results"].items()},
             fingerprint=Fingerprint(
-                {n: _spec(*entry) for n, entry in fields["fingerprint"].items()}
+                {n: _spec(*entry) for n, entry in fields["fingerprint"].items()},
+                {_text(path): _text(has) for path, has in fields.get("touched", {}).items()},
             ),
             cost=_cost(fields["cost"]),
             basis=Basis.of_json(fields["basis"]),

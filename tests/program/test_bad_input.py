@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from partc import program as program_module
+from partc.api import compile
 from partc.cli.main import main
 from partc.errors import LoadError, PartcError, RunError, UsageError
 from partc.program import load
@@ -113,6 +114,26 @@ def test_another_model_is_refused_with_a_table(folder: Path) -> None:
     )
     assert "extra: absent compiled, param float32[1] given" in str(caught.value)
     assert "3 of its tensors differ" in str(caught.value)
+
+
+def test_a_model_with_other_hooks_or_forwards_is_refused(folder: Path) -> None:
+    hooked, moved = example_model(), example_model()
+    hooked.down.register_forward_hook(lambda module, given, result: result * 2)
+    moved.forward = lambda x: x
+    with pytest.raises(LoadError, match="down: none compiled, 1 forward hook given"):
+        load(folder, model=hooked)
+    with pytest.raises(LoadError, match="the model itself: none compiled, a forward of its own"):
+        load(folder, model=moved)
+
+
+def test_a_program_of_a_model_with_hooks_is_loaded_with_them(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    hook = model[0].register_forward_hook(lambda module, given, result: result * 2)
+    compile(model, "dp=1", torch.randn(2, 4), loss=lambda m, x: m(x).sum()).save(tmp_path / "it")
+    assert load(tmp_path / "it", model=model).fingerprint.touched == {"0": "1 forward hook"}
+    hook.remove()
+    with pytest.raises(LoadError, match="0: 1 forward hook compiled, none given"):
+        load(tmp_path / "it", model=model)
 
 
 @pytest.mark.parametrize("before", ["nothing", "a program"])

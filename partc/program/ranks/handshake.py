@@ -25,9 +25,10 @@ def check_world(mesh: Mesh, world: int) -> None:
     if world == mesh.num_ranks:
         return
     more = "more" if world > mesh.num_ranks else "fewer"
+    started = "process was" if world == 1 else "processes were"
     raise RunError(
         where=f"mesh {mesh}",
-        what=f"{world} process{'es were' if world > 1 else ' was'} started for {mesh.num_ranks} ranks",
+        what=f"{world} {started} started for {mesh.num_ranks} ranks",
         why=f"that is {more} than the program was compiled for",
         do=f"Use torchrun --nproc-per-node {mesh.num_ranks}, or compile for {world} ranks.",
     )
