@@ -13,6 +13,9 @@ from typing import Any
 from partc.errors import PartcError, UsageError
 from partc.wrong_calls import failed_at
 
+PASSES, RULES, SCHEDULES = "partc.passes", "partc.rules", "partc.schedules"
+GROUPS = (PASSES, RULES, SCHEDULES)  # all that partc reads
+
 
 @cache
 def load_installed(group: str, kind: str) -> None:

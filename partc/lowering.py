@@ -27,7 +27,7 @@ from partc.collecting import no_collecting
 from partc.errors import UsageError
 from partc.graph import Graph
 from partc.graph.folds import TracedStages
-from partc.installed import load_installed
+from partc.installed import RULES, load_installed
 from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
 from partc.passes.canonical.dedupe_layers import Unfolded, check_plan
@@ -67,7 +67,6 @@ from partc.trace.record import Source
 from partc.trace.scan_blocks import no_calls
 from partc.wrong_calls import known_arguments, quoted
 
-RULES = "partc.rules"  # the entry points of packages with sharding rules
 AUTO = When("auto", lambda s: True)  # a search runs it, and nothing else does
 FOLDED = When("many blocks", lambda s: bool(s.made.get("fold")))
 KEPT = When("pipelines", lambda s: s.made.get("kept") is not None)

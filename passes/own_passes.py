@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from partc.errors import PlanError, UsageError
-from partc.installed import loaded
+from partc.installed import GROUPS, loaded
 from partc.passes.runner import OTHERS, Pass, State, Table
 from partc.plan import Plan
 from partc.wrong_calls import did_you_mean, known_arguments, quoted
@@ -179,7 +179,7 @@ def _load() -> None:
     """Import what installed packages name, once."""
     every = entry_points()
     for group in sorted(every.groups):
-        if group.split(".")[0] in NAMESPACES and group != GROUP:
+        if group.split(".")[0] in NAMESPACES and group not in GROUPS:
             LOG.warning(
                 "partc: %s of the entry points %r is not loaded: passes are entry points of the "
                 "group %r",

@@ -42,8 +42,10 @@ def explain_command(args: argparse.Namespace) -> int:
 
 def _explain_rules(args: argparse.Namespace) -> None:
     """The rule of the op that the command names, or a line for every op with a rule."""
+    from partc.installed import RULES, load_installed
     from partc.rules.explain_rule import all_rules, explain_rule
 
+    load_installed(RULES, "rule")
     if args.what:
         known = explain_rule(args.what)
         tell(args, "\n".join(map(str, known)), {"ops": [asdict(each) for each in known]})

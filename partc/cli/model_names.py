@@ -105,6 +105,11 @@ def as_hub(name: str) -> str:
 def as_module(module: str, attribute: str) -> str:
     """What to write for the path of a file; "" for what is none."""
     if module.endswith(".py") or "/" in module:
-        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        path = Path(module.removesuffix(".py"))
+        if path.is_absolute() and not path.is_relative_to(Path.cwd()):
+            there = f"cd {path.parent}; {path.name}:{attribute}"
+            return f"Change to its folder, and name the module: {there}."
+        path = path.relative_to(Path.cwd()) if path.is_absolute() else path
+        dotted = str(path).strip("./").replace("/", ".")
         return f"Write the module, as Python imports it from here: {dotted}:{attribute}."
     return ""
