@@ -87,7 +87,7 @@ def as_hub(name: str) -> str:
     if Path(name, "program.json").is_file():
         return (
             f"It is a saved program: start it by torchrun and {Path(name, 'run.py')}, or look at "
-            f"it by partc explain {name}. To compile it anew, name its model: package.module:callable."
+            f"it by partc explain {name}. To compile anew, name its model: package.module:callable."
         )
     if Path(name, "config.json").is_file():
         return f"Write hf:{Path(name, 'config.json')}."

@@ -80,8 +80,8 @@ def check_rule(ops: Any, notation: Any, given: Mapping[str, Any], known: Iterabl
         if given.get("reduce") == "mean" and op.split(".")[:2] != ["aten", "mean"]:
             raise UsageError(
                 where=where, what=f'reduce is "mean", and {op} is no aten.mean',
-                why="a mean is written as a sum over the piece, divided by the whole's count, in the "
-                "place of the op",
+                why="a mean is written as a sum over the piece, divided by the whole's count, in "
+                "the place of the op",
                 do="Leave reduce out where the op itself averages, and let its rule cut no letter "
                 "that it averages over.",
             )  # fmt: skip

@@ -26,6 +26,7 @@ FAULTS = {
     "hf:lama": "Did you mean 'llama'",
     "hf:none/config.json": "there is no such file",
     "trian:setup": "Did you mean 'train'?",
+    "/none/train.py:setup": "Change to its folder, and name the module: cd /none; train:setup",
     "train.py:setup": "Write the module, as Python imports it from here: train:setup",
     "llama": "Write hf:llama",
 }

@@ -280,12 +280,14 @@ def test_a_module_that_fails_is_named_with_its_line(package: Package) -> None:
 
 def test_another_group_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def every() -> EntryPoints:
-        return EntryPoints([EntryPoint("theirs", MODULE, "partc.pass")])
+        rules = EntryPoint("mine", MODULE, "partc.rules")
+        return EntryPoints([EntryPoint("theirs", MODULE, "partc.pass"), rules])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_passes, "entry_points", every)
         own_passes._load.__wrapped__()
     assert "theirs of the entry points 'partc.pass' is not loaded" in caplog.text
+    assert "mine" not in caplog.text, "rules are loaded, and no passes"
     assert "'partc.passes'" in caplog.text
 
 

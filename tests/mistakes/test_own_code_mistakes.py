@@ -220,6 +220,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a slot as text": (lambda: ruled("...->...", added="1"), ("added is '1'", "from 0")),
     "a name for names": (lambda: ruled("...->...", traced="A"), ("traced is 'A'", '("input"')),
     "a reduction": (lambda: ruled("...->...", reduce="prod"), ("'prod'", "sum, max, mean")),
+    "a mean of another op": (
+        lambda: ruled("...->", reduce="mean"), ("aten.tanh is no aten.mean", "Leave reduce out"),
+    ),
     "a rule without an arrow": (lambda: ruled("ab"), ("'ab'", "'->'")),
     "an op that is not there": (lambda: rule("aten.tanhh", "a->a"), ("aten.tanhh", "'tanh'")),
     "an overload": (lambda: rule("aten.add.Tensr", "a,a->a"), ("aten.add.Tensr", "'Tensor'")),
