@@ -119,7 +119,7 @@ def test_another_model_is_refused_with_a_table(folder: Path) -> None:
 def test_a_model_with_other_hooks_or_forwards_is_refused(folder: Path) -> None:
     hooked, moved = example_model(), example_model()
     hooked.down.register_forward_hook(lambda module, given, result: result * 2)
-    moved.forward = lambda x: x
+    moved.forward = lambda x: x  # type: ignore[method-assign]
     with pytest.raises(LoadError, match="down: none compiled, 1 forward hook given"):
         load(folder, model=hooked)
     with pytest.raises(LoadError, match="the model itself: none compiled, a forward of its own"):
