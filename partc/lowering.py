@@ -229,7 +229,8 @@ PASSES = (
     Pass(accounts.account_pipeline, MEMORY, "the same for every pipeline rank, by the actions of "
          "its schedule", PHASED, on_graph=False, machines=True),
     Pass(printing.print_step, SOURCE, "blocks as loops, each call of the checked graph once; "
-         "weights of a block are gathered while the block before it runs; read back by an allow-list",
+         "weights of a block are gathered while the block before it runs; read back by an "
+         "allow-list",
          ONE_STAGE, on_graph=False),
     Pass(printing.print_pipeline, SOURCE, "one file for pipeline ranks that do the same", PHASED,
          on_graph=False),
