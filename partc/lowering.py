@@ -108,10 +108,11 @@ PASSES = (
     Pass(calls.record, RECORDED, "every op with its module, line and phase; again while blocks "
          "that were left out turn out unequal"),
     Pass(decompose_custom_ops, RECORDED, "programs import nothing but torch"),
-    Pass(functionalize, RECORDED, "a value that never changes can be moved and cut; "
-         "buffers that stay as they are are no results"),
+    Pass(functionalize, RECORDED, "writes in place become new values, which can be moved and cut; "
+         "calls that nobody reads go; buffers that the step does not change are no results"),
     Pass(calls.keep_known_buffers, RECORDED, "masks and frequencies are known when compiling"),
-    Pass(calls.dedupe_layers, RECORDED, "compiling takes as long for 80 layers as for 8", FOLDED),
+    Pass(calls.dedupe_layers, RECORDED, "middle blocks of a long row of equal blocks go, backward "
+         "included, as far as spare_blocks left them: 80 layers compile as fast as 8", FOLDED),
     Pass(calls.confirm_folds, RECORDED, "stages were left out on trust", KEPT),
     *CANONICAL,
     # the plan is completed
@@ -119,10 +120,12 @@ PASSES = (
          on_graph=False),
     Pass(calls.choose_plan, PLAN, "the fastest step that fits; runs place_on_mesh to recompute on "
          "copies", AUTO, on_graph=False, machines=True),
-    Pass(calls.place_on_mesh, JOINT, "shardings name the axes of all ranks"),
+    Pass(calls.place_on_mesh, JOINT, "line 1 of the graph has the mesh, whose axes shardings will "
+         "name"),
     Pass(split_bias, JOINT, "a product whose inner dim is cut is summed before the bias"),
-    Pass(fuse_loss, JOINT, "the gradient of a cross entropy is one call: one tensor of "
-         "the scores' size, not three, and a cut vocabulary needs no gather", optional=True),
+    Pass(fuse_loss, JOINT, "the backward's two calls for a cross entropy become partc's own "
+         "cross_entropy_grad, which may write over log_softmax: one tensor of the scores' size is "
+         "left of three, and a cut vocabulary needs no gather", optional=True),
     Pass(find_rows, PLAN, "an island that is faster computes more microbatches, which are runs of "
          "rows", UNEVEN, on_graph=False),
     Pass(complete, PLAN, "a preset's words become entries for every parameter and input",
@@ -150,14 +153,15 @@ PASSES = (
     Pass(calls.check_statistics, PLAN, "one value per channel has no variance", LOCAL,
          on_graph=False),
     # the graph of all ranks becomes that of one
-    Pass(calls.propagate, JOINT, "a sharding for every value, by rules and bytes; what no axis may "
-         "cut as it stands is opened"),
+    Pass(calls.propagate, JOINT, "a sharding for every value as it is computed with, by rules and "
+         "bytes; a call that no axis may cut as it stands is opened into simpler calls"),
     Pass(insert_collectives, LOCAL_GRAPH, "one rank's calls on parameters as they are stored and "
-         "inputs as they are given; transfers where shardings differ, sums over microbatches"),
+         "inputs as they are given; transfers where shardings differ, sums over microbatches, "
+         "copies (clone) where a kernel asks for strides"),
     Pass(fuse_bias, LOCAL_GRAPH, "where nothing was summed, product and bias are one call",
          optional=True),
-    Pass(count_whole, LOCAL_GRAPH, "every rank has all targets, so that their count needs no "
-         "sum over the axis that cuts the vocabulary"),
+    Pass(count_whole, LOCAL_GRAPH, "ranks along the axis that cuts the vocabulary have the same "
+         "targets: each counts them, and no sum over that axis is needed"),
     Pass(stack_sums, LOCAL_GRAPH, "small sums that do not wait for each other share a transfer: "
          "those of a batch norm's backward", optional=True),
     Pass(recompute, LOCAL_GRAPH, "the backward computes again what is cheaper than keeping it",
@@ -195,20 +199,21 @@ PASSES = (
          "that loses is sent in the next step", GRADIENTS),
     Pass(code_gathers, LOCAL_GRAPH, "a slow link carries fewer bytes: weights are rounded when "
          "they are gathered", CODED),
-    Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there, and is "
-         "waited for where it is read"),
+    Pass(calls.place_waits, SCHEDULED, "a transfer of a computed value starts right behind it, a "
+         "gather of weights at its first reader; each is waited for where its result is read"),
     Pass(choose_overlap_clock, PLAN, "how long a transfer takes, in FLOPs: as many are put beside "
          "it", PIECES, on_graph=False, decides="flops_per_byte"),
     Pass(calls.overlap_collectives, SCHEDULED, "transfers start first in their block, and weight "
          "gradients run beside them", optional=True),
-    Pass(tidy, PRINTED, "calls that nobody reads go, calls that are one in torch become it: what "
-         "is checked from here on is what is printed"),
+    Pass(tidy, PRINTED, "calls that nobody reads go, calls that are one in torch become it; from "
+         "here on the calls are those that are printed (the text may join, and write in place)"),
     Pass(calls.repeat_stages, PRINTED, "stages that were left out are like those that were not",
          PHASED),
     Pass(calls.choose_backend, PLAN, "programs have the text of one library: gloo's sums are "
          "scattered in other ways than NCCL's", on_graph=False, decides="backend"),
     # nothing is printed that is not proved
-    Pass(check, PRINTED, "shapes, layouts, sums, waits: or no program", ONE_STAGE),
+    Pass(check, PRINTED, "changes nothing: shapes, layouts, sums and waits are proved, or no "
+         "program comes out", ONE_STAGE),
     Pass(calls.check_stages, PRINTED, "the same for each distinct stage", PHASED),
     Pass(calls.record_events, EVENTS, "predictions need no tensors", ONE_STAGE, on_graph=False),
     Pass(calls.record_stage_events, EVENTS, "of each distinct stage", PHASED, on_graph=False),
@@ -222,8 +227,9 @@ PASSES = (
          "not fit, the next best of take_turns to here", ONE_STAGE, on_graph=False, machines=True),
     Pass(accounts.account_pipeline, MEMORY, "the same for every pipeline rank, by the actions of "
          "its schedule", PHASED, on_graph=False, machines=True),
-    Pass(printing.print_step, SOURCE, "blocks as loops, each call of the checked graph once; read "
-         "back by an allow-list",
+    Pass(printing.print_step, SOURCE, "blocks as loops, each call of the checked graph once; "
+         "weights of a block are gathered while the block before it runs; read back by an "
+         "allow-list",
          ONE_STAGE, on_graph=False),
     Pass(printing.print_pipeline, SOURCE, "one file for pipeline ranks that do the same", PHASED,
          on_graph=False),

@@ -83,10 +83,15 @@ CANONICAL = (
     Pass(
         cancel_transposes,
         JOINT,
-        "two transposes in a row are none, and products take the one that is left",
+        "t(t(x)) becomes x, and t(mm(a, b)) becomes mm(t(b), t(a)): gradients of weights, which "
+        "end in transposes, are written anew without them",
     ),
     Pass(
-        fold_linear, JOINT, "a linear layer keeps all dims, so that batch and sequence can be cut"
+        fold_linear,
+        JOINT,
+        "a linear layer's view, mm, view become linear; those of its backward become matmul, and "
+        "for the weight partc's own weight_grad: all dims stay, so that batch and sequence can be "
+        "cut",
     ),
     Pass(merge_reshapes, JOINT, "two reshapes in a row are one, or none"),
     Pass(squeeze_sums, JOINT, "a sum without the dims that are squeezed away at once"),
