@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import partc
 from partc.wrong_calls import help_on
@@ -47,8 +49,23 @@ def islands(entry: str, *words: str) -> Mistake:
     return plan(f'allow = ["local_steps"]\n[local_steps]\n{entry}', *words, mesh="island=2")
 
 
+def backward(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(model, x, y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+LOADER = DataLoader(TensorDataset(X, Y), batch_size=4)
 anything: Any = partc
 MISTAKES: dict[str, Mistake] = {
+    # inputs and losses
+    "a loader": given("a DataLoader stands", "one batch: next(iter(loader))", inputs=LOADER),
+    "a loader in a tuple": given("one batch: next(iter(loader))", inputs=(LOADER,)),
+    "a dataset": given("DataLoader(dataset, batch_size=16)", inputs=LOADER.dataset),
+    "doubles": given("x is float64, up.weight is float32", "x.float().", inputs=(X.double(), Y)),
+    "half a model": given("x.half(), or compute under torch.autocast", model=Net().half()),
+    "a loss for each row": given("32 numbers", "loss.mean()", loss=lambda m, x, y: m(x) - y),
+    "its own gradients": given("Return the loss alone", "loss that it returns", loss=backward),
     # entries of a plan
     "dim and axis": plan('[params]\n"up.weight" = { 0 = "tp" }', "up.weight", "Write { tp = 0 }"),
     "a dim as a text": plan('[params]\n"up.weight" = { tp = "0" }', "Write { tp = 0 }, without"),
