@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from partc.errors import PlanError, UsageError
 from partc.installed import GROUPS, loaded
-from partc.registry import is_again
 from partc.passes.runner import OTHERS, Pass, State, Table
 from partc.plan import Plan
+from partc.registry import is_again
 from partc.wrong_calls import did_you_mean, known_arguments, quoted
 
 LOG = logging.getLogger("partc")

@@ -336,9 +336,10 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     """
     tell_at_exit()
     folder = as_path(path, "load")
-    manifest = Manifest.read(folder)
     if model is not None:
         check_second_of_load(model)
+    manifest = Manifest.read(folder)
+    if model is not None:
         check_model(folder, manifest.fingerprint, model)
         check_touched(folder, folder / PLAN, manifest.fingerprint, model)
         warn_of_mode(manifest.wanted, model)

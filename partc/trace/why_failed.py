@@ -115,6 +115,8 @@ def explained(
     kind = type(error).__name__
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     what, do = _known(f"{kind}: {reason}") or _shapes(kind, reason, names, inputs)
+    if path in dict(model.named_modules()) and "do not fit" in what:
+        do += _weights_of(path, model)
     if _is_model_for_tensor(reason, type(model).__name__):
         what = "the model stands where its result is needed"
         do = (
@@ -131,6 +133,17 @@ def explained(
     if what == _OWN_GRADIENTS:  # torch's words advise retain_graph=True
         reason = "the step computes them from the loss that it returns"
     return TraceError(where=f"{path} ({source})" if source else path, what=what, why=reason, do=do)
+
+
+def _weights_of(path: str, model: nn.Module) -> str:
+    """The weights of the module that failed: no inputs fit two layers that do not fit each other.
+
+    "" for a module without weights of its own.
+    """
+    own = model.get_submodule(path).named_parameters(recurse=False)
+    told = ", ".join(f"{name} {list(each.shape)}" for name, each in own)
+    told = told and f" {path or 'The model'} has {told}"
+    return told and f"{told}: where its input comes from another layer, correct one of the two."
 
 
 def _is_model_for_tensor(reason: str, model: str) -> bool:
