@@ -10,9 +10,12 @@ T = TypeVar("T")
 
 
 def is_again(new: Any, old: Any) -> bool:
-    """Whether a function is another of the same place defined anew, as a notebook's cell does."""
+    """Whether a function is another of the same place defined anew, as a notebook's cell does.
+
+    In a module that is imported once, the same name twice is a mistake.
+    """
     places = [(getattr(f, "__module__", ""), getattr(f, "__qualname__", "")) for f in (new, old)]
-    return places[0] == places[1] and bool(places[0][1]) and "<lambda>" not in places[0][1]
+    return places[0] == places[1] and places[0][0] == "__main__" and "<lambda>" not in places[0][1]
 
 
 class Registry(Generic[T]):

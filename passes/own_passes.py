@@ -51,8 +51,8 @@ def graph_pass(*, after: str, why: str = "") -> Callable[[Function], Function]:
     stages' graphs, or a dict of these by name; None if it changed the graph in place.
 
     Raises:
-        UsageError: two functions have the same name; one of the same module, as a notebook's
-            cell run again, replaces the older. Whether ``after`` exists is looked at when a
+        UsageError: two functions have the same name; in a notebook, a cell
+            that runs again replaces the older. Whether ``after`` exists is looked at when a
             model is compiled.
 
     Example::
