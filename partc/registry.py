@@ -2,11 +2,20 @@
 
 from collections.abc import Callable, ItemsView, Iterator
 from difflib import get_close_matches
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from partc.errors import UsageError
 
 T = TypeVar("T")
+
+
+def is_again(new: Any, old: Any) -> bool:
+    """Whether a function is another of the same place defined anew, as a notebook's cell does.
+
+    In a module that is imported once, the same name twice is a mistake.
+    """
+    places = [(getattr(f, "__module__", ""), getattr(f, "__qualname__", "")) for f in (new, old)]
+    return places[0] == places[1] and places[0][0] == "__main__" and "<lambda>" not in places[0][1]
 
 
 class Registry(Generic[T]):
@@ -27,6 +36,11 @@ class Registry(Generic[T]):
                 do="Give yours another name.",
             )  # fmt: skip
         return self._entries.setdefault(name, value)
+
+    def replace(self, name: str, value: T) -> T:
+        """Put the value in the place of the one that the name has; return it."""
+        self._entries[name] = value
+        return value
 
     def register(self, name: str) -> Callable[[T], T]:
         """A decorator that registers a function or class under the name and leaves it unchanged."""

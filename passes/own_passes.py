@@ -24,6 +24,7 @@ from partc.errors import PlanError, UsageError
 from partc.installed import GROUPS, loaded
 from partc.passes.runner import OTHERS, Pass, State, Table
 from partc.plan import Plan
+from partc.registry import is_again
 from partc.wrong_calls import did_you_mean, known_arguments, quoted
 
 LOG = logging.getLogger("partc")
@@ -50,7 +51,8 @@ def graph_pass(*, after: str, why: str = "") -> Callable[[Function], Function]:
     stages' graphs, or a dict of these by name; None if it changed the graph in place.
 
     Raises:
-        UsageError: two functions have the same name. Whether ``after`` exists is looked at when a
+        UsageError: two functions have the same name; in a notebook, a cell
+            that runs again replaces the older. Whether ``after`` exists is looked at when a
             model is compiled.
 
     Example::
@@ -73,7 +75,7 @@ def graph_pass(*, after: str, why: str = "") -> Callable[[Function], Function]:
                 do="Write a def, and @graph_pass(after=...) above it.",
             )  # fmt: skip
         row = Pass(function, "as before", why or _first_line(function), own=False, optional=True)
-        if row.name in _OWN:
+        if row.name in _OWN and not is_again(function, _OWN[row.name][1].run):
             raise _taken(row, _OWN[row.name][1])
         _OWN[row.name] = after, row
         return function

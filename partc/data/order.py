@@ -63,7 +63,9 @@ class Order:
                 where=f"a dataset of {self.num_rows} rows",
                 what=f"it does not fill one step of {self.per_step} rows",
                 why=f'last="{self.last}": an epoch would have no step',
-                do='Pass last="partial" or last="next", or take fewer rows in a step.',
+                do=f"Compile for a step of at most {self.num_rows} rows; or pass "
+                'last="next", whose steps go on into the next epoch. last="partial" gives fewer '
+                'rows, which a stage takes that was made by program.module(partial="replicate").',
             )
 
     def spans(self, start: Position) -> Iterator[Span]:

@@ -47,7 +47,7 @@ def _grid(program: Program, where: str) -> str:
         raise UsageError(
             where=where, what="there is no grid of this program",
             why="its mesh has no pipeline ranks, and a grid shows a pipeline's schedule",
-            do="Draw its time line: of='timeline'.",
+            do="Draw its time line: of='timeline', or --of timeline on the command line.",
         )  # fmt: skip
     return saved_step(program).svg()
 

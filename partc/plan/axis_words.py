@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _SEQUENCE = (
     "Call it tp and take the preset megatron-sp, which shards the sequence between matrix "
     "products; inside of attention no preset shards it yet (context parallelism)."
@@ -21,10 +23,16 @@ _INSTEAD = {
 }
 
 
-def axis_instead(axis: str) -> str:
+def axis_instead(axis: str, names: Sequence[str] = ()) -> str:
     """What to do about an axis that no preset knows; "" for a name that means nothing anywhere.
+
+    ``names``: those of the mesh, of which none can be taken twice.
 
     >>> axis_instead("pipe")
     'Call it pp.'
     """
-    return _INSTEAD.get(axis.lower(), "")
+    do = _INSTEAD.get(axis.lower(), "")
+    there = do.removeprefix("Call it ").removesuffix(".")
+    if there in names:
+        return f"Make it one axis with {there}, whose size is the product of both."
+    return do

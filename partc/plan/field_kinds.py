@@ -131,6 +131,8 @@ def _no_word(name: str, given: Any, where: str, words: Iterable[str]) -> PlanErr
     do = _meant(name, given) or did_you_mean(given, words) or f"Write one of {listed}."
     if name == "batch" and not isinstance(given, str):
         do = "Pass example inputs as the third argument, or as inputs=."
+        if isinstance(given, int):
+            do = "Leave it out: how many rows a step takes follows from the example inputs."
     if name == "random" and isinstance(given, int):
         do = f"A seed is said to the stage: stage.seed({int(given)}). {do}"
     what = f"{name} = {quoted(given)} means nothing"

@@ -54,7 +54,7 @@ from partc.quoting import docstring
 from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import Fingerprint, table
 from partc.trace.frozen_numbers import FrozenNumbers
-from partc.trace.no_model import check_model as check_given
+from partc.trace.no_model import check_second_of_load
 from partc.trace.record import Kind
 from partc.trace.returns import extras_in
 from partc.trace.trees import Tree
@@ -336,9 +336,10 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     """
     tell_at_exit()
     folder = as_path(path, "load")
+    if model is not None:
+        check_second_of_load(model)
     manifest = Manifest.read(folder)
     if model is not None:
-        check_given(model, "load")
         check_model(folder, manifest.fingerprint, model)
         check_touched(folder, folder / PLAN, manifest.fingerprint, model)
         warn_of_mode(manifest.wanted, model)

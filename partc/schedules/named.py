@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from partc.errors import UsageError
 from partc.installed import load_installed
-from partc.registry import Registry
+from partc.registry import Registry, is_again
 from partc.schedules.actions import looped, v_shaped
 from partc.schedules.blocks import Orders
 from partc.schedules.options import check_name, checked_options
@@ -76,7 +76,8 @@ def schedule(name: str, **options: Any) -> Callable[[MakeOrders], MakeOrders]:
                 why="a schedule is a function, known by its module and name",
                 do=f"Write a def, and @schedule({name!r}) above it.",
             )  # fmt: skip
-        NAMES.add(name, Needs(orders, **said))
+        is_new = name not in NAMES or not is_again(orders, NAMES[name].orders)
+        (NAMES.add if is_new else NAMES.replace)(name, Needs(orders, **said))
         return orders
 
     return add

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from partc.errors import TraceError
 from partc.trace.capture import names_of
-from partc.trace.inputs_refused import check_loss, check_takes, unbound
+from partc.trace.inputs_refused import check_loss, check_no_loader, check_takes, unbound
 from partc.trace.trees import Names, Tree, TreeError, filled, tensors_of, tree_of
 
 KINDS = {
@@ -161,6 +161,7 @@ class Given:
         loss: Callable[..., Any] | None = None,
     ) -> Given:  # fmt: skip
         """The same of arguments by place and by name."""
+        check_no_loader(args, kwargs)
         signature = _signature(model, loss)
         try:
             bound = signature.bind(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from partc.errors import TraceError
-from partc.graph import Graph, fake_of, value
+from partc.graph import Graph, Value, fake_of, value
 from partc.plan.sharding import dtype_name
 
 _ATEN = torch.ops.aten
@@ -19,6 +19,11 @@ _PRODUCTS = {
     _ATEN.addbmm.default, _ATEN.mv.default, _ATEN.addmv.default, _ATEN.dot.default,
     _ATEN.linear.default, _ATEN.convolution.default, _ATEN.binary_cross_entropy.default,
 }  # fmt: skip
+_CASTS = {
+    torch.float64: "double()", torch.float32: "float()", torch.float16: "half()",
+    torch.bfloat16: "bfloat16()",
+}  # fmt: skip
+_AUTOCAST = {torch.float32, torch.float16, torch.bfloat16}
 _LONG, _INT, _BYTE = torch.int64, torch.int32, torch.uint8
 # By op: which argument has class numbers or indices, and the dtypes that its kernels read.
 _NUMBERS = {
@@ -46,7 +51,8 @@ def check_dtypes_meet(graph: Graph) -> None:
 
 
 def _check_product(graph: Graph, node: fx.Node) -> None:
-    dtypes = [fake_of(x).dtype for x in node.args if isinstance(x, fx.Node)]
+    operands = [x for x in node.args if isinstance(x, fx.Node)]
+    dtypes = [fake_of(x).dtype for x in operands]
     other = next((dtype for dtype in dtypes if dtype != dtypes[0]), None)
     if other is None:
         return
@@ -56,11 +62,39 @@ def _check_product(graph: Graph, node: fx.Node) -> None:
             "torch compares probabilities with targets of their dtype",
             f"Give targets of that dtype: target.to({dtypes[0]}).",
         )  # fmt: skip
+    factors = {_origin(x).name: dtype_name(fake_of(x).dtype) for x in operands[-2:]}
+    named = [f"{name} is {dtype}" for name, dtype in factors.items() if name]
+    told = f": {', '.join(named)}" if named else ""
     raise _refusal(
-        graph, node, f"a product of {dtype_name(dtypes[0])} and {dtype_name(other)}",
-        "torch multiplies tensors of one dtype",
-        "Give inputs of the dtype that the weights have, or compute under torch.autocast.",
+        graph, node, f"a product of {dtype_name(dtypes[0])} and {dtype_name(other)}{told}",
+        "torch multiplies tensors of one dtype", _alike(operands),
     )  # fmt: skip
+
+
+def _alike(operands: list[fx.Node]) -> str:
+    """How the operands of a product become of one dtype: that of the weights, where it has some."""
+    dtypes = {x: fake_of(x).dtype for x in operands}
+    weights = [x for x in operands if _origin(x).kind == "param"]
+    wanted = dtypes[(weights or operands)[0]]
+    cast = _CASTS.get(wanted, f"to({wanted})")
+    odd = (_origin(x) for x in operands if dtypes[x] != wanted)
+    name = next((each.name for each in odd if each.kind == "input"), "")
+    do = f"Give {name or 'inputs'} in the dtype of the weights, {name or 'x'}.{cast}"
+    if not weights:
+        do = f"Cast one of them, {name or 'x'}.{cast}"
+    if {*dtypes.values()} <= _AUTOCAST:  # it casts no other dtypes
+        do += ", or compute under torch.autocast"
+    return f"{do}."
+
+
+def _origin(node: fx.Node) -> Value:
+    """The facts of the parameter or input that a node is, whole or as a view, else of the node."""
+    here = node
+    while here.op == "call_function" and len(here.all_input_nodes) == 1:
+        here = here.all_input_nodes[0]
+        if fake_of(here).dtype != fake_of(node).dtype:
+            return value(node)
+    return value(here)
 
 
 def _check_numbers(graph: Graph, node: fx.Node) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from partc.errors import TraceError
 from partc.wrong_calls import quoted
@@ -38,6 +39,20 @@ def check_loss(loss: Any) -> None:
             why=_CALLED,
             do="Write loss=lambda model, x, y: criterion(model(x), y), for inputs (x, y).",
         )
+
+
+def check_no_loader(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """TraceError for what deals out batches in the place of a batch: loaders and datasets."""
+    for given in (*args, *kwargs.values()):
+        if not isinstance(given, DataLoader | Dataset):
+            continue
+        is_loader = isinstance(given, DataLoader)
+        batch = "loader" if is_loader else "DataLoader(dataset, batch_size=16)"
+        raise TraceError(
+            where="inputs", what=f"{quoted(given)} stands where one batch is needed",
+            why=f"it has {'many batches' if is_loader else 'rows, one after the other'}, and "
+            "inputs are the tensors of one step", do=f"Pass one batch: next(iter({batch})).",
+        )  # fmt: skip
 
 
 def _renamed(signature: Signature, kwargs: Mapping[str, Any]) -> str:
@@ -82,7 +97,7 @@ def unbound(
     elif len(args) == 1 and isinstance(args[0], Iterator):
         do += " Several inputs are a tuple: tuple(inputs)."
     elif len(args) == 1 and not isinstance(args[0], Tensor):
-        do += " Inputs are a tuple, of one batch: next(iter(loader))."
+        do += " Inputs are a tuple: (x, y)."
     elif len(args) > 1 and all(
         isinstance(a, list | tuple) and len(a) == len(args[0]) for a in args
     ):

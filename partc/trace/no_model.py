@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from typing import Any
 
-from torch import jit, nn
+from torch import device, dtype, jit, nn
 from torch.distributed.tensor import DTensor
 from torch.jit._trace import TopLevelTracedModule
 
-from partc.errors import TraceError
+from partc.errors import TraceError, UsageError
 from partc.wrong_calls import quoted
 
 _WRAPPERS = {  # the name of a wrapper's class, and where it keeps the model
@@ -51,6 +52,34 @@ def check_model(model: Any, where: str = "compile") -> None:
         at = f"the model's {path}" if path else "the model"
         for why, do in _reasons(module, path):
             raise TraceError(where=where, what=f"{at} is {quoted(module)}", why=why, do=do)
+
+
+def check_second_of_load(model: Any) -> None:
+    """UsageError for what ``torch.load`` and others take there, as ``load(folder, "cuda")``."""
+    if isinstance(model, nn.Module):
+        check_model(model, "load")
+        return
+    do = "Leave it out, or pass the module: partc.load(folder, model)."
+    if isinstance(model, str | int | device):
+        do = f"A device goes to the stage: partc.load(folder).module({_device_of(model)!r})."
+    elif isinstance(model, Mapping | PathLike):
+        do = "Weights go to the stage: partc.load(folder).module(), then stage.load_full(weights)."
+    elif isinstance(getattr(model, "__self__", model), type | nn.Module):
+        do = _instead(model)
+    elif callable(model) and not isinstance(model, dtype):
+        do = "A loss goes to partc.with_model(program, model, loss), and load takes no loss."
+    raise UsageError(
+        where="load", what=f"the second argument is {quoted(model)}",
+        why="it is the model that the program was compiled from, an nn.Module", do=do,
+    )  # fmt: skip
+
+
+def _device_of(given: str | int | device) -> str:
+    """The device that is meant, as ``module`` takes it: ``cuda`` for the number of a GPU."""
+    if isinstance(given, int):
+        return f"cuda:{given}"
+    text = str(given)
+    return text if text.partition(":")[0] in ("cpu", "cuda") else "cuda"
 
 
 def _instead(given: Any) -> str:

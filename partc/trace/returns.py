@@ -95,6 +95,9 @@ class Returns:
         if isinstance(outcome, Tensor) and not outcome.shape:
             do = "Return a loss of floating-point numbers: classes that argmax picks, and "
             do += "comparisons, have no gradient."
+        elif isinstance(outcome, Tensor) and not self.own and outcome.is_floating_point():
+            what += f", {outcome.numel()} numbers"
+            do = 'Return their mean, loss.mean(), or give the criterion reduction="mean".'
         elif isinstance(outcome, Tensor):
             do = "Give loss=fn(model, *inputs) with a 0-d result; the tensor itself may be an "
             do += "extra, (loss, extras). For a forward program compile under torch.no_grad() and "

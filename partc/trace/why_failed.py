@@ -14,6 +14,7 @@ from partc.trace.forward_lines import forward_of
 from partc.trace.source_lines import module_of, source_of
 
 _VALUE = "Python code asks for the value of a tensor"
+_OWN_GRADIENTS = "the loss computes gradients by itself"
 # By what torch says, or by its class: what happened, and what to do. The first that fits counts.
 _KNOWN = (
     ("'(generator|coroutine|async_generator)' object|not (generator|coroutine|async_generator)",
@@ -36,7 +37,7 @@ _KNOWN = (
      "returns empty tensors of the results' shapes, torch.empty_like(x)."),
     ('missing the required "forward"', "the model is no module that is called",
      "Give it a forward, or pass nn.Sequential(*layers)."),
-    ("backward through the graph a second time", "the loss computes gradients by itself",
+    ("backward through the graph a second time", _OWN_GRADIENTS,
      "Return the loss alone, without loss.backward() and optimizer.step(): a step computes the "
      "gradients."),
     ("[Dd]efault process group",
@@ -114,6 +115,8 @@ def explained(
     kind = type(error).__name__
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     what, do = _known(f"{kind}: {reason}") or _shapes(kind, reason, names, inputs)
+    if path in dict(model.named_modules()) and "do not fit" in what:
+        do += _weights_of(path, model)
     if _is_model_for_tensor(reason, type(model).__name__):
         what = "the model stands where its result is needed"
         do = (
@@ -127,7 +130,20 @@ def explained(
         if is_wanted_check(error):
             what = "a distribution checks the values of its arguments"
             do = "Leave validate_args=True out: while tracing, the check is off by default."
+    if what == _OWN_GRADIENTS:  # torch's words advise retain_graph=True
+        reason = "the step computes them from the loss that it returns"
     return TraceError(where=f"{path} ({source})" if source else path, what=what, why=reason, do=do)
+
+
+def _weights_of(path: str, model: nn.Module) -> str:
+    """The weights of the module that failed: no inputs fit two layers that do not fit each other.
+
+    "" for a module without weights of its own.
+    """
+    own = model.get_submodule(path).named_parameters(recurse=False)
+    told = ", ".join(f"{name} {list(each.shape)}" for name, each in own)
+    told = told and f" {path or 'The model'} has {told}"
+    return told and f"{told}: where its input comes from another layer, correct one of the two."
 
 
 def _is_model_for_tensor(reason: str, model: str) -> bool:

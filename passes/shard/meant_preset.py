@@ -23,6 +23,11 @@ def meant(preset: str, word: str, known: Collection[str]) -> str:
         return "'auto' stands alone: it chooses among all presets."
     if folder := _folder(preset):
         return folder
+    if preset.endswith((".json", ".yaml", ".yml")):
+        return (
+            "A configuration of DeepSpeed or Accelerate becomes a plan by: partc plan --from "
+            f"{preset} --out plan.toml. Then write 'plan.toml'."
+        )
     if any(sign in preset for sign in "./\\"):
         return "A plan in a file is named by a path that ends in .toml: 'build/plan.toml'."
     if (other := word.lower().replace("-", "_")) in _OTHER_NAMES:

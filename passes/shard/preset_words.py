@@ -60,7 +60,7 @@ def axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[s
                 where=f"mesh {mesh}",
                 what=f"no preset knows the axis {axis!r}",
                 why=f"presets use {', '.join((*DATA_AXES, *TENSOR_AXES))}",
-                do=axis_instead(axis)
+                do=axis_instead(axis, mesh.names)
                 or did_you_mean(axis, (*DATA_AXES, *TENSOR_AXES, ISLAND))
                 or "Call it dp (each rank has "
                 "samples of its own) or tp (each has a part of the weights), or say in a plan what "
@@ -74,9 +74,16 @@ def axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[s
                 where=f"mesh {mesh}",
                 what=f"preset {word!r} finds no axis to work on",
                 why=f"it uses {' or '.join(kind)}",
-                do=f"Add such an axis, for example {kind[0]}=2.",
+                do=_without(word, words, kind[0]),
             )
     return data, [axis for axis in tensor if mesh.size(axis) > 1]
+
+
+def _without(word: str, words: list[str], axis: str) -> str:
+    """What to do about a preset for axes that the mesh has not: an axis, or a plan without it."""
+    rest = "+".join(w for w in words if w != word)
+    other = rest or ("fsdp" if axis in TENSOR_AXES else "megatron")
+    return f"Add such an axis, for example {axis}=2, or leave {word} out: plan={other!r}."
 
 
 def sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:

@@ -130,6 +130,8 @@ def test_every_key_has_a_comment(tmp_path: Path) -> None:
         ("a.json", "{", "cannot be read"),
         ("a.json", "[1]", "it has no keys"),
         ("a.json", '{"x": 1}', "none of its keys is one of Accelerate, DeepSpeed, torchtitan"),
+        ("a.yaml", "trainer:\n  strategy: ddp\nmodel:\n  lr: 1\n", "configuration of Lightning"),
+        ("a.yaml", "model:\n  lr: 1\n", "none of its keys is one of Accelerate"),
         ("a.json", '{"zero_optimization": {"stage": 4}}', "stages 0 to 3"),
         ("a.json", '{"gradient_accumulation_steps": "many"}', "'many' is no value"),
         ("a.json", '{"gradient_accumulation_steps": true}', "it counts"),

@@ -121,8 +121,9 @@ def test_rows_that_no_mesh_can_divide_are_refused() -> None:
         program.sampler(100, 8)
     with pytest.raises(UsageError, match="has no rank"):
         program.sampler(100)
-    with pytest.raises(UsageError, match="does not fill one step of 16 rows"):
+    with pytest.raises(UsageError, match="does not fill one step of 16 rows") as few:
         program.sampler(15, 0)
+    assert few.match('Compile for a step of at most 15 rows; or pass last="next"')
 
 
 # ends of epochs ------------------------------------------------------------------------------

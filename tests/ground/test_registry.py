@@ -1,7 +1,9 @@
+from typing import Any
+
 import pytest
 
 from partc.errors import UsageError
-from partc.registry import Registry
+from partc.registry import Registry, is_again
 
 
 @pytest.fixture
@@ -32,6 +34,17 @@ def test_duplicate_is_rejected(schedules: Registry[str]) -> None:
     with pytest.raises(UsageError, match="schedule 'gpipe': the name is taken"):
         schedules.add("gpipe", "other")
     assert schedules["gpipe"] == "GPIPE"
+
+
+def test_a_cell_that_runs_again_is_told_from_a_name_said_twice() -> None:
+    cells: list[dict[str, Any]] = [{"__name__": name} for name in ("__main__", "__main__", "mine")]
+    for cell in cells:
+        exec("def f(): ...\ng = lambda: 0", cell)
+    first, again, other = cells
+    assert is_again(again["f"], first["f"])
+    assert not is_again(again["g"], first["g"])
+    assert not is_again(other["f"], first["f"])
+    assert not is_again(other["f"], other["f"])
 
 
 def test_near_miss_is_suggested(schedules: Registry[str]) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import partc
 from partc.wrong_calls import help_on
@@ -47,8 +49,39 @@ def islands(entry: str, *words: str) -> Mistake:
     return plan(f'allow = ["local_steps"]\n[local_steps]\n{entry}', *words, mesh="island=2")
 
 
+def backward(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    return loss
+
+
+def load_as(second: Any) -> Callable[[], Any]:
+    """``partc.load`` with a second argument, which is looked at before the program is."""
+    return lambda: anything.load("no-such-folder", second)
+
+
+LOADER = DataLoader(TensorDataset(X, Y), batch_size=4)
 anything: Any = partc
 MISTAKES: dict[str, Mistake] = {
+    # inputs and losses
+    "a loader": given("a DataLoader stands", "one batch: next(iter(loader))", inputs=LOADER),
+    "a loader in a tuple": given("one batch: next(iter(loader))", inputs=(LOADER,)),
+    "a dataset": given("DataLoader(dataset, batch_size=16)", inputs=LOADER.dataset),
+    "doubles": given("x is float64, up.weight is float32", "x.float().", inputs=(X.double(), Y)),
+    "half a model": given("x.half(), or compute under torch.autocast", model=Net().half()),
+    "a loss for each row": given("32 numbers", "loss.mean()", loss=lambda m, x, y: m(x) - y),
+    "layers that do not fit": given(
+        "[8, 8] X [7, 4]", "1 has weight [4, 7], bias [4]", "correct one of the two",
+        model=torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(7, 4)),
+    ),
+    "rows as a batch": given("batch = 8", "Leave it out", "example inputs", batch=8),
+    "no axis tp": given("'megatron-sp'", "tp=2, or leave", "plan='fsdp'", plan="megatron-sp"),
+    "data beside dp": given("'data'", "one axis with dp", mesh="dp=2,data=2", plan="fsdp"),
+    "DeepSpeed's file": given("partc plan --from ds.json --out plan.toml", plan="ds.json"),
+    "a device of a load": (load_as("cuda:1"), ("load", "partc.load(folder).module('cuda:1')")),
+    "a loss of a load": (load_as(loss_of), ("second argument", "partc.with_model(")),
+    "weights of a load": (load_as({}), ("second argument", "stage.load_full(weights)")),
+    "its own gradients": given("Return the loss alone", "loss that it returns", loss=backward),
     # entries of a plan
     "dim and axis": plan('[params]\n"up.weight" = { 0 = "tp" }', "up.weight", "Write { tp = 0 }"),
     "a dim as a text": plan('[params]\n"up.weight" = { tp = "0" }', "Write { tp = 0 }, without"),

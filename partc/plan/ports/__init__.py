@@ -51,11 +51,24 @@ def _entry(table: Table, key: str) -> Any:
     return next((table[name] for name in above if name in table), None)
 
 
+_OF_LIGHTNING = ("trainer.accelerator", "trainer.strategy", "trainer.devices")
+
+
 def _tool_of(path: Path, keys: Mapping[str, Any]) -> tuple[str, Any]:
-    """The tool that most keys of a file belong to."""
+    """The tool that most keys of a file belong to.
+
+    A key that only ``"model.*"`` stands for names no tool: other tools' files have models too.
+    """
     known = {n: sum(_entry(t.KEYS, key) is not None for key in keys) for n, t in TOOLS.items()}
     name = max(known, key=lambda each: known[each])
-    if not known[name]:
+    if any(key.startswith(_OF_LIGHTNING) for key in keys):
+        raise UsageError(
+            where=str(path), what="it is a configuration of Lightning",
+            why=f"partc plan --from reads those of {', '.join(TOOLS)}",
+            do='Give the Trainer partc\'s strategy: strategy=partc.wrappers.lightning.Strategy('
+            '"dp=8", plan="fsdp"), with the mesh of your devices.',
+        )  # fmt: skip
+    if not any(key in tool.KEYS for tool in TOOLS.values() for key in keys):
         raise UsageError(
             where=str(path), what="it is no configuration that partc can read",
             why=f"none of its keys is one of {', '.join(TOOLS)}",

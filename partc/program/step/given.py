@@ -114,7 +114,11 @@ def _advice(given: Sequence[Any], whole: Sequence[Any], role: Role) -> str:
     names = ", ".join(role.inputs)
     if len(given) > 1 and given != whole and sorted(map(str, given)) == sorted(map(str, whole)):
         return f"These are in another order: pass step({names})."
-    return "Pass the whole batch on every rank, or compile for this shape."
+    return (
+        "Pass the whole batch on every rank, or compile for this shape. A smaller last batch is "
+        "left out by DataLoader(..., drop_last=True); module(partial=...) leaves it out or "
+        "computes it where the stage came of partc.compile, and not of partc.load."
+    )
 
 
 def _is_piece(given: Any, whole: Any, ranks: int) -> bool:
