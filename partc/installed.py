@@ -13,8 +13,8 @@ from typing import Any
 from partc.errors import PartcError, UsageError
 from partc.wrong_calls import failed_at
 
-PASSES, RULES, SCHEDULES = "partc.passes", "partc.rules", "partc.schedules"
-GROUPS = (PASSES, RULES, SCHEDULES)  # all that partc reads
+GROUPS = tuple(f"partc.{kind}" for kind in ("passes", "rules", "schedules"))  # all that are read
+RULES = GROUPS[1]
 
 
 @cache
