@@ -28,14 +28,18 @@ def expect_none(step: nn.Module, shown: Iterable[Shown], tensors: RankTensors) -
     """Let a GradScaler take optimizers of a stage's parameters where none of them has a gradient,
     if a step may give none.
     """
-    late = hasattr(step, "drain") and not hasattr(step, "meet")
-    if not late and not tensors.owners:
+    if not gives_late(step, tensors):
         return
     for each in shown:
         setattr(each.param, _ASKED, tensors.island if tensors.owners else None)
     if not _DONE:
         _DONE.append("GradScaler")
         _watch()
+
+
+def gives_late(step: nn.Module, tensors: RankTensors) -> bool:
+    """Whether a step may end without gradients, or puts them where another rank owns a weight."""
+    return (hasattr(step, "drain") and not hasattr(step, "meet")) or bool(tensors.owners)
 
 
 def _watch() -> None:

@@ -15,6 +15,8 @@ from partc.program import Program
 from partc.program.model.habits import LOG, once, without_inference
 from partc.program.ranks.same_factor import SameFactor
 from partc.program.ranks.same_model import check_same_model
+from partc.program.optimizer.cleared import gave_gradients
+from partc.program.optimizer.no_gradients import gives_late
 from partc.program.stage.exported import check_not_exported
 from partc.program.stage.family import Family, Ready
 from partc.program.stage.family_errors import late_gradients, untrained
@@ -174,7 +176,11 @@ class SeveralPrograms(nn.Module):
             if ready is None:
                 return None
             with without_inference():
-                return ready.whole(of_step(self._run(ready, scale)))
+                loss = self._run(ready, scale)
+            if not gives_late(self._rank_step, self._tensors):
+                gave_gradients(self)
+            with without_inference():
+                return ready.whole(of_step(loss))
 
     def _run(self, ready: Ready, scale: float | Tensor | None) -> Tensor:
         """The loss of a step, whose gradients are then in every ``.grad``."""
