@@ -28,6 +28,7 @@ from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R
 from partc.program import Program, check_model
+from partc.program.model.likeness import point_at_twins
 from partc.program.model.parametrized import give_own_classes
 from partc.program.step.autocast import within
 from partc.program.step.forward_batch import example_of, guessed
@@ -98,8 +99,10 @@ class Recipe:
             }
             with suppress(Exception):  # of a model that cannot be copied
                 bare |= {id(x): torch.empty_like(x, device="meta") for x in _computed(model)}
-                self.twin.append(copy.deepcopy(model, bare))
-                give_own_classes(self.twin[0])
+                twin = copy.deepcopy(model, bare)
+                give_own_classes(twin)
+                point_at_twins(dict(zip(model.modules(), twin.modules(), strict=True)))
+                self.twin.append(twin)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as None: another process has not got the model."""

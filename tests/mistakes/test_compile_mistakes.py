@@ -94,7 +94,7 @@ MISTAKES: dict[str, Mistake] = {
         "model", lambda: nn.Sequential(nn.DataParallel(Net())), "model's 0", "model.0.module"
     ),
     "lazy": lazily("model", lambda: nn.Sequential(nn.LazyLinear(4)), "LazyLinear", "once before"),
-    "doubles": lazily("model", lambda: Net().double(), "up", "float64 and float32", "autocast"),
+    "doubles": lazily("model", lambda: Net().double(), "up", "float64 and float32", "x.double()"),
     "halves": lazily("model", lambda: Net().bfloat16(), "bfloat16 and float32"),
     "no inputs": of("inputs", None, "Net", "tuple of tensors"),
     "an empty tuple": of("inputs", (), "'x'", "example tensors for (x, target)"),
@@ -122,7 +122,7 @@ MISTAKES: dict[str, Mistake] = {
     "an axis": of("plan", "tp", "Write 'megatron'"),
     "auto and more": of("plan", "auto+megatron", "'auto' stands alone"),
     "a folder": of("plan", "build/", "plan.toml"),
-    "json": of("plan", "plan.json", "'build/plan.toml'"),
+    "json": of("plan", "plan.json", "partc plan --from plan.json"),
     "plan=None": of("plan", None, "plan is None", '"auto"'),
     "plan=3": of("plan", 3, "plan is 3", '"auto"'),
     "a dim without an axis": of(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from partc.errors import RunError
+from partc.program.model.closures import closed_over, over_others
 from partc.program.model.parametrized import class_of_copy
 from partc.program.model.read_numbers import ReadNumbers
 from partc.program.tensors.elsewhere import Table
@@ -42,7 +43,7 @@ class Likeness:
     def __init__(self, model: nn.Module, read: ReadNumbers) -> None:
         made: dict[nn.Module, nn.Module] = {}
         self.root, self.read = _like(model, made), read
-        _point_at_twins(made)
+        point_at_twins(made)
         self._tables = {twin: _tables(module, made) for module, twin in made.items()}
         self._own_tensors = _own_tensors(model, made)
         self._plain = {twin: dict(_numbers(twin)) for twin in made.values()}
@@ -136,14 +137,17 @@ def _like(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
     return twin
 
 
-def _point_at_twins(made: Mapping[nn.Module, nn.Module]) -> None:
+def point_at_twins(made: Mapping[nn.Module, nn.Module]) -> None:
     """Let plain attributes of the twins have twins where the model's have modules of the model.
 
-    Adapters of peft have a method of the model inside: it would run on, and keep, the model's own.
+    Adapters of peft have a method of the model inside, blocks of minGPT a lambda over a part of
+    themselves: these would run on, and keep, the model's own.
     """
     for twin in made.values():
         for name, held in list(vars(twin).items()):
-            if name not in TABLES and any(_module_of(x) in made for _, x in _held(held)):
+            if name not in TABLES and any(
+                of in made for _, x in _held(held) for of in _modules_of(x)
+            ):
                 new = {key: _of_twin(x, made) for key, x in _held(held)}
                 vars(twin)[name] = _exchanged(held, new)
 
@@ -154,17 +158,21 @@ def _held(value: Any) -> Iterator[tuple[Any, Any]]:
     yield from _entries(value) if entries else [(None, value)]
 
 
-def _module_of(value: Any) -> nn.Module | None:
-    """A module, or that of which a bound method is; None for all else."""
+def _modules_of(value: Any) -> list[nn.Module]:
+    """A module, that of which a bound method is, or those that a function takes from around it."""
     of = value.__self__ if isinstance(value, MethodType) else value
-    return of if isinstance(of, nn.Module) else None
+    every = closed_over(of) if isinstance(of, FunctionType) else [of]
+    return [each for each in every if isinstance(each, nn.Module)]
 
 
-def _of_twin(value: Any, made: Mapping[nn.Module, nn.Module]) -> Any:
-    of = _module_of(value)
-    if of is None or of not in made:
+def _of_twin(value: Any, made: Mapping[Any, nn.Module]) -> Any:
+    if made.keys().isdisjoint(_modules_of(value)):
         return value
-    return MethodType(value.__func__, made[of]) if isinstance(value, MethodType) else made[of]
+    if isinstance(value, FunctionType):
+        return over_others(value, made)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, made[value.__self__])
+    return made[value]
 
 
 def _tables(module: nn.Module, made: dict[nn.Module, nn.Module]) -> dict[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ def expect_none(step: nn.Module, shown: Iterable[Shown], tensors: RankTensors) -
     """Let a GradScaler take optimizers of a stage's parameters where none of them has a gradient,
     if a step may give none.
     """
-    if not gives_late(step, tensors):
+    if not gives_late(tensors, step):
         return
     for each in shown:
         setattr(each.param, _ASKED, tensors.island if tensors.owners else None)
@@ -37,7 +37,7 @@ def expect_none(step: nn.Module, shown: Iterable[Shown], tensors: RankTensors) -
         _watch()
 
 
-def gives_late(step: nn.Module, tensors: RankTensors) -> bool:
+def gives_late(tensors: RankTensors, step: Any) -> bool:
     """Whether a step may end without gradients, or puts them where another rank owns a weight."""
     return (hasattr(step, "drain") and not hasattr(step, "meet")) or bool(tensors.owners)
 

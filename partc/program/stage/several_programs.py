@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import UsageError
 from partc.program import Program
 from partc.program.model.habits import LOG, once, without_inference
-from partc.program.ranks.same_factor import SameFactor
-from partc.program.ranks.same_model import check_same_model
 from partc.program.optimizer.cleared import gave_gradients
 from partc.program.optimizer.no_gradients import gives_late
+from partc.program.ranks.same_factor import SameFactor
+from partc.program.ranks.same_model import check_same_model
 from partc.program.stage.exported import check_not_exported
 from partc.program.stage.family import Family, Ready
 from partc.program.stage.family_errors import late_gradients, untrained
@@ -177,7 +177,7 @@ class SeveralPrograms(nn.Module):
                 return None
             with without_inference():
                 loss = self._run(ready, scale)
-            if not gives_late(self._rank_step, self._tensors):
+            if not gives_late(self._tensors, self._rank_step):
                 gave_gradients(self)
             with without_inference():
                 return ready.whole(of_step(loss))
