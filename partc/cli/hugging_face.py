@@ -7,7 +7,7 @@ takes, what its configuration says. No type is known by its name.
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from partc.cli.depth import has_depth, parts_of, set_depth
 from partc.cli.model_names import as_hub, unknown
 from partc.cli.target import Sizes, Target, parameters_on_meta
 from partc.errors import UsageError
+from partc.trace.hooks_ahead import install_ahead
 from partc.wrong_calls import did_you_mean
 
 TASKS = (  # transformers' classes in the order of preference, and their labels
@@ -60,7 +61,7 @@ def find_configured(name: str, sizes: Sizes, values: bool) -> Target:
         raise _no_config(name, error) from error
     target = with_batch(model, config, labels, sizes, name)
     if model.main_input_name in SOUNDS:
-        _install_hooks(model)
+        install_ahead(model)
     notes = "; ".join(each for each in (settled, target.note) if each)
     return replace(target, note=notes)
 
@@ -117,18 +118,6 @@ def _settle(config: Any) -> str:
         setattr(part, key, type(getattr(part, key))(0))
     keys = ", ".join(dict.fromkeys(key for _, key in left_out))
     return f"{keys} set to 0: Python draws what a step leaves out" if keys else ""
-
-
-def _install_hooks(model: Any) -> None:
-    """The hooks with which models collect the results of their layers, which the first call would
-    install: a step may not change the hooks of the next.
-    """
-    with suppress(ImportError):
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-        for module in model.modules():
-            if getattr(module, "_can_record_outputs", None):
-                maybe_install_capturing_hooks(module)
 
 
 def _auto_class(transformers: Any, config: Any, name: str) -> tuple[Any, str]:

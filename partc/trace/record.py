@@ -37,6 +37,7 @@ from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import Objective, Recording, names_of, record
 from partc.trace.dtypes_meet import check_dtypes_meet
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.hooks_ahead import install_ahead
 from partc.trace.kept_fakes import check_none_kept
 from partc.trace.known_values import SMALL_BYTES
 from partc.trace.linalg_checks import keep_checks
@@ -75,6 +76,7 @@ class Source:
         A ``kind`` says which of these it is, whatever the loss and the mode of gradients.
         """
         _check_default_dtype()
+        install_ahead(model)
         kind = kind or kind_of(loss)
         if kind not in get_args(Kind):
             raise TraceError(

@@ -8,11 +8,13 @@ from torch import nn
 
 from partc.errors import LoadError
 from partc.trace.fingerprint import Fingerprint, table
+from partc.trace.hooks_ahead import install_ahead
 from partc.trace.touched_modules import changes, touched_modules
 
 
 def check_touched(folder: Path, plan: Path, fingerprint: Fingerprint, model: nn.Module) -> None:
     """LoadError if modules have other hooks, or forwards of their own, than when compiled."""
+    install_ahead(model)
     lines = changes(fingerprint.touched, touched_modules(model))
     if lines:
         raise LoadError(
