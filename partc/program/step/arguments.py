@@ -19,6 +19,7 @@ from partc.trace.trees import Tree, TreeError
 from partc.wrong_calls import did_you_mean
 
 MOST_NAMED = 8
+ALSO = "by a loss of its own, other = model.also(loss), and other.step or other.eval_step"
 
 
 def tensors_given(
@@ -112,12 +113,13 @@ def _by_name(arguments: Arguments) -> str:
 
 
 def _differs(error: TreeError, call: str) -> RunError:
-    do = "Pass what was compiled, or compile again."
+    do = f"Pass what was compiled, or compile again; with partc.parallelize, {ALSO}."
     if "the string" in error.what:
         do = "Leave it out of the batch, for which the loss then needs no argument; or pass what "
         do += "was compiled, or compile for it."
     elif "the number" in error.what or "None" in error.what:
-        do = "Pass what was compiled, make it a tensor and compile again, or compile for it."
+        do = "Pass what was compiled, make it a tensor and compile again, or compile for it: with "
+        do += f"partc.parallelize, {ALSO}."
     if "is a ndarray now" in error.what or "is a list now" in error.what:
         do = "Pass a tensor, torch.as_tensor(...), or compile for it."
     if "is a tuple now" in error.what:
