@@ -209,7 +209,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda: accelerator(mesh="dp=1", plan="ddp", mixed_precision="bf61"), ("bf61", "bf16"),
     ),
     "ranks that were not started": (
-        lambda: accelerator(mesh="dp=2", plan="ddp"), ("1 processes", "torchrun"),
+        lambda: accelerator(mesh="dp=2", plan="ddp"), ("1 process was started", "torchrun"),
     ),
     "a folder of states": (
         lambda: accelerator(mesh="dp=1", plan="ddp").load_state("none"), ("none", "save_state"),
