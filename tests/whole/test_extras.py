@@ -368,7 +368,7 @@ def as_a_number(model: nn.Module, images: Tensor, labels: Tensor) -> Any:
     [
         (with_a_model, r"what the loss returns, extras\.model: it is a Classifier"),
         (last, r"the loss is a tuple, and its first entry a tensor.*8, 6.*Return the loss first"),
-        (alone, r"the loss is a tensor.*under torch.no_grad\(\) and without loss="),
+        (alone, r"the loss is a tensor.*numbers.*loss.mean\(\)"),
         (named, r"the loss is a dict.*Return its loss, or \(loss, extras\)"),
         (as_a_number, r"asks for the value of a tensor.*return the tensor itself"),
     ],
