@@ -51,9 +51,9 @@ def graph_pass(*, after: str, why: str = "") -> Callable[[Function], Function]:
     stages' graphs, or a dict of these by name; None if it changed the graph in place.
 
     Raises:
-        UsageError: two functions have the same name; in a notebook, a cell
-            that runs again replaces the older. Whether ``after`` exists is looked at when a
-            model is compiled.
+        UsageError: two functions have the same name; the same one of a notebook's cell that runs
+            again replaces the older. Whether ``after`` exists is looked at when a model is
+            compiled.
 
     Example::
 

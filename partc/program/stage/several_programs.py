@@ -177,9 +177,8 @@ class SeveralPrograms(nn.Module):
                 return None
             with without_inference():
                 loss = self._run(ready, scale)
-            if not gives_late(self._tensors, self._rank_step):
-                gave_gradients(self)
-            with without_inference():
+                if not gives_late(self._tensors, self._rank_step):
+                    gave_gradients(self)
                 return ready.whole(of_step(loss))
 
     def _run(self, ready: Ready, scale: float | Tensor | None) -> Tensor:
