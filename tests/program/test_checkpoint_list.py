@@ -161,9 +161,9 @@ def disagree(folder: Path) -> None:
     if first:
         (folder / "a file").write_text("mine")
     refused(
-        "cannot be read or written|rank 0 cannot go on",
+        "it is a file|rank 0 cannot go on",
         lambda: save_checkpoint(folder / "a file", stage, step=4),
-        RunError,
+        UsageError if first else PartcError,
     )
     assert latest(folder).name == "step-00000003"
 

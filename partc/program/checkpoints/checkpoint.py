@@ -85,12 +85,12 @@ def save_checkpoint(
         RunError: a checkpoint of this step exists already; none is overwritten. Or the optimizer
             has parameters that are none of the stage's, ranks differ in the step or the optimizer,
             or a rank cannot write. It is raised on all ranks.
-        UsageError: the step is no whole number from 0 on.
+        UsageError: the step is no whole number from 0 on, or the folder is a file.
     """
     of = stage_of("save_checkpoint", stage)
     check_arguments("save_checkpoint", of, optimizer, loader)
     states = check_states("save_checkpoint", states)
-    folder = folder_of_run("save_checkpoint", folder)
+    folder = as_path(folder, "save_checkpoint")
     of.writes.check()
     of.check_together("save_checkpoint")
     of.meet_owners()
@@ -108,6 +108,7 @@ def ready(
     that this rank can see by itself.
     """
     check_savable(stage, optimizer)
+    folder = folder_of_run("save_checkpoint", folder)  # here, as ranks may see different disks
     return step_folder(folder, step), states_of(states)
 
 
