@@ -239,6 +239,25 @@ def whole(value: Tensor | None) -> Tensor:
     return value.full_tensor().clone()
 
 
+def check_means(param: nn.Parameter) -> None:
+    """An average in tensors of the script would miss the parameters of other ranks' stages."""
+    mean = nn.Parameter(torch.ones(param.shape))
+
+    def assigned() -> None:
+        mean.data = 0.9 * mean.data + 0.1 * param.data
+
+    keeps: list[Callable[[], object]] = [
+        lambda: mean.mul_(0.9).add_(param, alpha=0.1), lambda: mean.copy_(param),
+        lambda: torch._foreach_lerp_([mean], [param], 0.1), assigned,
+    ]  # fmt: skip
+    for keep in keeps:
+        with pytest.raises(RunError, match="to a tensor that is not the model's"):
+            keep()
+    own = param.clone()
+    own.lerp_(param, 0.1)
+    torch.testing.assert_close(whole(own), whole(param.detach()))
+
+
 def in_stages(path: Path) -> list[float]:
     stage, scales = stage_of(path), []
     stage.step(*batch_of())
@@ -269,6 +288,7 @@ def in_stages(path: Path) -> list[float]:
             expected = param.numel() + param.norm().square().item()
             mixed = param.square().add_(torch.ones(param.shape)).sum().item()
             assert mixed == pytest.approx(expected, rel=1e-5)
+            check_means(param)
             nn.init.normal_(param)
     stage.load_full(model_of())
     with pytest.raises(RunError, match="its step on one parameter depends on others"):

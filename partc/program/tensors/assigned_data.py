@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.program.tensors.by_position import kept_elsewhere
 from partc.program.tensors.homes import HomeTensor
 
 _DATA: Any = torch.Tensor.data
@@ -23,7 +24,11 @@ def _read(param: nn.Parameter) -> Tensor:
 
 
 def _write(param: nn.Parameter, value: Tensor) -> None:
-    _DATA.__set__(param, value.full_tensor() if isinstance(value, HomeTensor) else value)
+    if isinstance(value, HomeTensor):
+        if value.home.in_pipeline:
+            raise kept_elsewhere(value, "parameter.data = ...")
+        value = value.full_tensor()
+    _DATA.__set__(param, value)
 
 
 def serve_assignments() -> None:

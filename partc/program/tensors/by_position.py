@@ -1,4 +1,8 @@
-"""Tensors of a whole model beside those of a pipeline rank, which a script has paired by place."""
+"""Tensors of a whole model beside those of a pipeline rank, which has but those of its stages.
+
+Paired by place, they are of other layers. Paired by name, what a script writes of each (an average,
+a target network) is written for this rank's stages alone, and the rest stays as it was.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from partc.errors import RunError
@@ -34,6 +39,29 @@ def fitting(
         raise _beside_others(op, given[0], beside[0], error) from None
 
 
+def check_kept(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: Any) -> None:
+    """RunError where an op of a pipeline rank's parameter or buffer writes a plain tensor.
+
+    Gradients may be written so: an optimizer of the script keeps momenta of its parameters alone.
+    """
+    of_model = [x for x in given if not x.of_gradient]
+    written = op.written(args, kwargs) if of_model and op.writes else []
+    if any(not isinstance(x, DTensor) for x in written):
+        raise kept_elsewhere(of_model[0], f"{op.func} of {of_model[0].home.shard.name}")
+
+
+def kept_elsewhere(of: HomeTensor, where: str) -> RunError:
+    """The refusal of a plain tensor that is to follow a parameter of a pipeline's rank."""
+    return RunError(
+        where=where,
+        what=f"writes {of.home.shard.name} to a tensor that is not the model's",
+        why="a pipeline rank has the parameters of its own stages alone, so what the script keeps "
+        "of all others (an average, a target network) would stay as it was",
+        do="Average a copy of this model itself: copy.deepcopy(model) behind the first step, or "
+        "AveragedModel(model); or read model.full_state_dict(), which all ranks call.",
+    )
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, HomeTensor) and value.dim() > 0
 
@@ -44,6 +72,6 @@ def _beside_others(op: Op, mine: HomeTensor, beside: Tensor, error: RuntimeError
         what=f"torch refuses it beside a plain tensor of shape {list(beside.shape)}: {error}",
         why="a pipeline rank has the parameters of its own stages alone, so by place (zip) they "
         "stand beside those of other stages of a whole model",
-        do="Go by name: own = dict(model.named_parameters()); or average a copy of this model "
-        "itself: copy.deepcopy(model), AveragedModel(model).",
+        do="Average a copy of this model itself, whose parameters are those of the same stages: "
+        "copy.deepcopy(model), AveragedModel(model).",
     )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from partc.errors import RunError
-from partc.program.tensors.by_position import fitting
+from partc.program.tensors.by_position import check_kept, fitting
 from partc.program.tensors.homes import HomeTensor, View, check_read, whole_of
 from partc.program.tensors.op_facts import Op, home_tensors
 from partc.program.tensors.whole_ops import reshape_in_place, run_on_whole, view_of
@@ -43,6 +43,7 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not given[0].home.in_pipeline:
         return _run(op, args, kwargs, given)
     _check_joins(op, args, given)
+    check_kept(op, args, kwargs, given)
     with fitting(op, args, kwargs, given):
         result = _run(op, args, kwargs, given)
     if not op.is_per_tensor and (_join(args, given) or any(x.joined for x in given)):
