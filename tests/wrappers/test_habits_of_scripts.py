@@ -300,8 +300,10 @@ def test_averages_that_are_assigned_to_data(plan: str, world: Processes) -> None
     world.run(assigned, plan, num=2)
 
 
-def by_position() -> None:
-    """A pipeline rank has the parameters of its stage alone: a whole average has more before."""
+def kept_in_a_pipeline() -> None:
+    """A pipeline rank has the parameters of its stage alone: an average would miss all others, or
+    by position stand beside those of others.
+    """
     model = plain()
     mean = copy.deepcopy(model)
     stage: Any = partc.parallelize(
@@ -313,17 +315,18 @@ def by_position() -> None:
     with torch.no_grad():
         for name, each in mean.named_parameters():
             if name in own:
-                each.mul_(0.9).add_(own[name], alpha=0.1)
+                with pytest.raises(RunError, match="to a tensor that is not the model's"):
+                    each.mul_(0.9).add_(own[name], alpha=0.1)
         if dist.get_rank() == 0:
             return
         param, first = next(stage.parameters()), next(mean.parameters())
-        with pytest.raises(RunError, match=r"2.weight: .*stand beside .*other stages.*by name"):
+        with pytest.raises(RunError, match=r"2.weight: .*stand beside .*other stages.*Average a"):
             first.data = first.data * 0.9 + 0.1 * param.data
 
 
 @pytest.mark.gloo
-def test_averages_by_position_in_a_pipeline_are_refused(world: Processes) -> None:
-    world.run(by_position, num=2)
+def test_averages_of_a_script_in_a_pipeline_are_refused(world: Processes) -> None:
+    world.run(kept_in_a_pipeline, num=2)
 
 
 def started(plan: str) -> tuple[Any, torch.optim.Optimizer]:
