@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partc.program.tensors.by_position import kept_elsewhere
 from partc.program.tensors.homes import HomeTensor
+from partc.program.tensors.script_tensors import kept_elsewhere
 
 _DATA: Any = torch.Tensor.data
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from partc.errors import RunError
-from partc.program.tensors.by_position import check_kept, fitting
 from partc.program.tensors.homes import HomeTensor, View, check_read, whole_of
 from partc.program.tensors.op_facts import Op, home_tensors
+from partc.program.tensors.script_tensors import check_kept, fitting
 from partc.program.tensors.whole_ops import reshape_in_place, run_on_whole, view_of
 
 _CHECK_FINITE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

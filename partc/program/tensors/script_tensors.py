@@ -1,7 +1,7 @@
-"""Tensors of a whole model beside those of a pipeline rank, which has but those of its stages.
+"""Tensors of a script, of a whole model, beside those of a pipeline rank, of its stages alone.
 
-Paired by place, they are of other layers. Paired by name, what a script writes of each (an average,
-a target network) is written for this rank's stages alone, and the rest stays as it was.
+Paired by place, they are of other layers. Paired by name, an average or a target network follows
+this rank's stages, and keeps the first values of all others.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ def fitting(
         raise _beside_others(op, given[0], beside[0], error) from None
 
 
-def check_kept(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: Any) -> None:
+def check_kept(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[HomeTensor]
+) -> None:
     """RunError where an op of a pipeline rank's parameter or buffer writes a plain tensor.
 
     Gradients may be written so: an optimizer of the script keeps momenta of its parameters alone.
     """
-    of_model = [x for x in given if not x.of_gradient]
-    written = op.written(args, kwargs) if of_model and op.writes else []
-    if any(not isinstance(x, DTensor) for x in written):
-        raise kept_elsewhere(of_model[0], f"{op.func} of {of_model[0].home.shard.name}")
+    if not op.writes or all(isinstance(x, DTensor) for x in op.written(args, kwargs)):
+        return
+    of_model = next((x for x in given if not x.of_gradient), None)
+    if of_model is not None:
+        raise kept_elsewhere(of_model, f"{op.func} of {of_model.home.shard.name}")
 
 
 def kept_elsewhere(of: HomeTensor, where: str) -> RunError:
