@@ -9,7 +9,7 @@ NO_PYTHON = .venv: cannot be made by $(or $(PYTHON),python3) (partc needs Python
 python3.11, python3.12, python3.13 and python3 are tried). Install one of them, or name yours: \
 make PYTHON=/path/to/python
 
-.PHONY: demo test slow check clean
+.PHONY: demo test exhaustive slow check clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -20,7 +20,10 @@ SUITE := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 test: check
 	$(SUITE)
 
-slow: $(STAMP)  # all tests, then those that took longest, with what their fixtures took
+exhaustive: check  # with all rows of costly tests: behind a change of what many rooms read, and before a release
+	$(SUITE) --exhaustive
+
+slow: $(STAMP)  # the same tests, then those that took longest, with what their fixtures took
 	$(SUITE) --durations=30
 
 check: $(STAMP)

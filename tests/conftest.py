@@ -1,6 +1,10 @@
-"""The fixture ``golden``, which compares text of a test with a file under tests/golden.
+"""The fixture ``golden``, which compares text of a test with a file; and which tests a run takes.
 
 ``golden(str(plan))`` fails if the file differs; ``pytest --update-golden`` writes the file anew.
+
+Of costly tests a run takes a few rows, spread over their table (``@pytest.mark.rows(4)``), or none
+(``@pytest.mark.exhaustive``); all where it is asked for with ``--exhaustive``, or a test is named
+(``pytest tests/x.py::test_y``). A test of goldens has no such mark: its files would be stale.
 """
 
 import ast
@@ -8,8 +12,8 @@ import gc
 import os
 import random
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +39,7 @@ collect_ignore = ["golden"]  # golden sources are named after their tests, so th
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+    parser.addoption("--exhaustive", action="store_true", help="take all rows of costly tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,10 +102,38 @@ def same_draws() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, then files with many tests before those with few."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave costly rows out; run the longest files first, then those with many tests."""
+    if not takes_all(config):
+        left = {*left_out(items)}
+        items[:] = [item for item in items if item not in left]
     tests = Counter(file_of(item) for item in items)
     items.sort(key=lambda item: (file_of(item) not in LONGEST, -tests[file_of(item)]))
+
+
+def takes_all(config: pytest.Config) -> bool:
+    """Whether a run takes every row: it is asked for, or tests are named one by one."""
+    return bool(config.option.exhaustive) or any("::" in str(name) for name in config.args)
+
+
+def left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of tests marked ``rows(4)`` all rows but four; and tests that are marked ``exhaustive``."""
+    tables: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            yield item
+        elif item.get_closest_marker("rows"):
+            tables[item.nodeid.partition("[")[0]].append(item)
+    for rows in tables.values():
+        mark = rows[0].get_closest_marker("rows")
+        taken = spread(len(rows), mark.args[0] if mark else len(rows))
+        yield from (item for at, item in enumerate(rows) if at not in taken)
+
+
+def spread(length: int, number: int) -> set[int]:
+    """So many places of a table, from the first to the last, as even as they can be."""
+    last = max(min(number, length) - 1, 1)
+    return {round(i * (length - 1) / last) for i in range(min(number, length))}
 
 
 def file_of(item: pytest.Item) -> str:

@@ -98,3 +98,35 @@ def test_full_update_removes_stale_file(project: pytest.Pytester) -> None:
     _write(project, "tests/golden/test_toy/test_gone.txt", "a\n")
     assert project.runpytest("--update-golden").ret == 0
     assert len(_files(project)) == 2
+
+
+ROWS = """
+import pytest
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("row", range(9))
+def test_table(row): pass
+@pytest.mark.exhaustive
+def test_long(): pass
+def test_short(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "number"),
+    [
+        ((), 4),
+        (("--exhaustive",), 11),
+        (("tests/test_costly.py",), 4),
+        (("tests/test_costly.py::test_table",), 9),
+        (("tests/test_costly.py::test_long",), 1),
+    ],
+)
+def test_rows_of_costly_tests(
+    pytester: pytest.Pytester, asked: tuple[str, ...], number: int
+) -> None:
+    markers = "markers = rows: a number\n    exhaustive: costly"
+    pytester.makeini(f"[pytest]\ntestpaths = tests\n{markers}")
+    conftest = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
+    _write(pytester, "tests/conftest.py", conftest)
+    _write(pytester, "tests/test_costly.py", ROWS)
+    pytester.runpytest(*asked).assert_outcomes(passed=number)

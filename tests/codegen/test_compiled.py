@@ -89,6 +89,7 @@ def test_functions_of_functions_and_views_of_weights_stand_where_the_graph_has_t
     partc.compile(case.model, "dp=1", case.inputs, loss=case.loss, plan="ddp", compile="inductor")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_inductor_computes_the_same_on_real_ranks() -> None:
     model, inputs = toy(BLOCKS)

@@ -138,6 +138,7 @@ def alone(folder: Path, steps: int) -> dict[int, float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_stopped_and_ended_comes_to_the_same_losses(folder: Path) -> None:
     with two_nodes(folder, 10**9) as nodes:
         wait_until(lambda: len(losses(folder)) > 25, folder)  # behind the first checkpoint

@@ -152,6 +152,7 @@ def test_check_refuses_every_edit_of_how_islands_meet() -> None:
             audit(everywhere(program, old, new))
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -208,6 +209,7 @@ def test_verify_refuses_gossip_that_mixes_otherwise(old: str, new: str) -> None:
 OVERLAPPED = OUTER.replace("period = 4", "period = 8") + "overlap = 2\nmix = 0.25\n"
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -89,6 +89,7 @@ def plan_of(wire: str, own: str = "") -> str:
     return f'preset = "ddp"\nallow = ["compress"]\n{table}'
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("wire", "own"),
     [
@@ -104,6 +105,7 @@ def test_bytes_are_those_that_are_sent(wire: str, own: str) -> None:
     assert f"all_reduce in {wire} over dp" in program.source()
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int8-stochastic"])
 @pytest.mark.parametrize("preset", ["fsdp", "zero1"])
 def test_pieces_have_the_bytes_that_are_sent(wire: str, preset: str) -> None:

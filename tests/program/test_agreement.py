@@ -77,6 +77,7 @@ def step_with(of: Program, fault: str) -> str:
     return outcome(lambda: stage.step(*batch))
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("contract", ["global", "local"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_batch_or_seed(world: Processes, layout: str, contract: str) -> None:

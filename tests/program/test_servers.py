@@ -133,6 +133,7 @@ def test_training_is_that_of_one_device(world: Processes) -> None:
         world.run(trains_as_one_device, mesh, preset, servers)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(("mesh", "preset", "servers"), [*LAYOUTS, *WIDER])
 def test_the_step_is_verified(mesh: str, preset: str, servers: str) -> None:
     program = compiled(mesh, preset, servers)

@@ -68,6 +68,7 @@ def compiled(model: Model, mesh: str, tokens: int = 6, **options: Any) -> Progra
     return partc.compile(model, mesh, inputs, loss=loss_of, **{"plan": "fsdp", **options})
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "axis", "options"),
     [
@@ -128,6 +129,7 @@ def test_slips_are_refused(text: str) -> None:
         compiled(Model(), "dp=2", plan=f'[values]\n"table:embedding" = {{ dp = "{text}" }}')
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("mesh", "axes", "options"),
     [

@@ -170,6 +170,7 @@ def test_what_failures_print(theirs: Path) -> None:
     assert run_pytest(theirs, TEST)[0] == 0
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_written_under_ci(theirs: Path) -> None:
     before = files_in(theirs / "tests")
     code, said = run_pytest(theirs, "--partc-update", CI="true")
@@ -185,6 +186,7 @@ def test_nothing_is_written_under_ci(theirs: Path) -> None:
     assert files_in(theirs / "tests") == kept
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("processes", [(), ("-n", "2")])
 def test_a_full_run_fails_on_stale_files(theirs: Path, processes: tuple[str, ...]) -> None:
     """A run of some tests does not, as it cannot know."""

@@ -100,6 +100,7 @@ def test_signs_and_largest_by_hand() -> None:
 LEFT_OVER = [(wire, flag) for wire in SUMS for flag in ("true", "false")]
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     ("wire", "feedback"), [(w, f) for w, f in LEFT_OVER if f == "true" or not WIRES[w].needs_rest]
 )
@@ -121,6 +122,7 @@ def test_a_llama_whose_blocks_share_a_loop() -> None:
     assert "what int8 makes" in str(audit(program))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("wire", "preset"),
     [('"int8"\nblock = 64', "ddp+megatron"), ('"power-sgd"\nrank = 2', "ddp+megatron-sp")],
@@ -144,6 +146,7 @@ BETWEEN = [  # every wire once; of each kind one with every preset
 ]  # fmt: skip
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(("wire", "preset"), [*dict.fromkeys(BETWEEN)])
 def test_sums_between_machines_are_compressed_alone(wire: str, preset: str) -> None:
     """Inside of a machine gradients are scattered as they are, each rank sends its shard on."""
@@ -180,6 +183,7 @@ def staged(
     return compile(case.step, mesh, plan=plan)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("own", "mesh"),
     [
@@ -240,6 +244,7 @@ IN_STAGES = {  # in the texts of a pipeline's programs -> what is wrong then
 }  # fmt: skip
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mistake", IN_STAGES)
 def test_mistakes_in_stages_are_found(mistake: str) -> None:
     old, new = IN_STAGES[mistake]
@@ -312,6 +317,7 @@ def wrong(program: Program, edited: Program) -> None:
         audit(replace(edited, fixed=program.fixed))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("wire", OF_OTHERS)
 def test_mistakes_of_other_schemes_are_found(wire: str) -> None:
     own = f"{WIRES[wire].entry} = {SIZES[WIRES[wire].entry]}"
@@ -321,6 +327,7 @@ def test_mistakes_of_other_schemes_are_found(wire: str) -> None:
         wrong(program, everywhere(program, old.strip(), new.strip()))
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify; and by the check of the text, which knows the printed one."""

@@ -114,6 +114,7 @@ def test_a_piece_rounded_at_random_is_right_on_average() -> None:
 
 
 # programs -----------------------------------------------------------------------------------------
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("wire", "mesh"), [*((wire, "dp=4") for wire in PIECES), ("int8", "dp=2"), ("bf16", "dp=2")]
 )
@@ -137,6 +138,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts(layout: str) -> None:
     mesh, preset, more, name = LAYOUTS[layout]
@@ -154,6 +156,7 @@ EACH = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", EACH)
 def test_every_microbatch_is_rounded(layout: str) -> None:
     """Where gradients are scattered in each; the plan says so."""
@@ -346,6 +349,7 @@ def spoil(stage: Any) -> None:
         module[name] = with_inf
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("wire", "num"), [*((each, 4) for each in PIECES if not WIRES[each].drawn), ("int8", 2)]
 )
@@ -367,6 +371,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify; and by the check of the text, which knows the printed one."""

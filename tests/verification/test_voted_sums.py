@@ -180,6 +180,7 @@ LAYOUTS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_directions_of_every_layout(world: Processes, layout: str) -> None:
     mesh, preset, more, exact = LAYOUTS[layout]
@@ -332,6 +333,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""

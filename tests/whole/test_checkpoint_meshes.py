@@ -67,6 +67,7 @@ def load(folder: Path, mesh: str) -> dict[str, str]:
     return digests(stage, optimizer)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_is_whole_on_every_mesh(world: Processes, name: str, tmp_path: Path) -> None:
     case = FAMILIES[name].case(name, ROWS, **MODELS[name])

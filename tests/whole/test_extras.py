@@ -90,6 +90,7 @@ def step() -> partc.Traced:
     return partc.Traced(classifier(), images(), classified)
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS)
 def test_extras_are_the_single_device_values(mesh: str, plan: str, microbatches: int) -> None:
     program = partc.compile(step(), mesh, plan=plan, microbatches=microbatches)
@@ -325,6 +326,7 @@ def discriminated(model: nn.Module, real: Tensor, fake: Tensor) -> tuple[Tensor,
     return loss, on_real.sigmoid().mean(), on_fake.sigmoid().mean()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS)
 def test_what_a_discriminator_says(mesh: str, plan: str, microbatches: int) -> None:
     torch.manual_seed(4)
