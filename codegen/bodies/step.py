@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from partc.codegen.bodies.classes import BlockClass
 
 CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
+SAID: dict[Phase, str] = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 @dataclass
@@ -80,8 +81,24 @@ class StepBody(Body):
         return found
 
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
-        behind = "hidden behind the last block"
-        return behind if start in self.ahead else super()._hidden_by(start, wait)
+        if start in self.ahead:
+            return "hidden behind the last block"
+        loops = self._loops_between(start, wait)
+        return f"hidden behind {self._called(loops)}" if loops else super()._hidden_by(start, wait)
+
+    def _loops_between(self, start: fx.Node, wait: fx.Node) -> list[Loop]:
+        """The loops over blocks whose lines stand between two calls of the step."""
+        stretches = sections(self.items)
+        first, last = (
+            next((i for i, (_, nodes) in enumerate(stretches) if node in nodes), 0)
+            for node in (start, wait)
+        )
+        return [loop for loop, _ in stretches[first + 1 : last + 1] if loop is not None]
+
+    def _called(self, loops: Sequence[Loop]) -> str:
+        """Loops in words: ``the backward of decoder_block and the backward of encoder_block``."""
+        names = [f"the {SAID[loop.phase]} of {self.classes[loop.run].attribute}" for loop in loops]
+        return " and ".join(names[:2]) if len(names) <= 2 else f"{names[0]} to {names[-1]}"
 
     def _next_wait(self, start: fx.Node) -> fx.Node | None:
         """As in ``Transfers``; None where a loop between start and wait hides the transfer."""

@@ -27,7 +27,7 @@ from partc.codegen.calls.storage import accumulations
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers, Outlined
 from partc.codegen.repeats.equal import ends_step
-from partc.codegen.text import ATOM, COMPARE, Text
+from partc.codegen.text import ATOM, Text
 from partc.graph import (
     Graph,
     collectives,
@@ -211,14 +211,9 @@ class Expressions:
             log_p = node.args[1]
             assert isinstance(log_p, fx.Node)
             texts[1] = f"{self.text(log_p).at(ATOM)}.{exp}()"
-        named = dict(node.kwargs)
-        # `ignore` marks targets that do not count: -1 is outside of every rank's rows.
-        if node.target is ops.window and "ignore" in named:
-            ids = self.text(node.all_input_nodes[0]).at(COMPARE + 1)
-            texts[0] = f"torch.where({ids} == {literal(named.pop('ignore'))}, -1, {ids})"
         texts += [
             f"{k}={self.text(a) if isinstance(a, fx.Node) else literal(a)}"
-            for k, a in named.items()
+            for k, a in node.kwargs.items()
         ]
         return Text(f"{name}({', '.join(texts)})")
 

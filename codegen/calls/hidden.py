@@ -31,11 +31,11 @@ def hidden_by(start: fx.Node, between: Sequence[fx.Node], name_of: Callable[[fx.
     nothing, nor do calls that make much less than what moves.
     """
     moved = sum(map(num_bytes, moves_of(start)))
-    calls = [n for n in between if _is_call(n)]
-    flops = sum(node_flops(n) for n in calls)
+    calls = [*{_call(n): n for n in reversed(between) if _is_call(n)}.values()][::-1]
+    flops = sum(node_flops(_call(n)) for n in calls)
     if not calls:
         return "exposed: its result is needed next"
-    heavy = [n for n in calls if node_flops(n) or isinstance(_call(n).target, Outlined)]
+    heavy = [n for n in calls if node_flops(_call(n)) or isinstance(_call(n).target, Outlined)]
     how = "hidden" if heavy else "partly hidden"
     heavy = heavy or [n for n in calls if num_bytes(n) * SMALL >= moved]
     if not heavy:
@@ -45,11 +45,11 @@ def hidden_by(start: fx.Node, between: Sequence[fx.Node], name_of: Callable[[fx.
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Whether a call computes: no view, transfer, or further result of a call."""
+    """Whether a call computes: no view or transfer. The results of one call are one call."""
     if is_free(node) or taken_from(node) is not None or not is_tensor(node):
         return False
     if node.target is operator.getitem:
-        return picked(node)[1] == 0 and picked(node)[0].target is not collectives.wait
+        return picked(node)[0].target is not collectives.wait
     return node.target not in (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from partc.codegen.calls.storage import VIEWS, num_bytes, owner
 from partc.codegen.helpers.needed import Outlined
@@ -43,8 +44,8 @@ def inlined(
       variable for it (``named``), or it would then be computed at a worse time (``_Time``); what
       a dropout leaves of a value needs no name of its own: ``x + o * mask``;
     - a cast inside the views of it that follow;
-    - a product, or the result of a printed function, inside the ``+=`` that follows (``sums`` has
-      each sum with the value that it is written over).
+    - what the ``+=`` that follows adds (``sums`` has each sum with the value that it is written
+      over): it would be the right side of a line of its own.
 
     ``kept`` has the nodes that are read outside the function, which need a name.
     """
@@ -58,13 +59,14 @@ def inlined(
         user = _only_user(node)
         if user is None or node in kept or user not in inside or not is_tensor(node):
             continue
+        joins = node not in named and _is_added(node, user, following, sums)
         if is_free(node):
             views[node] = 1 + views.get(node.all_input_nodes[0], 0)
             if views[node] <= DEPTH and _may_hold(user):
                 chosen.add(node)
             else:
                 views[node] = 0
-        elif _is_next(node, user, following, sums) or _is_cast(node, user, kept):
+        elif joins or _is_cast(node, user, kept):
             chosen.add(node)
         elif (node not in named or _is_dropout(node)) and is_pointwise(node) and is_pointwise(user):
             depth[node] = 1 + max((depth.get(n, 0) for n in node.all_input_nodes), default=0)
@@ -138,12 +140,14 @@ def _name(node: fx.Node) -> str:
     return schema.name.split("::")[1] if schema is not None else ""
 
 
-def _is_next(
+def _is_added(
     node: fx.Node, user: fx.Node, following: Mapping[fx.Node, fx.Node],
     sums: Mapping[fx.Node, fx.Node],
 ) -> bool:  # fmt: skip
-    """Whether the next statement adds a product to a sum: ``d_x += d_y @ self.w1_weight``."""
-    return user in sums and following.get(node) is user and is_work(node)
+    """Whether the next statement adds a value: ``d_x += d_y @ self.w1_weight``."""
+    added = user.target is torch.ops.aten.add.Tensor and sums.get(user) not in (None, node)
+    is_expression = is_work(node) or isinstance(node.target, OpOverload)
+    return added and is_expression and following.get(node) is user
 
 
 def _is_cast(node: fx.Node, view: fx.Node, kept: set[fx.Node]) -> bool:

@@ -278,7 +278,18 @@ def cross_entropy_grad(
     return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
-def window(ids: Tensor, index: int, rows: int, outside: int = -1) -> Tensor:
-    """Indices counted from rank ``index``'s first row of ``rows``; others become ``outside``."""
+def window(
+    ids: Tensor, index: int, rows: int, ignore: int | None = None, outside: int = -1, of: int = 0
+) -> Tensor:
+    """Indices counted from rank ``index``'s first row of ``rows``; others become ``outside``.
+
+    An index is ``ignore`` or one of the ``of`` rows of all ranks. The device checks that, as torch
+    does where a table is whole, and nothing waits for it.
+    """
     local = ids - index * rows
-    return torch.where((local >= 0) & (local < rows), local, outside)
+    mine, known = (local >= 0) & (local < rows), (ids >= 0) & (ids < of)
+    if ignore is not None:
+        mine, known = mine & (ids != ignore), known | (ids == ignore)
+    if of:
+        torch._assert_async(known.all(), f"index out of range of {of} rows")
+    return torch.where(mine, local, outside)

@@ -60,16 +60,19 @@ DRAWS = (dropout_mask,)  # what takes numbers from a generator
 
 
 def window(
-    ids: Tensor, index: int, rows: int, ignore: int | None = None, outside: int = -1
+    ids: Tensor, index: int, rows: int, ignore: int | None = None, outside: int = -1, of: int = 0
 ) -> Tensor:
     """Indices into a table, counted from the first of the ``rows`` rows that rank ``index`` has.
 
-    Rows of other ranks become ``outside``, and so does ``ignore``, which counts for nothing.
+    Rows of other ranks become ``outside``, and so does ``ignore``, which counts for nothing. Any
+    other index that is none of the ``of`` rows of all ranks is refused, as torch does.
     """
     local = ids - index * rows
-    mine = (local >= 0) & (local < rows)
+    mine, known = (local >= 0) & (local < rows), (ids >= 0) & (ids < of)
     if ignore is not None:
-        mine = mine & (ids != ignore)
+        mine, known = mine & (ids != ignore), known | (ids == ignore)
+    if of:
+        torch._assert_async(known.all(), f"index out of range of {of} rows")
     return torch.where(mine, local, outside)
 
 

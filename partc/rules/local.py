@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from partc.errors import RuleError
-from partc.graph import fake_of, is_tensor, ops, results_of, set_fake, set_value, value
+from partc.graph import fake_of, is_backward, is_tensor, ops, results_of, set_fake, set_value, value
 from partc.graph.collectives import axis_index
 from partc.graph.graph_edits import run_fake_of
 from partc.plan.mesh import Mesh
@@ -59,6 +59,12 @@ def write_local_call(
         return _Localizer(write, node, entry, dict(chosen), mesh, args, dict(kwargs)).written()
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _untrue(node, entry, chosen, operands, error) from error
+
+
+def _unchecked(window: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a window without those of its check: no row has a number below 0."""
+    negative = isinstance(ignore := window.get("ignore"), int) and ignore < 0
+    return {k: v for k, v in window.items() if k != "of" and not (negative and k == "ignore")}
 
 
 def _untrue(
@@ -172,7 +178,11 @@ class _Localizer:
         arguments = arguments_of(self.node.target, self.args, self.kwargs)
         name, rows = self._indices()
         ignore = arguments.get(windowed.ignore)
-        extra = {} if ignore is None or ignore < 0 else {"ignore": ignore}
+        extra = {} if ignore is None else {"ignore": ignore}
+        if is_backward(self.node):  # it reads what the forward has checked
+            extra = {} if ignore is None or ignore < 0 else extra
+        else:
+            extra["of"] = rows
         window = arguments[name]
         whole = window
         for axis in sorted(axes, key=self.mesh.names.index, reverse=True):
@@ -189,9 +199,13 @@ class _Localizer:
         return self.write(windowed.target, *self.args[:taken])
 
     def _once(self, like: fx.Node, target: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call on ``x``; an equal call is reused, so that forward and backward share it."""
+        """A call on ``x``; an equal call is reused, so that forward and backward share it.
+
+        So is one that also checks the indices: a backward has those of its forward.
+        """
         for user in x.users:
-            if user.target is target and user.args == (x, *args) and user.kwargs == kwargs:
+            given = _unchecked(user.kwargs) if is_backward(self.node) else user.kwargs
+            if user.target is target and user.args == (x, *args) and given == kwargs:
                 return user
         return self.write.like(like, target, x, *args, **kwargs)
 

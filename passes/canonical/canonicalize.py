@@ -27,6 +27,7 @@ from partc.passes.canonical.pad_slices import pad_slices
 from partc.passes.canonical.products_first import products_first
 from partc.passes.canonical.squeeze_sums import squeeze_sums
 from partc.passes.canonical.start_sums import start_sums
+from partc.passes.canonical.sums_first import sums_first
 from partc.passes.canonical.unsort_rows import unsort_rows
 from partc.passes.runner import Pass
 
@@ -103,7 +104,12 @@ CANONICAL = (
     Pass(drop_noops, JOINT, "the mean of one entry has become its sum, divided by 1"),
     Pass(merge_reshapes, JOINT, "and reshapes side by side, where a view between them was none"),
     Pass(free_fills, JOINT, "a tensor of a constant needs no tensor that lends it a dtype"),
-    Pass(merge_given, JOINT, "masks and positions of equal blocks are computed once"),
+    Pass(
+        merge_given,
+        JOINT,
+        "masks and positions of equal blocks, and what all compute of one value, are computed once",
+    ),
+    Pass(sums_first, JOINT, "and so is what all apply alike to their part of its gradient"),
     Pass(
         products_first,
         JOINT,

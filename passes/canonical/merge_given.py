@@ -1,33 +1,78 @@
-"""Compute values that depend on the step's inputs alone (masks, positions, scalars) only once.
+"""Compute what blocks compute alike of the step's inputs, or of values of none of them, only once.
 
 Blocks that each make the same mask from the same positions then read one mask, which belongs to
-none of the blocks. Forward and backward are merged apart: a mask that a checkpoint recomputes in
-the backward stays there.
+none of the blocks; so do blocks that each mask one position bias. Forward and backward are merged
+apart: a mask that a checkpoint recomputes in the backward stays there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 
-from partc.graph import Graph, Value, fake_of, is_tensor, tensor_args, update, value
+from partc.graph import (
+    Graph,
+    Value,
+    fake_of,
+    innermost_block,
+    is_backward,
+    is_tensor,
+    tensor_args,
+    update,
+    value,
+)
+from partc.graph.draws import draws_numbers
 from partc.graph.graph_edits import drop_dead, replace_by
 from partc.graph.input_only import input_only
 
 
 def merge_given(graph: Graph) -> None:
-    """Merge equal calls on equal operands that depend on inputs and constants alone, in place."""
+    """Merge equal calls on equal operands, in place: those that depend on inputs and constants
+    alone, and those of a forward in several blocks that make none of the operands.
+    """
     known = input_only(graph)
     first: dict[str, fx.Node] = {}
     path: dict[fx.Node, str] = {}  # the module that a value now stands in
     for node in list(graph.calls()):
-        if node not in known or _is_filled_later(node, known):
+        given = node in known
+        if (given and _is_filled_later(node, known)) or (not given and not _may_repeat(node)):
             continue
         kept = first.setdefault(_text(node), node)
-        path[kept] = _outside(path.get(kept, value(node).module), value(node).module)
-        if kept is not node:
-            replace_by(node, kept)
+        around = outside(path.get(kept, value(kept).module), value(node).module)
+        if given or (kept is not node and _makes_none(around, node, path)):
+            path[kept] = around
+            if kept is not node:
+                replace_by(node, kept)
     drop_dead(graph)
     _lift(graph, path)
+
+
+def _may_repeat(node: fx.Node) -> bool:
+    """Whether a call of a forward in a block gives the same again, no larger than an operand.
+
+    A larger result would be kept, and sent to other stages, in the place of small operands.
+    """
+    if not innermost_block(node) or is_backward(node) or draws_numbers(node):
+        return False
+    if not all(map(is_tensor, (node, *tensor_args(node)))):
+        return False
+    largest = max((fake_of(operand).numel() for operand in tensor_args(node)), default=0)
+    return bool(fake_of(node).numel() <= largest)
+
+
+def _makes_none(path_outside: str, node: fx.Node, path: Mapping[fx.Node, str]) -> bool:
+    """Whether a call is in other blocks than ``path_outside`` is, and none of its operands are."""
+    around = {*_blocks(path_outside)}
+    operands = [path.get(operand, value(operand).module) for operand in tensor_args(node)]
+    other = around != {*_blocks(value(node).module)}
+    return other and all(around.issuperset(_blocks(each)) for each in operands)
+
+
+def _blocks(path: str) -> list[str]:
+    """The blocks on a path: ``h.0.experts.1.w`` gives ``h.0`` and ``h.0.experts.1``."""
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
 
 
 def _is_filled_later(node: fx.Node, known: set[fx.Node]) -> bool:
@@ -55,7 +100,7 @@ def _lift(graph: Graph, path: dict[fx.Node, str]) -> None:
         for operand in tensor_args(node):
             if operand.op == "call_function":
                 own = path.get(operand, value(operand).module)
-                path[operand] = _outside(own, path[node])
+                path[operand] = outside(own, path[node])
     left = {(value(n).module, value(n).source) for n in graph.calls()}
     for node, before in lifted.items():
         # Where other calls of the line stay in the block, its text describes their result: a moved
@@ -85,14 +130,13 @@ def _put_in_front(graph: Graph, lifted: dict[fx.Node, str]) -> None:
 
 def _lists(path: str) -> list[str]:
     """The lists of modules on a path: ``h.0.experts.1`` gives ``h`` and ``h.0.experts``."""
-    parts = path.split(".")
-    return [".".join(parts[:i]) for i, part in enumerate(parts) if part.isdigit()]
+    return [block.rpartition(".")[0] for block in _blocks(path)]
 
 
-def _outside(path: str, other: str) -> str:
+def outside(path: str, other: str) -> str:
     """The innermost module around ``path`` that is in no block which ``other`` is not in.
 
-    >>> _outside("model.layers.0.attn", "model.layers.1.attn")
+    >>> outside("model.layers.0.attn", "model.layers.1.attn")
     'model'
     """
     parts, others = path.split("."), other.split(".")

@@ -30,19 +30,19 @@ FEWEST = 2
 def products_first(graph: Graph) -> None:
     """``(a + x @ w) + y @ v`` in the backward becomes ``(x @ w + y @ v) + a``, in place."""
     for node in reversed(list(graph.calls())):
-        if node.users and _adds(node):
+        if node.users and adds(node):
             _reorder(node)
     drop_dead(graph)
 
 
-def _adds(node: Any) -> bool:
+def adds(node: Any) -> bool:
     """Whether a call adds two values; twice the same one, or a number, is one summand."""
     adds = is_call(node, aten.add.Tensor) and is_backward(node) and not node.kwargs
     return adds and len(node.all_input_nodes) == 2
 
 
 def _reorder(node: fx.Node) -> None:
-    parts = [*_summands(node)]
+    parts = [*summands(node)]
     here = innermost_block(node)
     if any(innermost_block(part) != here for part in parts):
         return  # what all blocks add to is summed alike in each (`start_sums`)
@@ -59,9 +59,9 @@ def _reorder(node: fx.Node) -> None:
     replace_by(node, total)
 
 
-def _summands(node: fx.Node) -> Iterator[fx.Node]:
+def summands(node: fx.Node) -> Iterator[fx.Node]:
     """What a sum of sums adds up; a sum that is read elsewhere too is one summand."""
     return leaves(
         node.all_input_nodes,
-        lambda part: part.all_input_nodes if _adds(part) and len(part.users) == 1 else None,
+        lambda part: part.all_input_nodes if adds(part) and len(part.users) == 1 else None,
     )

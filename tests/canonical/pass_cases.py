@@ -24,6 +24,7 @@ from partc.passes.canonical.pad_slices import pad_slices
 from partc.passes.canonical.products_first import products_first
 from partc.passes.canonical.squeeze_sums import squeeze_sums
 from partc.passes.canonical.start_sums import start_sums
+from partc.passes.canonical.sums_first import sums_first
 
 CASES: dict[str, tuple[Callable[[Graph], None], str]] = {
     "drop_noops": (
@@ -307,6 +308,31 @@ forward (loss)
   zeros = new_zeros(w, [4, 6]) : f64[4,6]
   sum = add.Tensor(seven, zeros) : f64[4,6]
   all = mul.Tensor(sum, one) : f64[4,6]
+outputs
+  result all = all
+""",
+    ),
+    "sums_first": (
+        sums_first,
+        """\
+graph M
+param w : f64[4,4]
+input mask : bool[4,4]
+forward model.layers.0.attn
+  seen_0 = mul.Tensor(w, w) : f64[4,4]
+forward model.layers.1.attn
+  seen_1 = mul.Tensor(seen_0, w) : f64[4,4]
+backward model
+  zero = full([], 0.0, dtype=f64) : f64[]
+backward model.layers.1.attn
+  d_seen_1 = mul.Tensor(seen_1, 2.0) : f64[4,4]
+  d_bias_1 = where.self(mask, d_seen_1, zero) : f64[4,4]
+backward model.layers.0.attn
+  d_seen_0 = mul.Tensor(d_seen_1, seen_0) : f64[4,4]
+  d_bias_0 = where.self(mask, d_seen_0, zero) : f64[4,4]
+  d_bias = add.Tensor(d_bias_1, d_bias_0) : f64[4,4]
+backward model
+  all = add.Tensor(d_bias, w) : f64[4,4]
 outputs
   result all = all
 """,

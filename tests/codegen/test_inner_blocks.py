@@ -41,7 +41,8 @@ def test_blocks_of_two_lists_share_a_class() -> None:
     assert source.count("\nclass T5LayerFF(") == 1
     assert instances(source, "T5LayerFF") == ["layer_1", "layer_2"]
     assert 'f"{self.name}.layer.1"' in source, "a draw's site begins with the block's own path"
-    assert not instances(source, "T5LayerSelfAttention"), "it would expose a sum of gradients"
+    assert instances(source, "T5LayerSelfAttention") == ["layer_0", "layer_0"]
+    assert source.count("exposed") == 1, "no sum is waited for inside of a layer: of targets alone"
 
 
 def test_blocks_inside_and_outside_of_others_share_a_class() -> None:

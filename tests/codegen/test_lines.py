@@ -35,5 +35,5 @@ def lines(mesh: str, plan: str) -> dict[str, int]:
 )
 def test_a_role_of_a_70b_model_has_fewer_lines(mesh: str, plan: str, limit: int) -> None:
     found = lines(mesh, plan)
-    assert found.pop(HELPERS) < 110
+    assert found.pop(HELPERS) < 120
     assert all(each < limit for each in found.values()), found

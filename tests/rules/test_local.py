@@ -155,7 +155,7 @@ def test_ignored_targets_are_outside_of_every_window(calls: Calls) -> None:
     local = on_pieces(node, next(s for s in strategies(node, 2) if s.variant))
     window = local.args[1]
     assert isinstance(window, fx.Node)
-    assert window.kwargs == {"ignore": 7, "outside": -100}
+    assert window.kwargs == {"ignore": 7, "outside": -100, "of": 12}
     assert local.args[4] == -100
 
 

@@ -203,7 +203,7 @@ class ToyStep(nn.Module):
         del d_x, ids_local
         reduced.append(scatter_grads(grads, 2, self.dp))                  # f64[14@dp,6]
         del grads
-        loss_1_done.wait()                                                # hidden behind d_head_weight, d_head, d_x (8 B beside 5.38 kFLOP)
+        loss_1_done.wait()                                                # hidden behind the backward of blocks
         reduced.finish()
         return loss_1
 

@@ -109,62 +109,62 @@ class ToyStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         reduced = Reduced()
-        ids_local = ids.chunk(2)[self.dp_rank]                           # i64[4@dp,8]
+        ids_local = ids.chunk(2)[self.dp_rank]                            # i64[4@dp,8]
         # embed
-        ids_in_shard = window(ids_local, self.tp_rank, 7)                # i64[4@dp,8]
-        x = masked_embedding(self.embed_weight, ids_in_shard)            # f64[4@dp,8,6]{U:tp}
-        dist.all_reduce(x, group=self.tp)                                # f64[4@dp,8,6]; exposed
+        ids_in_shard = window(ids_local, self.tp_rank, 7, of=14)          # i64[4@dp,8]
+        x = masked_embedding(self.embed_weight, ids_in_shard)             # f64[4@dp,8,6]{U:tp}
+        dist.all_reduce(x, group=self.tp)                                 # f64[4@dp,8,6]; exposed
         del ids_local
         blocks_saved: list[list[Tensor]] = []
         for layer in self.blocks:
-            x, saved = layer(x)                                          # f64[4@dp,8,6]
+            x, saved = layer(x)                                           # f64[4@dp,8,6]
             blocks_saved.append(saved)
         del saved
         # head
-        head = F.linear(x, self.head_weight)                             # f64[4@dp,8,14@tp]
-        head_reshape = head.flatten(0, 1)                                # f64[32@dp,14@tp]
+        head = F.linear(x, self.head_weight)                              # f64[4@dp,8,14@tp]
+        head_reshape = head.flatten(0, 1)                                 # f64[32@dp,14@tp]
         del head
-        labels_reshape = labels.chunk(2)[self.dp_rank].flatten()         # i64[32@dp]
-        amax = torch.amax(head_reshape, 1, keepdim=True)                 # f64[32@dp,1]{M:tp}
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp)       # f64[32@dp,1]; exposed
-        head_reshape -= amax                                             # f64[32@dp,14@tp]
-        head_total = torch.exp(head_reshape).sum(1, keepdim=True)        # f64[32@dp,1]{U:tp}
-        dist.all_reduce(head_total, group=self.tp)                       # f64[32@dp,1]; exposed
-        head_reshape -= torch.log(head_total)                            # f64[32@dp,14@tp]
-        reshape_in_shard = window(labels_reshape, self.tp_rank, 7, outside=-100)  # i64[32@dp]
+        labels_reshape = labels.chunk(2)[self.dp_rank].flatten()          # i64[32@dp]
+        amax = torch.amax(head_reshape, 1, keepdim=True)                  # f64[32@dp,1]{M:tp}
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp)        # f64[32@dp,1]; exposed
+        head_reshape -= amax                                              # f64[32@dp,14@tp]
+        head_total = torch.exp(head_reshape).sum(1, keepdim=True)         # f64[32@dp,1]{U:tp}
+        dist.all_reduce(head_total, group=self.tp)                        # f64[32@dp,1]; exposed
+        head_reshape -= torch.log(head_total)                             # f64[32@dp,14@tp]
+        reshape_in_shard = window(labels_reshape, self.tp_rank, 7, ignore=-100, of=14, outside=-100)  # i64[32@dp]
         loss_sum = F.nll_loss(head_reshape, reshape_in_shard, reduction="sum")  # f64[]{U:dp}{U:tp}
-        labels_total = (labels_reshape >= 0).to(torch.float64).sum(0)    # f64[]{U:dp}
-        dist.all_reduce(labels_total, group=self.dp)                     # f64[]; exposed
-        loss = loss_sum / labels_total                                   # f64[]{U:dp}{U:tp}
-        loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)  # f64[]{U:tp}
-        d_div = torch.ones_like(loss) / labels_total                     # f64[]
+        labels_total = (labels_reshape != -100).to(torch.float64).sum(0)  # f64[]{U:dp}
+        dist.all_reduce(labels_total, group=self.dp)                      # f64[]; exposed
+        loss = loss_sum / labels_total                                    # f64[]{U:dp}{U:tp}
+        loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)   # f64[]{U:tp}
+        d_div = torch.ones_like(loss) / labels_total                      # f64[]
         d_logits = cross_entropy_grad(
             d_div, head_reshape.exp_(), labels_reshape, reshape_in_shard, -100)  # f64[32@dp,14@tp]
         del amax, head_total, head_reshape, labels_reshape, reshape_in_shard
-        d_head = d_logits.unflatten(0, (2, 8))                           # f64[4@dp,8,14@tp]
+        d_head = d_logits.unflatten(0, (2, 8))                            # f64[4@dp,8,14@tp]
         del d_logits
-        d_x = d_head @ self.head_weight                                  # f64[4@dp,8,6]{U:tp}
-        d_x_done = dist.all_reduce(d_x, group=self.tp, async_op=True)    # f64[4@dp,8,6]
-        d_head_weight = weight_grad(d_head, x)                           # f64[14@tp,6]{U:dp}
+        d_x = d_head @ self.head_weight                                   # f64[4@dp,8,6]{U:tp}
+        d_x_done = dist.all_reduce(d_x, group=self.tp, async_op=True)     # f64[4@dp,8,6]
+        d_head_weight = weight_grad(d_head, x)                            # f64[14@tp,6]{U:dp}
         del d_head, x
         reduced.append(
             ({self.head_weight: d_head_weight},
              dist.all_reduce(d_head_weight, group=self.dp, async_op=True)))  # f64[14@tp,6]
-        d_x_done.wait()                                                  # hidden behind d_head_weight (768 B beside 1.34 kFLOP)
+        d_x_done.wait()                                                   # hidden behind d_head_weight (768 B beside 1.34 kFLOP)
         del d_head_weight
         for layer in reversed(self.blocks):
             before, reduced = reduced, Reduced()
-            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
-            before.finish()                                              # reduced behind this block's backward
+            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)        # f64[4@dp,8,6]
+            before.finish()                                               # reduced behind this block's backward
         # embed
-        d_embed_weight = embedding_grad(d_x, ids_in_shard, 7)            # f64[14@tp,6]{U:dp}
+        d_embed_weight = embedding_grad(d_x, ids_in_shard, 7)             # f64[14@tp,6]{U:dp}
         del d_x, ids_in_shard, d_x_done
         reduced.append(
             ({self.embed_weight: d_embed_weight},
              dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)))  # f64[14@tp,6]
         del d_embed_weight
-        loss_done.wait()                                                 # hidden behind d_head_weight, d_x (8 B beside 2.69 kFLOP)
-        dist.all_reduce(loss, group=self.tp)                             # f64[]; exposed
+        loss_done.wait()                                                  # hidden behind the backward of blocks
+        dist.all_reduce(loss, group=self.tp)                              # f64[]; exposed
         reduced.finish()
         return loss
 
