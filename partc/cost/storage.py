@@ -22,6 +22,7 @@ from partc.cost.workspaces import workspace_of
 from partc.graph import Graph, fake_of
 from partc.graph.fake_calls import FakeCalls, tensors_in
 from partc.quoting import Named
+from partc.rules.strides import ordered
 
 # Ops that can write the result into their first operand, by the ``grad_input`` overload.
 GRADS_OF_ACTIVATIONS = (
@@ -71,7 +72,7 @@ class _Allocations(TorchDispatchMode):
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.outside, self.inner, self.peak_bytes = set(_memories(operands)), {}, 0
         with self:
-            result = target(*args, **kwargs)
+            result = target(*ordered(target, args), **kwargs)
         made = _memories(tensors_in(result))
         kept = sum(size for memory, size in made.items() if memory not in self.outside)
         composite = max(0, self.peak_bytes - kept)
