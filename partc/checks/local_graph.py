@@ -6,7 +6,6 @@ layouts are checked against the rules call by call, collectives against their de
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch import Tensor, fx
 from partc.checks.layouts import check_layouts
 from partc.checks.narrow_sums import check_narrow_sums
 from partc.checks.pieces import check_turns
-from partc.cost.storage import Replay, replay
+from partc.cost.storage import replay
 from partc.errors import CheckError
 from partc.graph import Graph, collectives, fake_of, typed, value
+from partc.graph.places import named_place
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED
 from partc.rules.table import name_of
@@ -39,15 +39,6 @@ def check(graph: Graph, *, scheduled: bool = True) -> None:
         check_waits(graph)
 
 
-def place(node: fx.Node) -> str:
-    """A node's place in the model, for messages: ``blocks.0.w1 (model.py:14), linear_3``."""
-    known = value(node)
-    line = known.source.partition(": ")[0]
-    origin = known.name or known.module
-    where = f"{origin} ({line})" if origin and line else origin or line
-    return f"{where}, {node.name}" if where else node.name
-
-
 def check_order(graph: Graph) -> None:
     """Every value is defined before it is used, and no call writes into its operands."""
     seen: set[fx.Node] = set()
@@ -55,14 +46,14 @@ def check_order(graph: Graph) -> None:
         for operand in node.all_input_nodes:
             if operand not in seen:
                 raise CheckError(
-                    where=place(node) if node.op != "output" else "output",
+                    where=named_place(node) if node.op != "output" else "output",
                     what=f"it reads {operand.name}, which is not there yet",
                     why="a value must be defined before it is used",
                     do="Move the reader behind the definition.",
                 )
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             raise CheckError(
-                where=place(node),
+                where=named_place(node),
                 what=f"{name_of(node.target)} writes into an operand",
                 why="that memory may be in flight or saved for the backward",
                 do="Use the op without the trailing underscore.",
@@ -76,28 +67,10 @@ def check_shapes(graph: Graph) -> None:
     Three must agree: derived again on fakes, of the node's own fake, and the shard of the noted
     whole shape.
     """
-    ran = _replayed(graph)
+    ran = replay(graph)
     for node in graph.fx.nodes:
         if node.op in ("placeholder", "call_function") and isinstance(fake_of(node), Tensor):
             _check_shape(node, ran.results[node], graph.mesh)
-
-
-def _replayed(graph: Graph) -> Replay:
-    ran = Replay()
-    noisy = logging.getLogger("torch._subclasses.fake_tensor")  # prints what the error will say
-    was, noisy.disabled = noisy.disabled, True
-    try:
-        return replay(graph, ran)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        node = next(n for n in graph.fx.nodes if n not in ran.results)
-        raise CheckError(
-            where=place(node),
-            what=f"{name_of(node.target)} does not run on this rank's shapes",
-            why=str(error).strip().partition("\n")[0],
-            do="Look at the shardings of its operands.",
-        ) from None
-    finally:
-        noisy.disabled = was
 
 
 def _check_shape(node: fx.Node, result: Tensor, mesh: Mesh) -> None:
@@ -108,14 +81,14 @@ def _check_shape(node: fx.Node, result: Tensor, mesh: Mesh) -> None:
     for word, shape in shapes.items():
         if shape != tuple(result.shape):
             raise CheckError(
-                where=place(node),
+                where=named_place(node),
                 what=f"one rank gets {list(result.shape)}, but {typed(node)} {word} {_text(shape)}",
                 why=f"mesh {mesh}",
                 do="Correct the sharding, or the call's sizes.",
             )
     if not result.dtype == known.dtype == fake_of(node).dtype:
         raise CheckError(
-            where=place(node),
+            where=named_place(node),
             what=f"it gives {result.dtype}, but is noted as {known.dtype}",
             why="dtypes of operands decide that of the result",
             do="Cast an operand, or correct the note.",
@@ -130,7 +103,7 @@ def check_outputs(graph: Graph) -> None:
     """Check that the loss is replicated, and that gradients and buffers lie as their tensors do."""
     if graph.loss is not None and value(graph.loss).sharding != REPLICATED:
         raise CheckError(
-            where=place(graph.loss),
+            where=named_place(graph.loss),
             what=f"the loss is {typed(graph.loss)}",
             why="every rank must see the whole loss",
             do="Reduce it over the axes named in the type.",
@@ -162,7 +135,7 @@ def check_waits(graph: Graph) -> None:
         waits = [u for u in node.users if u.target is collectives.wait]
         if starts and len(waits) != 1:
             raise CheckError(
-                where=place(node),
+                where=named_place(node),
                 what=f"{_name(node)} over {node.kwargs['axis']} is waited for {len(waits)} times",
                 why="its result is ready after one wait, and not before",
                 do="Place one wait before the first reader.",
@@ -170,14 +143,14 @@ def check_waits(graph: Graph) -> None:
         early = [u.name for u in node.users if u not in waits]
         if starts and early:
             raise CheckError(
-                where=place(node),
+                where=named_place(node),
                 what=f"{early[0]} reads the result of {_name(node)} without a wait",
                 why="the transfer may still be under way",
                 do="Let it read the wait's result.",
             )
         if node.target is collectives.wait and not _starts(node.args[0]):
             raise CheckError(
-                where=place(node),
+                where=named_place(node),
                 what=f"it waits for {node.args[0]}, which starts nothing",
                 why="only collectives are waited for",
                 do="Drop the wait.",

@@ -19,9 +19,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.cost.workspaces import workspace_of
+from partc.errors import CheckError
 from partc.graph import Graph, fake_of
-from partc.graph.fake_calls import FakeCalls, tensors_in
+from partc.graph.fake_calls import FakeCalls, quiet_log, tensors_in
+from partc.graph.places import named_place
 from partc.quoting import Named
+from partc.rules.strides import ordered
+from partc.rules.table import name_of
 
 # Ops that can write the result into their first operand, by the ``grad_input`` overload.
 GRADS_OF_ACTIVATIONS = (
@@ -71,7 +75,7 @@ class _Allocations(TorchDispatchMode):
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.outside, self.inner, self.peak_bytes = set(_memories(operands)), {}, 0
         with self:
-            result = target(*args, **kwargs)
+            result = target(*ordered(target, args), **kwargs)
         made = _memories(tensors_in(result))
         kept = sum(size for memory, size in made.items() if memory not in self.outside)
         composite = max(0, self.peak_bytes - kept)
@@ -100,30 +104,47 @@ def _number(argument: Any) -> Any:
     return argument.value if isinstance(argument, Named) else argument
 
 
-def replay(graph: Graph, ran: Replay | None = None) -> Replay:
+def replay(graph: Graph) -> Replay:
     """Run a graph on fake tensors of its own shapes, and return the results.
 
-    If a call raises, ``ran`` holds the results of the calls before it. A graph that is as it was at
+    CheckError at the first call that does not run on what it is given. A graph that is as it was at
     its last replay is not run again: checks, predictions and reports read the same graph.
     """
-    ran, calls = ran or Replay(), _calls_of(graph)
+    ran, calls = Replay(), _calls_of(graph)
     before, known = vars(graph.fx).get(_KEPT, ((), ran))
     if len(before) == len(calls) and all(map(is_, chain(*before), chain(*calls))):
         ran.results.update(known.results)
         ran.temporary_bytes.update(known.temporary_bytes)
         return ran
-    with torch.no_grad(), FakeTensorMode():
+    with torch.no_grad(), quiet_log(), FakeTensorMode():
         for node in graph.fx.nodes:
-            if node.op == "placeholder":
-                ran.results[node] = _fresh(fake_of(node))
-            elif node.op == "call_function":
-                given = map_aggregate((node.args, dict(node.kwargs)), _number)
-                args, kwargs = fx.map_arg(given, ran.results.__getitem__)
-                ran.results[node], ran.temporary_bytes[node] = _CALLS(node.target, args, kwargs)
-            else:
-                assert node.op == "output", node.op
+            try:
+                _run(node, ran)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise _does_not_run(node, error) from error
     vars(graph.fx)[_KEPT] = calls, ran
     return ran
+
+
+def _run(node: fx.Node, ran: Replay) -> None:
+    """Add the result of one node."""
+    if node.op == "placeholder":
+        ran.results[node] = _fresh(fake_of(node))
+    elif node.op == "call_function":
+        given = map_aggregate((node.args, dict(node.kwargs)), _number)
+        args, kwargs = fx.map_arg(given, ran.results.__getitem__)
+        ran.results[node], ran.temporary_bytes[node] = _CALLS(node.target, args, kwargs)
+    else:
+        assert node.op == "output", node.op
+
+
+def _does_not_run(node: fx.Node, error: Exception) -> CheckError:
+    return CheckError(
+        where=named_place(node),
+        what=f"{name_of(node.target)} does not run on these shapes",
+        why=str(error).strip().partition("\n")[0],
+        do="Look at the shardings of its operands.",
+    )
 
 
 _KEPT = "_partc_replay"  # an attribute of the fx graph, so that it goes where the graph goes

@@ -50,6 +50,29 @@ def filled(mode: FakeTensorMode, func: Any, x: Tensor, *args: Any, **kwargs: Any
 for fill in (aten.exponential_, aten.geometric_, aten.cauchy_, aten.log_normal_):
     register_op_impl(fill.default)(filled)
 
+
+def ctc_loss(
+    mode: FakeTensorMode, func: Any, log_probs: Tensor, targets: Tensor, input_lengths: Any,
+    target_lengths: Any, *args: Any, **kwargs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A fake kernel with the largest ``log_alpha`` that there can be, beside the losses.
+
+    Its size follows from the longest target, of which fakes know that it fits into its row.
+    """
+    num_steps, num_samples, _ = log_probs.shape
+    for lengths in (input_lengths, target_lengths):
+        if len(lengths) != num_samples:
+            raise RuntimeError(f"{len(lengths)} lengths for a batch of size {num_samples}")
+    known = not isinstance(target_lengths, Tensor)
+    longest = max(target_lengths, default=0) if known else targets.shape[-1]
+    with mode:
+        losses = log_probs.new_empty(num_samples)
+        return losses, log_probs.new_empty(num_samples, num_steps, 2 * longest + 1)
+
+
+for each in (aten._ctc_loss.default, aten._ctc_loss.Tensor):
+    register_op_impl(each)(ctc_loss)
+
 OTHER_STRIDES = (
     aten.softplus_backward.default, aten.elu_backward.default, aten.hardtanh_backward.default,
     aten.hardswish_backward.default, aten.hardsigmoid_backward.default,

@@ -39,6 +39,15 @@ def place_of(node: fx.Node) -> str:
     return known.at or known.module
 
 
+def named_place(node: fx.Node) -> str:
+    """A node's place in the model, for messages: ``blocks.0.w1 (model.py:14), linear_3``."""
+    known = value(node)
+    line = known.source.partition(": ")[0]
+    origin = known.name or known.module
+    where = f"{origin} ({line})" if origin and line else origin or line
+    return f"{where}, {node.name}" if where else node.name
+
+
 def innermost_turn(node: fx.Node) -> str:
     """The innermost block around a call, where each call of a module is a block: ``cell.@3``.
 

@@ -158,9 +158,20 @@ def _pivots(signature: Signature, spec: Spec, generator: torch.Generator) -> Ten
     return torch.arange(1, spec.shape[-1] + 1).expand(spec.shape).to(spec.dtype)
 
 
+def _all_of(operand: int, dim: int) -> Callable[[Signature, Spec, torch.Generator], Tensor]:
+    """Lengths that take all entries of a dim of another operand."""
+
+    def lengths(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
+        return torch.full(spec.shape, _size(signature, operand, dim), dtype=spec.dtype)
+
+    return lengths
+
+
 # By op, operands that need a special structure.
 SPECIAL: dict[str, dict[int, Callable[[Signature, Spec, torch.Generator], Tensor]]] = {
     "aten._grouped_mm": {2: _offsets},
+    "aten._ctc_loss": {2: _all_of(0, 0), 3: _all_of(1, 1)},
+    "aten._ctc_loss_backward": {3: _all_of(1, 0), 4: _all_of(2, 1)},
     "aten._standard_gamma": {0: _positive},
     "aten.linalg_cholesky_ex": {0: _positive_definite},
     "aten.linalg_lu_solve": {1: _pivots},

@@ -35,6 +35,19 @@ def in_order(write: Write, node: fx.Node, args: Sequence[Any]) -> tuple[Any, ...
     )
 
 
+def ordered(target: Any, args: Sequence[Any]) -> list[Any]:
+    """The operands of a call on tensors, those copied that a rank's call would get as copies.
+
+    In a graph before `in_order` has run, an operand may lie so that its kernel refuses it:
+    ``view_as_complex(permute(x))``, where the user's copy between the two has been dropped.
+    """
+    orders = _ignored(target)
+    return [
+        arg.contiguous() if i in orders and not _is_right_at(args, i, orders[i]) else arg
+        for i, arg in enumerate(args)
+    ]
+
+
 def keep_order(graph: Graph) -> None:
     """Write down how matrices lie whose order decides what a call computes, as it was traced.
 

@@ -14,12 +14,12 @@ from functools import cached_property
 from inspect import BoundArguments, Signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from partc.errors import TraceError
 from partc.trace.capture import names_of
 from partc.trace.inputs_refused import check_loss, check_no_loader, check_takes, unbound
+from partc.trace.odd_tensors import dense_of, odd_kind
 from partc.trace.trees import Names, Tree, TreeError, filled, tensors_of, tree_of
 
 KINDS = {
@@ -279,12 +279,10 @@ def _check_tensors(names: Sequence[str], tensors: Sequence[Tensor], given: Itera
     place of tensors.
     """
     for name, each in zip(names, tensors, strict=True):
-        if each.layout != torch.strided or each.is_quantized:
-            kind = "quantised" if each.is_quantized else str(each.layout).removeprefix("torch.")
+        if kind := odd_kind(each):
             raise TraceError(
                 where=f"input {name}", what=f"it is a {kind} tensor",
-                why="programs compute with dense tensors",
-                do="Pass x.dequantize()." if each.is_quantized else "Pass x.to_dense().",
+                why="programs compute with dense tensors", do=dense_of(kind),
             )  # fmt: skip
     if not tensors and any(isinstance(each, list | tuple) for each in given):
         raise TraceError(

@@ -6,7 +6,6 @@ nodes, each annotated with module path, source line, phase and, if it is random,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -45,13 +44,15 @@ from partc.trace.forward_lines import forward_noted
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.input_grads import by_inputs, notes_of_inputs
 from partc.trace.known_values import UnknownValueError, computed, needs_values
+from partc.trace.odd_constants import odd_constants
+from partc.trace.odd_tensors import check_recorded
 from partc.trace.overwritten import overwrites_named
 from partc.trace.own_grads import grads_unread
 from partc.trace.own_transfers import transfer_notes, without_transfers
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
 from partc.trace.places import Reach, restored
 from partc.trace.portable_kernels import noting_padding, padding_notes, portable_kernels
-from partc.trace.quiet_run import converted_to_themselves, quiet_generator
+from partc.trace.quiet_run import converted_to_themselves, quiet_generator, quiet_warnings
 from partc.trace.ran import not_noting_code, noting_code
 from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here, torch_line_here
@@ -189,6 +190,7 @@ class TracedStep:
     def recorded(self) -> Recording:
         """Record the step, and run it again to see that all steps are alike."""
         module, numbers, notes = self.twice(as_graph, Origins)
+        check_recorded(module)
         check_dense(module.graph, self.given())
         return Recording(module, self.names, self.results, notes, numbers, self.decided)
 
@@ -233,7 +235,7 @@ class TracedStep:
         unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
         model, reach, mode = self.model, self.reach, self.mode
         with (
-            _no_warning(), untouched(model), restored(reach), module_scopes(model, self.entered),
+            quiet_warnings(), untouched(model), restored(reach), module_scopes(model, self.entered),
             quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
             cuda_autocast_on_cpu(), unchecked_distributions(), masks_read(), portable_kernels(),
             mode,
@@ -271,7 +273,8 @@ class TracedStep:
             grads_unread(names.params, weights),
         ):
             objects = StepObjects(self.model, held, names.params)
-            with own, none_swallowed():
+            odd = odd_constants(self.reach.places, contents)
+            with own, odd, none_swallowed():
                 outcome = named_results(self.objective(self.model, *inputs))
             objects.check()
             contents.differentiates |= by_inputs(inputs)
@@ -299,15 +302,6 @@ def as_graph(first: Callable[..., Outcome], *fakes: list[Tensor]) -> fx.GraphMod
     """Run the step on fakes and record its calls as a graph."""
     # with "fake" it would copy every fake
     return make_fx(first, _allow_non_fake_inputs=True)(*fakes)
-
-
-@contextmanager
-def _no_warning() -> Iterator[None]:
-    """Let fakes of a tensor with a history be made, which looks at its ``.grad``, and be copied."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield
 
 
 def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: Names) -> list[Any]:

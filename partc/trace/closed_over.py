@@ -21,7 +21,8 @@ from partc.amounts import amount
 from partc.errors import TraceError
 from partc.graph.fake_calls import storage_of
 from partc.plan.sharding import DTYPE_NAMES
-from partc.trace.contents import Contents, Outside
+from partc.trace.contents import Contents, Outside, memory_of
+from partc.trace.odd_tensors import dense_parts, odd_kind
 from partc.trace.reachable import Place
 
 NAMED = 3  # tensors of one variable that a note names one by one
@@ -209,8 +210,8 @@ def notes_on(contents: Contents, places: Iterable[Place]) -> Iterator[str]:
     """Sentences on the constants of a step that stand outside of it, by variable or attribute."""
     known: dict[int, Place] = {}
     for each in places:
-        if isinstance(each.value, Tensor) and each.value.layout is torch.strided:
-            known.setdefault(storage_of(each.value), each)
+        if isinstance(each.value, Tensor):
+            known.setdefault(memory_of(each.value), each)
     groups: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     for memory, outside in contents.outside.items():
@@ -219,7 +220,8 @@ def notes_on(contents: Contents, places: Iterable[Place]) -> Iterator[str]:
         if outside.written:
             yield f"the step writes into {place.name if place else root}; a program does not"
             continue
-        size = outside.tensor.numel() * outside.tensor.element_size()
+        parts = dense_parts(outside.tensor) if odd_kind(outside.tensor) else [outside.tensor]
+        size = sum(each.numel() * each.element_size() for each in parts)
         groups.setdefault(root, []).append(_described(place, outside, size))
         sizes[root] = sizes.get(root, 0) + size
     for root, texts in groups.items():
@@ -231,7 +233,8 @@ def notes_on(contents: Contents, places: Iterable[Place]) -> Iterator[str]:
 def _described(place: Place | None, outside: Outside, size: int) -> str:
     """``mask of loss_of, f32[8,8], 256 B, read at train.py:12``."""
     tensor = outside.tensor
-    typed = f"{DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
+    kind, dtype = odd_kind(tensor), DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
+    typed = kind or f"{dtype}[{','.join(map(str, tensor.shape))}]"
     line = outside.source.partition(": ")[0]
     text = f"{place.name if place else 'a tensor'}, {typed}, {amount(size, 'B')}"
     return f"{text}, read at {line}" if line else text

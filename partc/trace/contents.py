@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from partc.graph.fake_calls import storage_of, tensors_in
 from partc.graph.writes import tensors_written
 from partc.trace.known_values import KnownValues
+from partc.trace.odd_tensors import dense_parts, odd_kind
 
 SAMPLED_BYTES = 1 << 20  # of a larger constant, evenly spread elements stand for all
 # Ops whose result does not depend on what the tensor that they write held before.
@@ -182,7 +183,7 @@ class Contents:
 
 def memory_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory: equal for two tensors that share it."""
-    return storage_of(tensor) if tensor.layout is torch.strided else id(tensor)
+    return id(tensor) if odd_kind(tensor) else storage_of(tensor)
 
 
 def _ids(tensors: Iterator[Tensor]) -> set[int]:
@@ -217,8 +218,13 @@ def _overwrites(func: Any) -> bool:
 
 def value_digest(tensor: Tensor) -> str:
     """The digest of a constant: of its values, or of some where it is large."""
+    if kind := odd_kind(tensor):
+        with _disable_current_modes():
+            parts = [value_digest(each) for each in dense_parts(tensor.detach())]
+        size = () if kind == "nested" else tuple(tensor.shape)
+        return _digest(str(tensor.layout), str(tensor.dtype), size, *parts)
     known = tuple(tensor.shape), str(tensor.dtype)
-    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout is not torch.strided:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return _digest(*known)
     with _disable_current_modes():
         flat = tensor.detach().flatten()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.jit._trace import TopLevelTracedModule
 
 from partc.errors import TraceError, UsageError
+from partc.trace.odd_tensors import check_held
 from partc.wrong_calls import quoted
 
 _WRAPPERS = {  # the name of a wrapper's class, and where it keeps the model
@@ -27,7 +28,7 @@ def check_model(model: Any, where: str = "compile") -> None:
     """TraceError, with what to pass in its place, for what is no model that can be traced.
 
     A model is an ``nn.Module`` of Python code with whole parameters: no wrapper around another one,
-    no script, no quantised weights, none that the first batch has still to make.
+    no script, no weights that are not dense, none that the first batch has still to make.
     """
     what = f"the model is {quoted(model)}"
     if not isinstance(model, nn.Module):
@@ -52,6 +53,7 @@ def check_model(model: Any, where: str = "compile") -> None:
         at = f"the model's {path}" if path else "the model"
         for why, do in _reasons(module, path):
             raise TraceError(where=where, what=f"{at} is {quoted(module)}", why=why, do=do)
+    check_held(dict(model.named_parameters()), dict(model.named_buffers()))
 
 
 def check_second_of_load(model: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.backends import mha, mkldnn
 
+from partc.trace.loss_lengths import lengths_as_tensors
 from partc.trace.synced_norm import synced_norm_of_one_device
 
 _PADDING = "src_key_padding_mask"
@@ -26,12 +27,12 @@ def portable_kernels() -> Iterator[None]:
     """Switch mkldnn off: an LSTM is then recorded as matrix products, not as a CPU-only kernel.
 
     Attention and batch norm are as under ``modules_of_one_device``; ``is_fx_tracing`` says the same
-    in every run.
+    in every run, and a CTC loss has its lengths as tensors.
     """
     enabled: Any = mkldnn.enabled
     mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        with modules_of_one_device(), _told_as_traced():
+        with modules_of_one_device(), _told_as_traced(), lengths_as_tensors():
             yield
     finally:
         mkldnn.enabled = enabled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,3 +43,12 @@ def quiet_generator() -> Iterator[None]:
             yield
     finally:
         torch.default_generator.set_state(state)
+
+
+@contextmanager
+def quiet_warnings() -> Iterator[None]:
+    """Let fakes of a tensor with a history be made, which looks at its ``.grad``, and be copied."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield

@@ -34,6 +34,7 @@ from partc.trace.capture import (
     named_results,
     names_of,
 )
+from partc.trace.contents import Contents
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.dense import as_fake
 from partc.trace.distribution_checks import unchecked_distributions
@@ -45,6 +46,7 @@ from partc.trace.known_values import (
     computed,
     needs_values,
 )
+from partc.trace.odd_constants import odd_constants
 from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
 from partc.trace.portable_kernels import portable_kernels
@@ -217,7 +219,7 @@ def _run(
     folds: Sequence[RepeatedBlocks],
 ) -> _Forward:  # fmt: skip
     """Run the forward on fake tensors, with the blocks of ``folds`` skipped, and note its calls."""
-    mode, names = passing_mode(), names_of(model)
+    mode, names, reach = passing_mode(), names_of(model), Reach.of(model, objective)
     watch = _Watch(_Forward())
     own = {n: as_fake(t, mode) for n, t in (*names.params.items(), *names.buffers.items())}
     for name, tensor in (names.params | names.buffers).items():
@@ -231,12 +233,13 @@ def _run(
         for entered in (
             quiet_generator(), quiet_log(), converted_to_themselves(), cuda_autocast_on_cpu(),
             portable_kernels(), unchecked_distributions(), masks_read(), untouched(model),
-            restored(Reach.of(model, objective)), skipping(model, folds),
+            restored(reach), skipping(model, folds),
         ):  # fmt: skip
             stack.enter_context(entered)
         stack.enter_context(watch.members(model))  # once what is there before is known
         stack.enter_context(_reparametrize_module(model, held))
-        for mode_of in (torch.set_grad_enabled(train), NoHooks(), mode, watch):
+        odd = odd_constants(reach.places, Contents())
+        for mode_of in (torch.set_grad_enabled(train), NoHooks(), mode, watch, odd):
             stack.enter_context(mode_of)
         results = named_results(objective(model, *fakes))
     watch.close(results)

@@ -57,7 +57,7 @@ def shown(value: Any) -> str:
         return str(_length(value))
     if isinstance(value, FIXED):
         return repr(value)
-    small = getattr(value, "nbytes", 0) <= SHOWN_BYTES and type(value).__module__ in _PRINTED
+    small = type(value).__module__ in _PRINTED and getattr(value, "nbytes", 0) <= SHOWN_BYTES
     text = repr(value) if small else ""
     return "" if " at 0x" in text or len(text) > SHOWN_BYTES else text
 

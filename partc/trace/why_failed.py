@@ -11,12 +11,19 @@ from partc.errors import TraceError
 from partc.plan.sharding import dtype_name
 from partc.trace.distribution_checks import is_wanted_check
 from partc.trace.forward_lines import forward_of
+from partc.trace.odd_tensors import INSTEAD
 from partc.trace.source_lines import module_of, source_of
 
 _VALUE = "Python code asks for the value of a tensor"
 _OWN_GRADIENTS = "the loss computes gradients by itself"
 # By what torch says, or by its class: what happened, and what to do. The first that fits counts.
 _KNOWN = (
+    (r"(?i)nested_?tensor|nestedint|shape_env must not be None", "the step makes a nested tensor",
+     "Programs compute with dense tensors: " + INSTEAD["nested"]),
+    (r"(?i)OpaqueTensor|mkldnn", "the step makes a tensor of mkldnn, which has an order of its own",
+     "Leave to_mkldnn out: a program takes the kernels of its device."),
+    (r"Sparse\w* tensors|Sparse(Meta|CPU|Csr|Coo)|sparse_coo|sparse_csr",
+     "the step makes a sparse tensor", "Programs compute with dense tensors. " + INSTEAD["sparse"]),
     ("'(generator|coroutine|async_generator)' object|not (generator|coroutine|async_generator)",
      "a function with yield or async gives no tensor when it is called",
      "Write an ordinary function: return in place of yield, and def without async."),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import partc
 from partc.cost.memory import memory_curve, state_bytes
 from partc.cost.storage import replay
-from partc.errors import UsageError
+from partc.errors import CheckError, UsageError
 from partc.graph import Graph, collectives, fake_of, set_fake
 from partc.lowering import trace
 from partc.plan import Plan
@@ -145,3 +145,11 @@ def test_a_graph_is_replayed_again_once_it_has_changed() -> None:
     for each in graph.fx.find_nodes(op="placeholder"):
         set_fake(each, fake_of(each).double())
     assert replay(graph).tensors(node)[0].dtype == torch.float64
+
+
+def test_a_call_that_does_not_run_is_named() -> None:
+    graph = trace(nn.Linear(4, 3), (torch.randn(2, 4),), lambda model, x: model(x).sum())
+    call = next(node for node in graph.calls() if node.target is aten.linear.default)
+    call.update_arg(1, call.args[0])
+    with pytest.raises(CheckError, match=r"linear: aten\.linear\.default does not run on these"):
+        replay(graph)

@@ -106,7 +106,7 @@ MISTAKES: dict[str, Mistake] = {
     "one too many": of("inputs", (X, Y, X), "too many", "(x, target)"),
     "no rows": of("inputs", batch_of(0), "input x", "no rows", "DataLoader"),
     "whole numbers": of("inputs", (X.long(), Y.long()), "float32 and int64", "dtype"),
-    "sparse": of("inputs", (X.to_sparse(), Y), "input x", "sparse_coo", "to_dense"),
+    "sparse": of("inputs", (X.to_sparse(), Y), "input x", "it is a sparse tensor", "to_dense"),
     "loss by name": of("loss", "mse", "'mse'", "lambda model, x, y"),
     "a tensor as loss": of("loss", torch.ones(()), "a Tensor", "lambda model, x, y"),
     "mesh of a digit that is none": of("mesh", "dp=\u00b2", "not an axis", "dp=2,tp=4"),

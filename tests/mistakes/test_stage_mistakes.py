@@ -133,7 +133,7 @@ MISTAKES: dict[str, Called] = {
         ("eval", "module(most_programs=2)"),
     ),
     "a dataset without rows": (lambda at: stage().loader([]), ("0 rows", "no rows", "filters")),
-    "sparse": (lambda at: stage().step(X.to_sparse(), Y), ("sparse_coo", "to_dense")),
+    "sparse": (lambda at: stage().step(X.to_sparse(), Y), ("a sparse tensor", "to_dense")),
     "numpy": (lambda at: stage().step(X.numpy(), Y), ("step, x", "ndarray")),
     "a tuple": (lambda at: stage().step((X, Y)), ("'target'", "(x, target)")),
     "scale": (lambda at: stage().step(X, Y, scale="2"), ("scale", "'2'", "1 / 4")),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import nn
 
 import partc
 from partc.program.optimizer import cleared
@@ -46,6 +47,27 @@ def test_gradients_that_are_cleared_behind_a_step_are_told_once(way: str) -> Non
             optimizer.step()
     texts = [str(each.message) for each in told]
     assert len([text for text in texts if "SGD.step() finds no gradient" in text]) == 1
+
+
+def test_gradients_that_are_zeros_are_not_cleared() -> None:
+    """Before a last layer that starts at 0, as that of a diffusion transformer, all are 0."""
+    model = model_of()
+    last = [*model.parameters()][-2:]
+    for param in last:
+        nn.init.zeros_(param)
+    stage = partc.compile(model, "dp=1", batch_of(), loss=loss_of, plan="ddp").module()
+    params = dict(stage.named_parameters())
+    ends = [params.pop(name) for name, _ in [*model.named_parameters()][-2:]]
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (params.values(), ends)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            optimizers[0].zero_grad()
+            optimizers[1].zero_grad()
+            stage.step(*batch_of())
+            torch.nn.utils.clip_grad_norm_(ends, 1.0)
+            optimizers[0].step()
+            optimizers[1].step()
 
 
 @pytest.mark.parametrize("style", ["step", "backward", "skipped"])

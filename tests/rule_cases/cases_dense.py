@@ -146,6 +146,11 @@ LOSS = (
         aten.nll_loss2d_backward.default,
         *(f(), f(12, 24, 6, 8), i(12, 6, 8), None, 2, -100, f()),
     ),
+    call(aten._ctc_loss.Tensor, f(24, 12, 6), i(12, 4, high=6), i(12), i(12), 0, False),
+    call(
+        aten._ctc_loss_backward.Tensor,
+        *(f(12), f(24, 12, 6), i(12, 4, high=6), i(12), i(12), f(12), f(12, 24, 9), 0, True),
+    ),
     call(aten.mse_loss.default, f(12, 24), f(12, 24), 2),
     call(aten.mse_loss.default, f(12, 24), f(12, 24), 1),
     call(aten.mse_loss_backward.default, f(), f(12, 24), f(12, 24), 2),

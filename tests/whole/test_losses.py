@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,65 @@ def all_of(model: nn.Module, x: Tensor, classes: Tensor, likely: Tensor) -> Tens
     scores = model(x)
     losses = [loss(scores, classes) for loss in ONE_OF]
     return torch.stack([*losses, *(loss(scores, likely) for loss in LIKELY)]).sum()
+
+
+def ctc(
+    model: nn.Module, x: Tensor, targets: Tensor, steps: Any, length: Any, **given: Any
+) -> Tensor:
+    """A connectionist temporal loss of the scores of each step."""
+    scores = model(x).log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(scores, targets, steps, length, **given)
+
+
+def steps(num_samples: int = SAMPLES) -> tuple[Tensor, ...]:
+    """Steps of samples, their targets, and how many of both count."""
+    drawn = torch.Generator().manual_seed(0)
+    x = torch.randn(num_samples, 12, FEATURES, generator=drawn)
+    targets = torch.randint(1, CLASSES, (num_samples, 4), generator=drawn)
+    length = torch.randint(8, 13, (num_samples,), generator=drawn)
+    return x, targets, length, torch.randint(1, 5, (num_samples,), generator=drawn)
+
+
+def of_numbers(lengths: tuple[list[int], list[int]]) -> Any:
+    return lambda model, x, targets, *_: nn.CTCLoss()(
+        model(x).log_softmax(-1).transpose(0, 1), targets, *lengths
+    )
+
+
+TEMPORAL: dict[str, Any] = {
+    "tensors": ctc,
+    "sums": partial(ctc, reduction="sum", zero_infinity=True),
+    "each": lambda *given: ctc(*given, reduction="none").square().mean(),
+    "equal numbers": of_numbers(([12] * SAMPLES, [4] * SAMPLES)),
+    "numbers": of_numbers(([12, 9] * (SAMPLES // 2), [4, 1] * (SAMPLES // 2))),
+    "targets in a row": lambda model, x, targets, length, _: ctc(
+        model, x, targets.flatten(), length, torch.full((len(x),), 4)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "microbatches"),
+    [("dp=2", "ddp", 1), ("dp=2", "fsdp", 1), ("pp=2", "ddp", 2), ("tp=2", "megatron", 1)],
+)
+@pytest.mark.parametrize("loss", TEMPORAL)
+def test_temporal_losses_are_cut_by_sample(
+    loss: str, mesh: str, plan: str, microbatches: int
+) -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.GELU(), nn.Linear(FEATURES, CLASSES))
+    whole = loss == "targets in a row"  # which of them are a sample's, only the lengths say
+    program = partc.compile(
+        model, mesh, steps(), loss=TEMPORAL[loss], plan=plan,
+        microbatches=1 if whole else microbatches,
+    )  # fmt: skip
+    assert whole or plan in ("fsdp", "megatron") or "all_gather" not in program.source()
+    verify(program, model, steps(), TEMPORAL[loss]).check(1e-12)
+
+
+def test_temporal_losses_have_a_length_for_each_sample() -> None:
+    model, loss = nn.Linear(FEATURES, CLASSES), of_numbers(([12] * 4, [4] * 4))
+    with pytest.raises(PartcError, match="4 lengths for a batch of size 16"):
+        partc.compile(model, "dp=2", steps(), loss=loss, plan="ddp")
 
 
 def test_each_microbatch_has_its_part() -> None:

@@ -78,10 +78,20 @@ class Rolled(nn.Module):
         return attended(x + self.conv(x))
 
 
+def turned(x: Tensor) -> Tensor:
+    """Attention with keys turned as complex numbers: the keys' gradient comes by columns."""
+    heads = x.reshape(len(x), 36, 2, 4)
+    pairs = torch.view_as_complex(heads.reshape(len(x), 36, 2, 2, 2)) * 1j
+    keys = torch.view_as_real(pairs).flatten(3).transpose(1, 2)
+    rows = heads.transpose(1, 2)
+    return (torch.softmax(rows @ keys.mT, -1) @ rows).transpose(1, 2)
+
+
 TRIED: dict[str, Any] = {
     "sum of gradients": Pixels(),
     "roll": Rolled(),
     "attention": attended,
+    "rotary embedding of complex numbers": turned,
     "slogdet": scaled_by(lambda m: torch.linalg.slogdet(m)[1]),
     "slogdet of copies": scaled_by(
         lambda m: torch.linalg.slogdet(m.swapaxes(1, 2).contiguous().swapaxes(1, 2))[1]
@@ -99,10 +109,13 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.parametrize(("mesh", "microbatches"), [("dp=2", 1), ("pp=2", 2)])
 @pytest.mark.parametrize("tried", TRIED)
-def test_kernels_that_ignore_strides_agree(tried: str) -> None:
+def test_kernels_that_ignore_strides_agree(tried: str, mesh: str, microbatches: int) -> None:
     model, batch = Between(TRIED[tried]), torch.randn(4, 3, 6, 6, dtype=torch.float64)
-    program = partc.compile(model, "dp=2", (batch,), loss=loss_of, plan="ddp")
+    program = partc.compile(
+        model, mesh, (batch,), loss=loss_of, plan="ddp", microbatches=microbatches
+    )
     verify(program, model, batch, loss=loss_of).check()
 
 

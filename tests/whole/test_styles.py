@@ -31,6 +31,8 @@ RIGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("likeness by fixed windows", "pp=2"): {"plan": "ddp", "microbatches": 2},
     # samples that are mixed before the model reads them
     ("mixup of pictures", "dp=2"): {"plan": "ddp"},
+    # what its backward reads again is as long as the longest target of the samples at hand
+    ("connectionist temporal", "pp=2"): {"plan": "auto", "microbatches": 2},
     ("graph attention", "dp=2"): {"plan": "ddp"},
     ("mixture with capacity", "dp=2"): {"plan": "ddp"},
     # two parameters are expanded, one of a late gather, before anything is computed

@@ -1,21 +1,25 @@
 """Gradients of a step that a script clears before an optimizer has read them.
 
 ``model.step(...)`` computes gradients at once. A loop in the order of forward, ``zero_grad``,
-backward, ``optimizer.step`` would clear them, and train nothing without a word.
+backward, ``optimizer.step`` would clear them, and train nothing without a word. Gradients that the
+step itself gave as zeros, as those before a layer that starts at 0 are, are not cleared.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 LOOKED_AT = 3  # steps of a stage; a loop clears in all of them or in none
-_GAVE: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # and no optimizer stepped since
+# By stage the parameters, by id, whose gradients were not 0; no optimizer has stepped since.
+_GAVE: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 _SEEN: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _HOOKS: list[Any] = []
 
@@ -23,7 +27,8 @@ _HOOKS: list[Any] = []
 def gave_gradients(stage: nn.Module) -> None:
     """A step of this stage has put gradients into ``.grad``."""
     if _SEEN.setdefault(stage, 0) < LOOKED_AT:
-        _GAVE[stage] = None
+        _SEEN[stage] += 1
+        _GAVE[stage] = _with_gradients([p for p in stage.parameters() if p.requires_grad])
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -32,19 +37,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for stage in [*_GAVE]:
         own = {id(param) for param in stage.parameters() if param.requires_grad}
         params = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
-        if params:
+        if _GAVE[stage] & {id(param) for param in params}:
             del _GAVE[stage]
-            _SEEN[stage] += 1
-            if all(_is_cleared(param.grad) for param in params):
+            if not _with_gradients(params):
                 _SEEN[stage] = LOOKED_AT  # told once
                 _warn(optimizer)
 
 
-def _is_cleared(grad: Tensor | None) -> bool:
-    if grad is None:
-        return True
-    piece = grad.to_local() if isinstance(grad, DTensor) else grad
-    return not piece.any()
+def _with_gradients(params: Sequence[Tensor]) -> set[int]:
+    """The parameters, by id, whose gradients are not all 0 on this rank."""
+    grads = {id(param): param.grad for param in params if param.grad is not None}
+    pieces = [each.to_local() if isinstance(each, DTensor) else each for each in grads.values()]
+    found = torch.stack([piece.any() for piece in pieces]).tolist() if pieces else []
+    return {key for key, is_any in zip(grads, found, strict=True) if is_any}
 
 
 def _warn(optimizer: Optimizer) -> None:

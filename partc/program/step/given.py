@@ -14,6 +14,7 @@ from partc.errors import RunError
 from partc.plan.batch import data_axes
 from partc.plan.sharding import dtype_name
 from partc.program.role import Role, Shard
+from partc.trace.odd_tensors import dense_of, odd_kind
 
 
 def plain_inputs(inputs: Sequence[Tensor], role: Role, *, known: bool = True) -> tuple[Tensor, ...]:
@@ -22,10 +23,10 @@ def plain_inputs(inputs: Sequence[Tensor], role: Role, *, known: bool = True) ->
     ``known``: they are the inputs of the role, and not of another program.
     """
     for x in inputs:
-        if x.layout != torch.strided or x.is_quantized:
+        if kind := odd_kind(x):
             raise RunError(
-                where="step", what=f"an input is a {str(x.layout).removeprefix('torch.')} tensor",
-                why="programs compute with dense tensors", do="Pass x.to_dense().",
+                where="step", what=f"an input is a {kind} tensor",
+                why="programs compute with dense tensors", do=dense_of(kind),
             )  # fmt: skip
     if not any(isinstance(x, DTensor) for x in inputs):
         return tuple(inputs)

@@ -5,6 +5,8 @@ A mean is not sharded, since a rank's mean divides by the rank's own count.
 
 from __future__ import annotations
 
+import torch
+
 from partc.rules.call import Call
 from partc.rules.table import Windowed, rule, whole_only
 
@@ -47,6 +49,23 @@ def elementwise_loss_backward(call: Call) -> str:
     return ",".join(["..."] * len(call.slots)) + "->..."
 
 
+def connectionist(call: Call) -> str:
+    """``tnc, ns, n, n -> n, n__``: a loss for each sample, and what its backward reads again.
+
+    Not cut where the lengths are numbers, of the whole batch, or the targets follow each other.
+    """
+    if call.target is not torch.ops.aten._ctc_loss.Tensor or call.rank(1) != 2:
+        return whole_only(call)
+    return "!tn!c,n!s,n,n->n,n__"
+
+
+def connectionist_backward(call: Call) -> str:
+    """The gradient of each sample by the scores of its steps."""
+    if call.target is not torch.ops.aten._ctc_loss_backward.Tensor or call.rank(2) != 2:
+        return whole_only(call)
+    return "n,!tn!c,n!s,n,n,n,n__->tnc"
+
+
 rule("aten.nll_loss_forward aten.nll_loss2d_forward", nll, windowed=CLASSES)
 rule("aten.nll_loss_backward", nll_backward, linear="0", windowed=CLASSES)
 rule("aten.nll_loss2d_backward", nll_backward, linear="0", windowed=CLASSES, contiguous=("self",))
@@ -63,3 +82,5 @@ rule("aten.mse_loss_backward aten.smooth_l1_loss_backward", elementwise_loss_bac
 rule("aten.huber_loss_backward", elementwise_loss_backward, linear="0")
 rule("aten.binary_cross_entropy_backward", elementwise_loss_backward, linear="0")
 rule("aten.soft_margin_loss_backward", elementwise_loss_backward, linear="0")
+rule("aten._ctc_loss", connectionist)
+rule("aten._ctc_loss_backward", connectionist_backward, linear="0")
