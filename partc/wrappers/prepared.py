@@ -21,14 +21,8 @@ from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
 from partc.program.step.batch_fit import Rows
 from partc.trace.arguments import Given
-from partc.wrappers.longest import (
-    called_as,
-    check_names_of_pad,
-    filled,
-    inputs_of,
-    largest,
-)
-from partc.wrappers.results import no_loss, picked
+from partc.wrappers.longest import check_names_of_pad, filled, inputs_of, largest
+from partc.wrappers.results import called_as, returned_loss
 
 
 @dataclass
@@ -57,20 +51,6 @@ class How:
     def know(self, call: Callable[..., Any], *, of_loss: bool) -> None:
         """Take the names of its inputs for names that ``pad`` may have."""
         self.inputs |= {*inputs_of(call, of_loss=of_loss)}
-
-    def of(self, model: nn.Module, *args: Any, **named: Any) -> Any:
-        """What is compiled: ``(loss, {"logits": ...})``, or what the user's loss returns."""
-        if self.loss is not None:
-            return self.loss(model, *args, **named)
-        results = model(*args, **named)
-        if isinstance(results, Tensor):
-            if results.dim() or self.outputs:
-                raise no_loss(type(model).__name__, f"a tensor of shape {tuple(results.shape)}")
-            return results
-        if isinstance(results, Mapping) and "loss" not in results:
-            raise no_loss(type(model).__name__, ", ".join(results))
-        loss = results["loss"] if isinstance(results, Mapping) else results[0]
-        return loss, {name: picked(results, name) for name in self.outputs}
 
 
 class Outputs(dict[str, Any]):
@@ -101,6 +81,9 @@ class Prepared(nn.Module):
         # not registered: the stage takes its place
         object.__setattr__(self, "model", model)
         self.how, self.device_type, self._called = how, device, called_as(model)
+        # what is compiled: the script's loss, or (loss, {"logits": ...}) of what the model returns
+        loss_of = returned_loss(model, how.outputs) if how.loss is None else how.loss
+        object.__setattr__(self, "_loss_of", loss_of)  # a loss may be a module, which is no part
         how.know(model.forward, of_loss=False)
         if how.loss is not None:
             how.know(how.loss, of_loss=True)
@@ -142,7 +125,7 @@ class Prepared(nn.Module):
     # compiled --------------------------------------------------------------------------------
     def _trained(self, args: Any, named: Any) -> Any:
         """The stage, which is made of the first step's arguments."""
-        return self._begun(args, named, self.how.of) if self.stage is None else self.stage
+        return self._begun(args, named, self._loss_of) if self.stage is None else self.stage
 
     def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
         """A stage that trains by this loss; it takes the model's place."""
@@ -197,6 +180,8 @@ class Prepared(nn.Module):
     def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:
         """The arguments of a call as an example to compile for, the largest of all ranks'."""
         check_names_of_pad(self.how.pad, {*self.how.inputs, *named})
+        if self.how.loss is None and loss is self._loss_of:
+            Given.of_call(self.model, args, named)  # says what the model, not the loss, takes
         given = Given.of_call(self.model, args, named, loss)
         shapes = largest([[*x.shape] for x in given.tensors], self.device_type)
         pairs = zip(shapes, given.tensors, strict=True)
