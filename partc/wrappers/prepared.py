@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -210,11 +211,15 @@ class Prepared(nn.Module):
         """Clear the gradients of all programs."""
         self._held.zero_grad(set_to_none)
 
-    def state_dict(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own state dict, whole; all ranks call this together."""
+    def state_dict(self, **named: Any) -> OrderedDict[str, Any]:  # type: ignore[override]
+        """The model's own state dict, whole; all ranks call this together.
+
+        It is an ``OrderedDict``, as of any module: of those alone accelerate writes a tied tensor
+        once, where a dict with two names of one tensor cannot be saved.
+        """
         if self.stage is None:
-            return dict(self.model.state_dict(**named))
-        return dict(self.stage.full_state_dict())
+            return OrderedDict(self.model.state_dict(**named))
+        return OrderedDict(self.stage.full_state_dict())
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
