@@ -23,10 +23,10 @@ from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
 from partc.whole_batch import axes_open
 from partc.wrappers.as_model import AsModel
+from partc.wrappers.how import How
 from partc.wrappers.kept import Kept, check_not_stepping
 from partc.wrappers.longest import check_names_of_pad, warn_of_pad
 from partc.wrappers.moved import move, optimizers_over
-from partc.wrappers.prepared import How
 from partc.wrappers.said import check_loss, check_outputs, check_said
 from partc.wrong_calls import known_arguments, quoted
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 import partc
 from partc.errors import RunError
 from partc.plan import Plan
-from partc.plan.mesh import MeshLike
 from partc.program import Program
 from partc.program.model.raw_model import empty_model
 from partc.program.stage.exported import check_not_exported, no_export
@@ -22,36 +20,9 @@ from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
 from partc.program.step.batch_fit import Rows
 from partc.trace.arguments import Given
-from partc.wrappers.longest import check_names_of_pad, filled, inputs_of, largest
+from partc.wrappers.how import How
+from partc.wrappers.longest import check_names_of_pad, filled, largest
 from partc.wrappers.results import called_as, returned_loss
-
-
-@dataclass
-class How:
-    """How models are compiled.
-
-    Attributes:
-        mesh: the axes of ranks, as for ``partc.compile``.
-        plan: as for ``partc.compile``.
-        loss: ``loss(model, *inputs)``; None: the model returns it, as models of transformers do
-            that are given labels.
-        outputs: what training steps return of the model's results beside the loss.
-        pad: the numbers that fill up inputs to the longest of all ranks, by the input's name.
-        options: further arguments of ``partc.compile``.
-        inputs: the names of all inputs of the models and losses that are known by now.
-    """
-
-    mesh: MeshLike
-    plan: Any = "auto"
-    loss: Callable[..., Any] | None = None
-    outputs: Sequence[str] = ()
-    pad: Mapping[str, float] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    inputs: set[str] = field(default_factory=set)
-
-    def know(self, call: Callable[..., Any], *, of_loss: bool) -> None:
-        """Take the names of its inputs for names that ``pad`` may have."""
-        self.inputs |= {*inputs_of(call, of_loss=of_loss)}
 
 
 class Outputs(dict[str, Any]):
@@ -163,7 +134,8 @@ class Prepared(nn.Module):
         return [x._version for x in (*self.model.parameters(), *self.model.buffers())]
 
     def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
-        how, like = self.how, self._given(args, named, loss)
+        how = self.how if loss is not None else self.how.of_forwards()
+        like = self._given(args, named, loss)
         options = {"backend": group_backend(self.device_type), "batch": "local", **how.options}
         program = partc.compile(self.model, how.mesh, like, loss=loss, plan=how.plan, **options)
         self._keep(program, loss)

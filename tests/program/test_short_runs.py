@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 import partc
 from partc.verification.processes import Processes
-from partc.wrappers.prepared import How, Prepared
+from partc.wrappers.how import How
+from partc.wrappers.prepared import Prepared
 from tests.compiles import counted
 from tests.program.families import VOCAB, Language, close, language_loss, whole
 
