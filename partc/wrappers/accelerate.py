@@ -18,8 +18,9 @@ from partc.program.choices import check_fillers
 from partc.program.ranks.handshake import check_world, world_size
 from partc.trace.no_model import check_model
 from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
+from partc.wrappers.how import How
 from partc.wrappers.optimizer import Optimizer, Scheduler
-from partc.wrappers.prepared import How, Prepared
+from partc.wrappers.prepared import Prepared
 from partc.wrappers.ranks import OnMesh
 from partc.wrappers.said import (
     check_compiles_once,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -59,7 +60,7 @@ class AsModel(Prepared):
             raise _open(mesh)
         return Division(mesh, {axis: cut(0) for axis in data_axes(mesh) if axis != ISLAND})
 
-    def state_dict(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, **named: Any) -> OrderedDict[str, Any]:  # type: ignore[override]
         """The model's own state dict, whole; all ranks call this together.
 
         Behind the first step its tensors are copies, of which writes are noticed.
@@ -68,7 +69,8 @@ class AsModel(Prepared):
         if self.stage is None:
             return found
         self.stage.writes.check()
-        return {name: copied(x, name, self.stage.writes) for name, x in found.items()}
+        pairs = ((name, copied(x, name, self.stage.writes)) for name, x in found.items())
+        return OrderedDict(pairs)
 
     @known_arguments
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -6,8 +6,9 @@ import gc
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cache, cached_property
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -19,6 +20,7 @@ from partc.errors import RunError
 from partc.wrappers.unread import unread_values
 
 _OWN_REFERENCES = 3  # of a parameter while it is counted: two names and the argument
+_NO_OBJECTS = (type, FunctionType, ModuleType)  # a script's own variables are followed
 
 
 class Kept:
@@ -83,9 +85,17 @@ class Kept:
         graphs = held_by_graphs(param)
         others = sys.getrefcount(param) - _OWN_REFERENCES - inside - graphs
         if others > 0 or (graphs and id(param) in self._scripted):
-            raise _kept(name)
+            raise _kept(name, self._where(name))
         if graphs and param.requires_grad:
             param.register_hook(_too_late(name))
+
+    def _where(self, name: str) -> str:
+        """Which object or variable of the script has a parameter, or a module with it; "" of none
+        that is found, as of a tuple.
+        """
+        parts = [part() for path, part in self._modules.items() if name.startswith(f"{path}.")]
+        held = {id(each) for each in (self._params[name](), *parts) if each is not None}
+        return next(_holders(held, self._own), "")
 
     @cached_property
     def _scripted(self) -> set[int]:
@@ -100,6 +110,39 @@ class Kept:
         found = _references_in([each for each in held if each is not None])
         found.update(id(each) for each in unread if isinstance(each, nn.Parameter))
         return found
+
+
+def _holders(held: Container[int], own: Container[int]) -> Iterator[str]:
+    """Attributes and variables of functions whose values have these ids; ``own``: the ids of what
+    the model's modules have themselves.
+    """
+    for each in gc.get_objects():
+        attributes = _attributes(each)
+        if type(attributes) is not dict or id(attributes) in own or isinstance(each, _NO_OBJECTS):
+            continue
+        for name, value in [*attributes.items()]:
+            if id(value) in held and not _is_ours(type(each)):
+                yield f"{type(each).__name__}.{name}"
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if not _is_ours(frame.f_globals.get("__name__")):
+            for name, value in [*frame.f_locals.items()]:
+                if id(value) in held:
+                    yield f"the variable {name} of {frame.f_code.co_name}"
+        frame = frame.f_back
+
+
+def _attributes(value: Any) -> Any:
+    try:
+        return value.__dict__
+    except Exception:  # of a proxy of what is gone, or one with a __getattr__ of its own
+        return None
+
+
+def _is_ours(named: Any) -> bool:
+    """Whether a class or a module, by its name, is partc's or torch's own."""
+    name = str(getattr(named, "__module__", named))
+    return name.partition(".")[0] in ("partc", "torch")
 
 
 def held_by_graphs(param: nn.Parameter) -> int:
@@ -163,10 +206,11 @@ def _too_late(name: str) -> Callable[[Tensor], None]:
     return refused
 
 
-def _kept(name: str) -> RunError:
+def _kept(name: str, by: str) -> RunError:
     return RunError(
         where=f"the first step: {name}",
-        what="the script keeps this parameter, or its module, from before the first step",
+        what="the script keeps this parameter, or its module, from before the first step"
+        + (f", as {by}" if by else ""),
         why="the model has other parameters from now on. They are put into optimizers, lists and "
         "dicts; what else has the old ones would read and write what is not trained",
         do="Take parameters and modules of the model behind its first step; or compile before they "

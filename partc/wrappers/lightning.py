@@ -20,7 +20,13 @@ from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program.optimizer.optimizers import check_of_stage
 from partc.program.start import group_backend
-from partc.wrappers.lightning_errors import check_devices, default_dtype, manual, other_division
+from partc.wrappers.lightning_errors import (
+    check_devices,
+    default_dtype,
+    manual,
+    other_division,
+    warn_of_unfreezing,
+)
 from partc.wrappers.lightning_module import Compiled
 from partc.wrappers.lightning_served import ServedByStage
 from partc.wrappers.lightning_step import loss_of, replay
@@ -88,6 +94,7 @@ class Strategy(ServedByStage):
         precision = str(self.precision_plugin.precision)
         if precision.endswith("-true") and precision != "32-true":
             raise default_dtype(precision)
+        warn_of_unfreezing(trainer.callbacks, self.lightning_module)
         inputs = self._example(trainer)
         autocast = self.precision_plugin.forward_context
         compiled, loss = Compiled(self.lightning_module, autocast), loss_of(autocast)

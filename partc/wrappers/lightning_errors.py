@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from partc.errors import RunError, TraceError, UsageError
@@ -49,6 +51,23 @@ def other_division(cut: int, read: int) -> UsageError:
         why="loaders follow from the mesh, before there is a plan",
         do='Leave the batch to the data axes, or take Strategy(..., batch="global").',
     )
+
+
+def warn_of_unfreezing(callbacks: Iterable[Any], module: Any) -> None:
+    """Warn of a callback that has frozen what it is to train later: the refusal comes with the
+    first step behind that, epochs later.
+    """
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
+    for each in callbacks if frozen else ():
+        if any(kind.__name__ == "BaseFinetuning" for kind in type(each).__mro__):
+            warnings.warn(
+                f"partc: {type(each).__name__} has frozen {len(frozen)} parameters "
+                f"({frozen[0]}, ...) before the step is compiled, so that the program has no "
+                "gradients of them, and a step that is to train them later is refused. Freeze "
+                "them in on_train_start, which comes behind the compile, in the place of "
+                "freeze_before_training",
+                stacklevel=2,
+            )
 
 
 def part_alone(path: str) -> RunError:

@@ -69,23 +69,6 @@ def largest(shapes: list[list[int]], device_type: str) -> list[list[int]]:
     return [[max(sizes) for sizes in zip(*same, strict=True)] for same in zip(*each, strict=True)]
 
 
-def called_as(model: nn.Module) -> Callable[..., Any] | None:
-    """What has the arguments of a model's forward behind the model, which may be let go; None of a
-    forward in C.
-    """
-
-    def call(model: nn.Module, *args: Any, **named: Any) -> Any:
-        raise AssertionError("it stands for its arguments")
-
-    try:
-        given = inspect.signature(model.forward).parameters.values()
-    except (ValueError, TypeError):
-        return None
-    first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)
-    call.__signature__ = inspect.Signature([first, *given])  # type: ignore[attr-defined]
-    return call
-
-
 def _longer(x: Tensor, sizes: Mapping[int, int], value: float) -> Tensor:
     """A tensor whose dims are filled up to ``sizes``, by dim."""
     missing = [sizes.get(dim, has) - has for dim, has in enumerate(x.shape)]

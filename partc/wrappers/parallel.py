@@ -23,10 +23,10 @@ from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
 from partc.whole_batch import axes_open
 from partc.wrappers.as_model import AsModel
+from partc.wrappers.how import How
 from partc.wrappers.kept import Kept, check_not_stepping
 from partc.wrappers.longest import check_names_of_pad, warn_of_pad
 from partc.wrappers.moved import move, optimizers_over
-from partc.wrappers.prepared import How
 from partc.wrappers.said import check_loss, check_outputs, check_said
 from partc.wrong_calls import known_arguments, quoted
 
@@ -167,7 +167,7 @@ class Parallel(AsModel):
     def _of_loss(self, loss: Any, args: Any, named: Any) -> Any:
         """What steps by a loss: the stage itself, or a loss that shares its tensors."""
         if loss not in self.losses:
-            compiled = self.how.of if loss is None else loss
+            compiled = self._loss_of if loss is None else loss
             if self.stage is None:
                 self.losses[loss] = self._begun(args, named, compiled)
             else:
@@ -212,8 +212,6 @@ class Parallel(AsModel):
 
     def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:
         try:
-            if self.how.loss is None:  # which is called with any arguments, and calls the model
-                Given.of_call(self.model, args, named)
             return super()._given(args, named, loss)
         except TraceError as error:
             if loss is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import partc
 from partc.errors import RunError
 from partc.plan import Plan
-from partc.plan.mesh import MeshLike
 from partc.program import Program
 from partc.program.model.raw_model import empty_model
 from partc.program.stage.exported import check_not_exported, no_export
@@ -21,56 +20,9 @@ from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
 from partc.program.step.batch_fit import Rows
 from partc.trace.arguments import Given
-from partc.wrappers.longest import (
-    called_as,
-    check_names_of_pad,
-    filled,
-    inputs_of,
-    largest,
-)
-from partc.wrappers.results import no_loss, picked
-
-
-@dataclass
-class How:
-    """How models are compiled.
-
-    Attributes:
-        mesh: the axes of ranks, as for ``partc.compile``.
-        plan: as for ``partc.compile``.
-        loss: ``loss(model, *inputs)``; None: the model returns it, as models of transformers do
-            that are given labels.
-        outputs: what training steps return of the model's results beside the loss.
-        pad: the numbers that fill up inputs to the longest of all ranks, by the input's name.
-        options: further arguments of ``partc.compile``.
-        inputs: the names of all inputs of the models and losses that are known by now.
-    """
-
-    mesh: MeshLike
-    plan: Any = "auto"
-    loss: Callable[..., Any] | None = None
-    outputs: Sequence[str] = ()
-    pad: Mapping[str, float] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    inputs: set[str] = field(default_factory=set)
-
-    def know(self, call: Callable[..., Any], *, of_loss: bool) -> None:
-        """Take the names of its inputs for names that ``pad`` may have."""
-        self.inputs |= {*inputs_of(call, of_loss=of_loss)}
-
-    def of(self, model: nn.Module, *args: Any, **named: Any) -> Any:
-        """What is compiled: ``(loss, {"logits": ...})``, or what the user's loss returns."""
-        if self.loss is not None:
-            return self.loss(model, *args, **named)
-        results = model(*args, **named)
-        if isinstance(results, Tensor):
-            if results.dim() or self.outputs:
-                raise no_loss(type(model).__name__, f"a tensor of shape {tuple(results.shape)}")
-            return results
-        if isinstance(results, Mapping) and "loss" not in results:
-            raise no_loss(type(model).__name__, ", ".join(results))
-        loss = results["loss"] if isinstance(results, Mapping) else results[0]
-        return loss, {name: picked(results, name) for name in self.outputs}
+from partc.wrappers.how import How
+from partc.wrappers.longest import check_names_of_pad, filled, largest
+from partc.wrappers.results import called_as, returned_loss
 
 
 class Outputs(dict[str, Any]):
@@ -101,6 +53,9 @@ class Prepared(nn.Module):
         # not registered: the stage takes its place
         object.__setattr__(self, "model", model)
         self.how, self.device_type, self._called = how, device, called_as(model)
+        # what is compiled: the script's loss, or (loss, {"logits": ...}) of what the model returns
+        loss_of = returned_loss(model, how.outputs) if how.loss is None else how.loss
+        object.__setattr__(self, "_loss_of", loss_of)  # a loss may be a module, which is no part
         how.know(model.forward, of_loss=False)
         if how.loss is not None:
             how.know(how.loss, of_loss=True)
@@ -142,7 +97,7 @@ class Prepared(nn.Module):
     # compiled --------------------------------------------------------------------------------
     def _trained(self, args: Any, named: Any) -> Any:
         """The stage, which is made of the first step's arguments."""
-        return self._begun(args, named, self.how.of) if self.stage is None else self.stage
+        return self._begun(args, named, self._loss_of) if self.stage is None else self.stage
 
     def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
         """A stage that trains by this loss; it takes the model's place."""
@@ -179,7 +134,8 @@ class Prepared(nn.Module):
         return [x._version for x in (*self.model.parameters(), *self.model.buffers())]
 
     def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
-        how, like = self.how, self._given(args, named, loss)
+        how = self.how if loss is not None else self.how.of_forwards()
+        like = self._given(args, named, loss)
         options = {"backend": group_backend(self.device_type), "batch": "local", **how.options}
         program = partc.compile(self.model, how.mesh, like, loss=loss, plan=how.plan, **options)
         self._keep(program, loss)
@@ -197,6 +153,8 @@ class Prepared(nn.Module):
     def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:
         """The arguments of a call as an example to compile for, the largest of all ranks'."""
         check_names_of_pad(self.how.pad, {*self.how.inputs, *named})
+        if self.how.loss is None and loss is self._loss_of:
+            Given.of_call(self.model, args, named)  # says what the model, not the loss, takes
         given = Given.of_call(self.model, args, named, loss)
         shapes = largest([[*x.shape] for x in given.tensors], self.device_type)
         pairs = zip(shapes, given.tensors, strict=True)
@@ -225,11 +183,15 @@ class Prepared(nn.Module):
         """Clear the gradients of all programs."""
         self._held.zero_grad(set_to_none)
 
-    def state_dict(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own state dict, whole; all ranks call this together."""
+    def state_dict(self, **named: Any) -> OrderedDict[str, Any]:  # type: ignore[override]
+        """The model's own state dict, whole; all ranks call this together.
+
+        It is an ``OrderedDict``, as of any module: of those alone accelerate writes a tied tensor
+        once, where a dict with two names of one tensor cannot be saved.
+        """
         if self.stage is None:
-            return dict(self.model.state_dict(**named))
-        return dict(self.stage.full_state_dict())
+            return OrderedDict(self.model.state_dict(**named))
+        return OrderedDict(self.stage.full_state_dict())
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor, nn
 
 from partc.errors import RunError, UsageError
 from partc.wrong_calls import did_you_mean, quoted
+
+
+def returned_loss(model: nn.Module, outputs: Sequence[str]) -> Callable[..., Any]:
+    """``loss(model, *inputs)`` of a model that returns its loss, in a tensor, a tuple or by name.
+
+    It has the arguments of the model's forward, so that a step takes them by place and by name.
+    """
+
+    def loss_of(model: nn.Module, /, *args: Any, **named: Any) -> Any:
+        results = model(*args, **named)
+        if isinstance(results, Tensor):
+            if results.dim() or outputs:
+                raise no_loss(type(model).__name__, f"a tensor of shape {tuple(results.shape)}")
+            return results
+        if isinstance(results, Mapping) and "loss" not in results:
+            raise no_loss(type(model).__name__, ", ".join(results))
+        loss = results["loss"] if isinstance(results, Mapping) else results[0]
+        return loss, {name: picked(results, name) for name in outputs}
+
+    if (called := called_as(model)) is not None:
+        loss_of.__signature__ = inspect.signature(called)  # type: ignore[attr-defined]
+    return loss_of
+
+
+def called_as(model: nn.Module) -> Callable[..., Any] | None:
+    """What has the arguments of a model's forward behind the model, which may be let go; None of a
+    forward in C.
+    """
+
+    def call(model: nn.Module, *args: Any, **named: Any) -> Any:
+        raise AssertionError("it stands for its arguments")
+
+    try:
+        given = inspect.signature(model.forward).parameters.values()
+    except (ValueError, TypeError):
+        return None
+    first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)
+    call.__signature__ = inspect.Signature([first, *given])  # type: ignore[attr-defined]
+    return call
 
 
 def picked(results: Any, name: str) -> Any:

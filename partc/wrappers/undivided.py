@@ -9,7 +9,8 @@ from weakref import ref
 
 from torch import Tensor
 
-from partc.wrappers.prepared import How, Prepared
+from partc.wrappers.how import How
+from partc.wrappers.prepared import Prepared
 
 
 class Divides(Protocol):

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 
 import partc
 from partc.verification.processes import Processes
+from partc.wrappers.how import How
+from partc.wrappers.prepared import Prepared
 from tests.compiles import counted
 from tests.program.families import VOCAB, Language, close, language_loss, whole
 
@@ -204,3 +206,45 @@ def of_columns() -> None:
 
 def test_sequence_first_batches_of_other_lengths_on_each_rank(world: Processes) -> None:
     world.run(of_columns, num=2)
+
+
+# a model that returns its loss ---------------------------------------------------------------
+class WithLoss(SequenceFirst):
+    """Called without labels it gives what it would give them for."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = super().forward(ids)
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD)
+
+
+def of_its_own_loss(accelerated: bool) -> int:
+    """Called by place, by name, and by both in turn: one program a shape, and evaluations."""
+    torch.manual_seed(0)
+    reference, draw = WithLoss().double(), torch.Generator().manual_seed(1)
+    model, pad = copy.deepcopy(reference), {"ids": PAD, "labels": PAD}
+    ours: Any = (
+        Prepared(model, How("dp=2", "fsdp", pad=pad), "cpu") if accelerated
+        else partc.parallelize(model, "dp=2", plan="fsdp", pad=pad)
+    )  # fmt: skip
+    lengths = [(5, 7), (6, 7), (7, 3)]
+    with counted() as compiled:
+        for turn, each in enumerate([*lengths, *lengths]):
+            ids = [torch.randint(1, 9, (length, 3), generator=draw) for length in each]
+            whole_ids = torch.cat([F.pad(x, (0, 0, 0, 7 - len(x)), value=PAD) for x in ids], 1)
+            expected, x = reference(whole_ids, whole_ids), ids[dist.get_rank()]
+            ours.train(turn < len(lengths))
+            forms: Any = [((x, x), {}), ((), {"labels": x, "ids": x}), ((x,), {"labels": x})]
+            args, named = forms[turn % 3]
+            close(ours(*args, **named), expected, f"call {turn}")
+        columns = slice(3 * dist.get_rank(), 3 * (dist.get_rank() + 1))
+        close(ours(ids=x), reference(whole_ids)[:, columns], "results, of the longest")
+    return len(compiled)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_a_model_s_own_loss_takes_its_inputs_by_place_and_by_name(
+    accelerated: bool, world: Processes
+) -> None:
+    assert world.run(of_its_own_loss, accelerated, num=2) == [3, 3]

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -197,6 +197,49 @@ def _quietly() -> Any:
     warnings.simplefilter("ignore")
     rank = {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0"}
     return patch.dict(os.environ, rank if dist.get_world_size() > 1 else {})
+
+
+# frozen at first -----------------------------------------------------------------------------
+class Unfreezes(BaseFinetuning):  # type: ignore[misc]
+    """Trains the body from the second epoch on."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.body)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.body, optimizer, lr=0.05)
+
+
+class FreezesLater(Unfreezes):
+    """As a program needs it: frozen behind the compile."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        """Too early."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.freeze(module.body)
+
+
+class HeadFirst(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.head.parameters(), lr=0.03)
+
+
+def unfrozen(mesh: str, later: bool) -> dict[str, Any]:
+    """The weights of a run that trains a part from its second epoch on; what it says."""
+    torch.manual_seed(0)
+    module, said = HeadFirst(), ""
+    trainer, notes = _trainer(mesh, {"plan": "fsdp", "batch": "global"})
+    trainer.callbacks.append((FreezesLater if later else Unfreezes)())
+    with _quietly(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, Data(False))
+        except Exception as error:
+            said = str(error)
+    told = [str(each.message) for each in warned if "partc" in str(each.message)]
+    return {"losses": notes.losses, "weights": _weights(module), "said": said, "warned": told}
 
 
 # what is refused -----------------------------------------------------------------------------

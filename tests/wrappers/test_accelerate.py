@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -121,6 +122,54 @@ def test_a_script_trains_evaluates_and_resumes_as_in_one_process(
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, alone[1][name], rtol=1e-9, atol=1e-12)
             assert torch.equal(same[name], tensor), name
+
+
+class Tied(nn.Module):
+    """A weight of two names, of which the later one is the first in the alphabet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.head(self.words(ids)).flatten(0, 1), ids.flatten())}
+
+
+def save_tied(mesh: str, plan: str, folder: Path) -> None:
+    """Saved and loaded before the first step and behind it, as files of both kinds."""
+    with as_torchrun():
+        accelerator, raw = accelerator_of(mesh, plan), Tied().double()
+        model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters()))
+        model.train()
+        ids = torch.arange(12).view(4, 3)
+        losses = []
+        for turn, safe in enumerate((True, False, True)):
+            accelerator.save_state(str(folder / f"{turn}"), safe_serialization=safe)
+            for _ in range(2):
+                loss = model(ids=ids)["loss"]
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                if len(losses) % 2:
+                    accelerator.load_state(str(folder / f"{turn}"))
+        assert losses[0] == losses[1]
+        assert losses[2] == losses[3] != losses[1]
+        assert losses[4] == losses[5] != losses[3]
+        alone, whole = Tied().double(), accelerator.get_state_dict(model)
+        accelerator.save_model(model, str(folder / "model"))
+        accelerator.wait_for_everyone()
+        assert load_model(alone, folder / "model" / "model.safetensors") == (set(), [])
+        assert torch.equal(alone.head.weight, whole["head.weight"])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("pp=2", "ddp")])
+def test_states_of_a_tied_model_are_saved_and_loaded(
+    world: Processes, tmp_path: Path, mesh: str, plan: str
+) -> None:
+    world.run(save_tied, mesh, plan, tmp_path, num=2)
 
 
 def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:

@@ -371,3 +371,30 @@ def test_one_ranks_rows_on_a_mesh_whose_axes_are_open(tmp_path: Path) -> None:
     model = partc.parallelize(plain(), mesh, loss=mean_square, batch="global")
     with pytest.raises(partc.PartcError, match="its axes are open"):
         _ = model.data_world
+
+
+def evaluated_first(mesh: str, loads: bool) -> None:
+    """Evaluated before the first step, as a check of a loop does, then trained and evaluated."""
+    reference = plain()
+    model: Any = partc.parallelize(plain(), mesh, loss=mean_square, batch="global")
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+    for turn, rows in enumerate((16, 7, 16, 16)):
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(X[:rows]), reference(X[:rows]))
+        if loads and turn < 2:
+            other = {name: x + 1 for name, x in reference.state_dict().items()}
+            model.load_state_dict(other)
+            reference.load_state_dict(other)
+        elif turn:
+            check([float(model.train().step(X))], [float(mean_square(reference, X))])
+            mean_square(reference, X).backward()
+            ours.step(), theirs.step()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_model_is_evaluated_before_a_search_has_chosen_its_axes(
+    loads: bool, world: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "mesh.toml").write_text('machine = "cpu"\ndevices = 2\n')
+    world.run(evaluated_first, str(tmp_path / "mesh.toml"), loads, num=2)

@@ -65,6 +65,26 @@ def test_fits_as_one_process(
         close(alone, {name: plain[name] for name in alone})
 
 
+def unfreezing(mesh: str, later: bool) -> dict[str, Any]:
+    from tests.wrappers.lightning_runs import unfrozen
+
+    return unfrozen(mesh, later)
+
+
+@pytest.mark.gloo
+def test_a_part_that_is_frozen_at_first(world: Processes) -> None:
+    """Frozen behind the compile it is that of one process; else a warning and a refusal say so."""
+    alone = world.run(unfreezing, "", False, num=1)[0]
+    for each in world.run(unfreezing, "dp=2", True, num=2):
+        assert not each["said"]
+        close(each["losses"], alone["losses"])
+        close(each["weights"], alone["weights"])
+    early = world.run(unfreezing, "dp=1", False, num=1)[0]
+    assert any("Freeze them in on_train_start" in text for text in early["warned"])
+    assert "body.0.weight.requires_grad: is True, but the program computes no" in early["said"]
+    assert "on_train_start of a Lightning callback" in early["said"]
+
+
 def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

@@ -246,6 +246,13 @@ def test_what_asks_for_the_stage_waits_for_it_by_name(world: Processes, tmp_path
         assert seen[1] == seen[2]
 
 
+class Held:
+    """A script's class of several networks."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+
 def kept(what: str) -> None:
     """A script takes something of the model before its first step, and keeps it."""
     torch.manual_seed(1)
@@ -264,6 +271,8 @@ def kept(what: str) -> None:
         of_script = model.head
     elif what == "a parameter":
         of_script = model.head.weight
+    elif what == "an attribute":
+        of_script = Held(model.head)
     elif what == "an optimizer":
         of_script = torch.optim.AdamW(model.parameters())
     if what in ("nothing", "an optimizer", "a list", "a dict", "modules in a dict"):
@@ -275,7 +284,10 @@ def kept(what: str) -> None:
         if what in ("a list", "a dict"):
             assert all(x is y for x, y in zip(values, model.parameters(), strict=True))
         return
-    with pytest.raises(RunError, match=r"the script keeps this parameter, or its module"):
+    named = {"an attribute": ", as Held.net", "a tuple": ""}
+    found = named.get(what, ", as the variable of_script of kept")
+    text = rf"the script keeps this parameter, or its module, from before the first step{found} \("
+    with pytest.raises(RunError, match=text):
         model.step(*batch)
     assert of_script is not None
 
@@ -284,7 +296,7 @@ def kept(what: str) -> None:
 def test_what_would_be_used_in_vain_behind_the_first_step_is_named(world: Processes) -> None:
     for what in (
         "nothing", "an optimizer", "a list", "a dict", "modules in a dict", "a tuple", "a module",
-        "a parameter",
+        "a parameter", "an attribute",
     ):  # fmt: skip
         world.run(kept, what, num=2)
 

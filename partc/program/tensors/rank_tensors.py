@@ -161,7 +161,14 @@ class RankTensors:
         self.fill(whole)
         residuals.begin(self.held, whole)
         self._note_sources({n: x for n, x in whole.items() if not isinstance(x, DTensor)})
-        return Unmatched(matched.missing, matched.unexpected)
+        left_out = [] if strict else self._left_out(given, matched.found)
+        return Unmatched([*matched.missing, *left_out], matched.unexpected)
+
+    def _left_out(self, given: Mapping[str, Any], found: Collection[str]) -> list[str]:
+        """The names of tied tensors that have their values under another name. Files of safetensors
+        have a tensor once, and its loader expects the other names among those that are missing.
+        """
+        return [name for name in self.saved_names(found) if name not in given]
 
     def _note_sources(self, whole: Mapping[str, Tensor]) -> None:
         """Remember what was given, also for tensors of other pipeline ranks, which have to be of

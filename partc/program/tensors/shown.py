@@ -318,5 +318,7 @@ def _never_trained(shard: Shard) -> RunError:
         where=f"{shard.name}.requires_grad",
         what="is True, but the program computes no gradient for it",
         why="it was frozen when the model was compiled",
-        do="Compile the model with requires_grad=True; freezing it later is fine.",
+        do="Freeze behind the compile what is to be trained later: leave requires_grad=True until "
+        "then (model.compile_for(*batch) of parallelize, .module() of a program, on_train_start of "
+        "a Lightning callback), and call requires_grad_(False) after it.",
     )
