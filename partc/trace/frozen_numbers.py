@@ -53,8 +53,10 @@ class Number(NamedTuple):
     def now(self) -> Any:
         """What is there now: ABSENT if nothing, the number itself if all of it is gone."""
         owner = self.owner()
-        if owner is None:
-            return self.value
+        return self.value if owner is None else self.inside_of(owner)
+
+    def inside_of(self, owner: Any) -> Any:
+        """What is there now in an object that is like the owner."""
         for key in self.keys:
             owner = look(owner, key)
         return owner

@@ -21,9 +21,10 @@ class Net(nn.Module):
         self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, 4)
         self.blocks = nn.ModuleList([nn.LayerNorm(8) for _ in range(2)])
         self.temperature, self.epoch = 1.0, 0
+        self.scale, self.rates, self.act = torch.ones(8), [1.0], torch.relu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(self.norm(self.first(x)))
+        x = self.drop(self.act(self.norm(self.first(x)))) * self.scale * self.rates[0]
         for block in self.blocks:
             x = block(x)
         result: Tensor = self.last(x) / self.temperature
@@ -76,6 +77,10 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
     "flag of the whole": (lambda s: setattr(s, "training", False), "stage: it is in eval mode"),
     "number of the whole": (lambda s: setattr(s, "temperature", 0.5), "temperature: was 1.0"),
     "number of a part": (lambda s: setattr(s.drop, "p", 0.1), "drop.p: was 0.5"),
+    "tensor of the whole": (lambda s: setattr(s, "scale", torch.zeros(8)), "scale: it is not"),
+    "numbers of a tensor": (lambda s: s.scale.mul_(2), "scale: it is not what it was"),
+    "number in a list": (lambda s: s.rates.__setitem__(0, 2.0), "rates: it is not what it was"),
+    "function of the whole": (lambda s: setattr(s, "act", torch.tanh), "act: it is not what it"),
     "hook on a gradient": (
         lambda s: s.last.weight.register_hook(lambda g: g * 0), "last.weight: it has a gradient"
     ),

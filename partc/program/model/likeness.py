@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from partc.program.model.closures import closed_over, over_others
 from partc.program.model.parametrized import class_of_copy
 from partc.program.model.read_numbers import ReadNumbers
 from partc.program.tensors.elsewhere import Table
+from partc.trace.frozen_numbers import Number
 
 TABLES = ("_parameters", "_buffers", "_modules")
 AT_ONCE = 100  # things that one step looks at, which takes some 10 us
@@ -51,8 +52,19 @@ class Likeness:
         self._modes = {path: flag for path, flag in read.modes.items() if path in self._parts}
         self.whole = True  # the mode that the whole was brought into
         self._numbers = Turns([*read.numbers.items()])
+        self._others = Turns([*self._alike(read.others)])
         self._forwards: Turns[tuple[str, nn.Module, object]] = Turns([])
         self._children: Turns[tuple[str, dict[str, Any], object]] = Turns([])
+
+    def _alike(self, others: Iterable[tuple[str, Number]]) -> Iterator[tuple[str, Number]]:
+        """Of what a forward reads of the model's modules that which these modules have too; what
+        has the model's own tensors gets those of the stage.
+        """
+        own = {(twin, attribute) for twin, attribute, _, _ in self._own_tensors}
+        for path, number in others:
+            twin = self._parts[path]
+            if (twin, number.keys[0]) not in own and not number.differs(number.inside_of(twin)):
+                yield path, number
 
     def clear(self) -> None:
         """Give each module its children; of its tensors only the names that stand for none."""
@@ -90,15 +102,23 @@ class Likeness:
         if "forward" in vars(stage):
             raise _gone("stage.forward")
         for (path, name), value in self._numbers.some():
-            part = stage if path == "" and name in vars(stage) else self._parts.get(path)
+            part = self._part(stage, path, name)
             if part is not None and vars(part).get(name, value) != value:
                 raise _changed(f"{path}.{name}".strip("."), value, vars(part)[name])
+        for path, number in self._others.some():
+            part = self._part(stage, path, number.keys[0])
+            if part is not None and number.differs(number.inside_of(part)):
+                raise _replaced(f"{path}.{number.keys[0]}".strip("."))
         for path, part, forward in self._forwards.some():
             if vars(part).get("forward") is not forward:
                 raise _gone(f"forward of {path}".removesuffix(" of "))
         for path, table, child in self._children.some():
             if table.get(path.rpartition(".")[2]) is not child:
                 raise _gone(path)
+
+    def _part(self, stage: nn.Module, path: str, name: str) -> nn.Module | None:
+        """What has an attribute of the model's module at a path: the stage, of its own."""
+        return stage if path == "" and name in vars(stage) else self._parts.get(path)
 
     def keep(self) -> None:
         """From now on modules and their forwards have to stay as they are."""
@@ -233,6 +253,15 @@ def _changed(name: str, before: Any, now: Any) -> RunError:
         where=name,
         what=f"was {before!r}, is {now!r}",
         why="a program has the numbers of the model as they were when it was compiled",
+        do="Change it in the model and compile again, make it an input of the step, or a buffer.",
+    )
+
+
+def _replaced(name: str) -> RunError:
+    return RunError(
+        where=name,
+        what="it is not what it was when the program was compiled",
+        why="a program has the tensors and lists of the model as they were then",
         do="Change it in the model and compile again, make it an input of the step, or a buffer.",
     )
 
