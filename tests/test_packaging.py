@@ -213,6 +213,7 @@ def test_wheel_has_the_command(python: Path, tmp_path: Path) -> None:
     assert ran([str(python), "-m", "partc", "explain", "PTC030"], tmp_path).stdout == told.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checker", ["mypy", "pyright"] if shutil.which("pyright") else ["mypy"])
 def test_type_checkers_know_the_wheel(checker: str, python: Path, tmp_path: Path) -> None:
     (tmp_path / "use.py").write_text(USE)

@@ -138,7 +138,20 @@ class Reader:
         assert alike, f"{block} shows\n{shown}\nbut this was printed\n{printed}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+COSTLY = {  # pages whose blocks take half of the time of all
+    "docs/how-to/use-parameter-servers.md", "docs/how-to/pin-your-model.md",
+    "docs/reference/commands.md",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(each, marks=[pytest.mark.exhaustive] * (name_of(each) in COSTLY))
+        for each in PAGES
+    ],
+    ids=name_of,
+)
 def test_page(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

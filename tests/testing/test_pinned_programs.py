@@ -129,6 +129,7 @@ def test_what_is_pinned(pinned: Path) -> None:
     in_order(head, f"# Written by: pytest {TEST} --partc-update", "[versions]", "torch =", "step_s")
 
 
+@pytest.mark.exhaustive
 def test_what_failures_print(theirs: Path) -> None:
     """Of a changed model, of a changed plan, of a changed model under another torch; the command at
     the end of the first accepts it.
