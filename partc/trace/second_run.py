@@ -126,7 +126,7 @@ class History:
         behind = self._reach()
         _check_states(states, behind.states())
         _check_process(process, process_states())
-        self.left = [place.name for place in self._written(behind)]
+        self.left = [place.name for place in self._written(behind) if not _of_rnn(place)]
 
     def _new(self, behind: Reach) -> Iterator[str]:
         """Numbers that the latest run has put into objects that were there."""
@@ -177,6 +177,16 @@ class History:
             do=f"{unseen}Make what is kept a buffer (register_buffer in __init__), which programs "
             "carry from step to step, or give it as an input.",
         )
+
+
+def _of_rnn(place: Place) -> bool:
+    """Whether a step puts a weight into torch's LSTM or alike before that runs, as WeightDrop does:
+    every step makes it anew, and nobody reads it behind the step.
+    """
+    owner, key = place.root.owner, place.root.key
+    if not isinstance(owner, nn.RNNBase):
+        return False
+    return key in ("_flat_weights", *owner._flat_weights_names)
 
 
 class Again(TorchDispatchMode):

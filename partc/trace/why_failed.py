@@ -37,6 +37,10 @@ _KNOWN = (
      "Keep the shape, and count with a mask: (loss * mask).sum() / mask.sum() in place of "
      "loss[mask].mean(), or torch.where(mask, x, 0); of rows that are picked take a fixed number, "
      "x.topk(k)."),
+    ("cannot resize variables that require grad",
+     "resize_ is called on what a gradient flows through, which torch refuses without partc too",
+     "Take a tensor of the other shape in its place: y = x.reshape(4, 6) of as many numbers, "
+     "y = x.flatten()[:n] of fewer; F.pad or torch.cat make a longer one."),
     ("use_reentrant", "a reentrant checkpoint cannot be traced",
      "Call torch.utils.checkpoint.checkpoint with use_reentrant=False."),
     ("UnsupportedOperatorException|no fake impl", "an op has no shape function",

@@ -22,6 +22,11 @@ from partc.passes.canonical.open_dropout import rrelu_noise
 from partc.passes.canonical.views import UNDO, Step, step_of
 
 aten = torch.ops.aten
+_NEW_TENSOR = "Take what an op returns in the place of what it writes: values, at = torch.max(x, 1)."
+_RESHAPED = (
+    "Take a tensor of the other shape in its place: y = x.reshape(4, 6) of as many numbers, "
+    "y = x.flatten()[:n] of fewer; F.pad or torch.cat make a longer one."
+)
 BATCH_NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 
 
@@ -162,7 +167,7 @@ def _replace_restride(rewrite: _Rewrite, node: fx.Node) -> None:
     target, changed = _out_of_place(node), node.args[0]
     assert isinstance(changed, fx.Node)
     if target not in UNDO:
-        raise _refusal(node, f"{node.target} changes how memory is read")
+        raise _refusal(node, f"{node.target} changes how memory is read", _RESHAPED)
     step, seen = Step(target, node.args[1:]), rewrite.views[changed]
     now = step.redo(node, rewrite.read(changed, node))
     rewrite.views[changed] = View(seen.memory, (*seen.steps, step), now, seen.version)
@@ -285,10 +290,10 @@ def _refuse_if_written(node: fx.Node, rewrite: _Rewrite) -> None:
         )
 
 
-def _refusal(node: fx.Node, what: str) -> TraceError:
+def _refusal(node: fx.Node, what: str, do: str = _NEW_TENSOR) -> TraceError:
     return TraceError(
         where=value(node).source or value(node).module,
         what=what,
         why="only ops that write to their own first tensor can be rewritten as new values",
-        do="Use the out-of-place op.",
+        do=do,
     )

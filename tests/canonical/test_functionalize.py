@@ -157,10 +157,15 @@ def resize(y: Tensor) -> Tensor:
     return y * z.resize_(4, 6)
 
 
+def resize_trained(y: Tensor) -> Tensor:
+    return (y * 2).resize_(6, 4)
+
+
 @pytest.mark.parametrize(
     ("write", "what"),
     [
         (resize, "changes how memory is read"),
+        (resize_trained, "resize_ is called on what a gradient flows through"),
         (write_both, "writes to max, max_values"),
         (write_bits, "in-place op writes through"),
     ],
@@ -169,3 +174,5 @@ def test_what_cannot_be_rewritten_is_refused(write: Callable[[Tensor], Tensor], 
     with pytest.raises(TraceError, match=what) as caught:
         trace(Writes(write), (torch.ones(4, 6, dtype=torch.float64),))
     assert "test_functionalize.py" in caught.value.where
+    if write in (resize, resize_trained):
+        assert "y = x.reshape(4, 6)" in caught.value.do

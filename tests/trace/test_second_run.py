@@ -183,6 +183,27 @@ def test_what_no_step_reads_is_noted(forward: Forward, notes: tuple[str, ...]) -
     assert check(Keeps(forward), (X,)).frozen == notes
 
 
+class WeightDrop(nn.Module):
+    """Drops some of the weights of an LSTM, which it sets before each of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 4).double()
+        self.raw = nn.Parameter(self.lstm.weight_hh_l0.detach().clone())
+        del self.lstm._parameters["weight_hh_l0"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        lstm: Any = self.lstm
+        lstm.weight_hh_l0 = F.dropout(self.raw, 0.5, self.training)
+        lstm._flat_weights = [getattr(lstm, name) for name in lstm._flat_weights_names]
+        loss: Tensor = lstm(x[None])[0].square().mean()
+        return loss
+
+
+def test_weights_that_a_step_puts_into_an_lstm_are_no_news() -> None:
+    assert trace(WeightDrop(), (X,)).frozen == ()
+
+
 class Rotary(nn.Module):
     """Keeps a table that follows from a buffer, as language models keep cosines of angles."""
 
