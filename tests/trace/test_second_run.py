@@ -189,7 +189,8 @@ class WeightDrop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(6, 4).double()
-        self.raw = nn.Parameter(self.lstm.weight_hh_l0.detach().clone())
+        weight: Any = self.lstm.weight_hh_l0
+        self.raw = nn.Parameter(weight.detach().clone())
         del self.lstm._parameters["weight_hh_l0"]
 
     def forward(self, x: Tensor) -> Tensor:
