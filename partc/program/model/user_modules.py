@@ -309,9 +309,10 @@ class _Refused:
 _WHY = {
     "forward": (
         "it computes nothing by itself, also where a method of the model (generate) calls it",
-        "Call stage(...) or stage.step(...), which are the whole program; what a method does "
-        "around the forward write over stage(...), behind stage.eval(). What a part alone computes "
-        "(a generator's samples) let the model's forward return: stage(...) runs only that.",
+        "Call stage(...) or stage.step(...), which are the whole program. For what other methods "
+        "and parts compute (generate, decode, samples) give the weights to a model of one device: "
+        "plain = TheModel(...), and on all ranks plain.load_state_dict(stage.full_state_dict()); "
+        "or, where it is too large, write that over stage(...), behind stage.eval().",
     ),
     "_apply": ("it cannot be moved or cast by itself", "Call .to() on the whole stage."),
     "pickle": ("it has this rank's pieces of the tensors alone", "Save stage.full_state_dict()."),
