@@ -128,6 +128,15 @@ def into_others(folder: Path) -> None:
             load_checkpoint(path, stage, torch.optim.AdamW(groups))
         with pytest.raises(LoadError, match="it was saved without an optimizer"):
             load_checkpoint(folder / "alone", stage, adamw)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            rewrite(path, lambda fields: fields["optimizer"][0].update(amsgrad=True))
+        dist.barrier()
+        with pytest.raises(LoadError, match="has no max_exp_avg_sq, which its hyperparameters ask"):
+            load_checkpoint(path, stage, adamw)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            rewrite(path, lambda fields: fields["optimizer"][0].update(amsgrad=False))
         for key, tensor in stage.full_state_dict().items():
             assert torch.equal(tensor, mine[key])  # nothing was loaded
         dist.barrier()

@@ -162,6 +162,11 @@ def refused(path: Path) -> None:
     group["params"] = group["params"][::-1]
     with pytest.raises(LoadError, match=r"has the shape .*, the parameter"):
         stage.load_full_optim_state_dict(MAKERS["AdamW"][0](stage), state)
+    state["param_groups"][0]["params"] = group["params"][::-1]
+    for each in state["param_groups"]:
+        each["amsgrad"] = True
+    with pytest.raises(LoadError, match=r"has no max_exp_avg_sq, which its hyperparameters ask"):
+        stage.load_full_optim_state_dict(MAKERS["AdamW"][0](stage), state)
     sgd = MAKERS["SGD"][0](stage)
     train_stage(stage, sgd, 1)
     state = stage.full_optim_state_dict(sgd)

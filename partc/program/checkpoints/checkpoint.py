@@ -40,6 +40,7 @@ from partc.program.folders import if_of_torch, if_program
 from partc.program.optimizer.same_optimizer import (
     check_same_groups,
     check_same_optimizer,
+    check_state_names,
     take_values,
 )
 from partc.program.ranks.other_ranks import of_other_ranks
@@ -213,6 +214,8 @@ def _accepted(folder: str | Path, stage: Stage, optimizer: Optimizer | None) -> 
     if optimizer is not None:
         check_same_optimizer(saved.path, optimizer, saved.groups)
         check_same_groups(saved.path, names_of_groups(stage, optimizer), saved.groups)
+        sizes = {key: shard.shape for key, shard in saved.shards.items()}
+        check_state_names(saved.path, optimizer, saved.groups, sizes)
     return saved
 
 

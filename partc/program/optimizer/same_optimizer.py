@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,25 @@ def check_same_optimizer(
             raise _other(path, f"group {number} has what {mine} refuses: {why}")
 
 
+def check_state_names(
+    path: Path, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]],
+    sizes: Mapping[str, Sequence[int]],
+) -> None:  # fmt: skip
+    """LoadError where a parameter lacks a state that the hyperparameters of its group ask for.
+
+    ``sizes``: the shapes of a checkpoint's tensors, by key (``optimizer/exp_avg/head.weight``).
+    """
+    fields: dict[str, set[str]] = defaultdict(set)
+    for kind, field, name in (key.split("/", 2) for key in sizes if key.count("/") > 1):
+        if kind == "optimizer":
+            fields[name].add(field)
+    for group in groups:
+        dims = ((name, len(sizes.get(f"model/{name}", ()))) for name in group["params"])
+        states = ((name, num, fields.get(name, ())) for name, num in dims)
+        if why := lacking_states(optimizer, group, states):
+            raise _other(path, why)
+
+
 def check_same_groups(
     path: Path, names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -91,19 +111,58 @@ def impossible_values(optimizer: Optimizer, values: Mapping[str, Any]) -> str:
     """Why an optimizer's class would not be made with these hyperparameters; "" if it would, or if
     it takes more than them.
     """
-    known = inspect.signature(type(optimizer).__init__).parameters
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if name in known and name not in {*HOW, "params"}
-    }
     try:
-        type(optimizer)([torch.zeros(1, requires_grad=True)], **given)
+        type(optimizer)([torch.zeros(1, requires_grad=True)], **_arguments(optimizer, values))
     except ValueError as error:  # as torch says of a beta of 1, by which a step would divide
         return str(error)
     except Exception:  # an optimizer of the user's own may take anything
         return ""
     return ""
+
+
+def lacking_states(
+    optimizer: Optimizer,
+    values: Mapping[str, Any],
+    states: Iterable[tuple[str, int, Iterable[str]]],
+) -> str:
+    """Which state of a parameter an optimizer with these hyperparameters would read in vain, as
+    Adam with ``amsgrad`` its ``max_exp_avg_sq``; "" if none.
+
+    ``states``: parameters by name, with their number of dims and the names of their states.
+    """
+    made: dict[int, frozenset[str]] = {}
+    for name, dims, found in states:
+        has = {*found}
+        if has and dims not in made:
+            made[dims] = _made_states(optimizer, values, dims)
+        if has and (lack := sorted(made[dims] - has)):
+            return f"{name} has no {lack[0]}, which its hyperparameters ask for"
+    return ""
+
+
+def _made_states(optimizer: Optimizer, values: Mapping[str, Any], dims: int) -> frozenset[str]:
+    """The names of the states that a first step makes of a tensor of so many dims; none where that
+    cannot be tried.
+    """
+    param = torch.ones((1,) * dims, requires_grad=True)
+    param.grad = torch.ones_like(param)
+    try:
+        twin = type(optimizer)([param], **_arguments(optimizer, values))
+        with torch.random.fork_rng(devices=[]):
+            type(optimizer).step(twin)
+    except Exception:  # as one that needs a closure, or other tensors
+        return frozenset()
+    return frozenset(map(str, twin.state[param]))
+
+
+def _arguments(optimizer: Optimizer, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class is made with for these hyperparameters."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name in known and name not in {*HOW, "params"}
+    }
 
 
 def _fits(value: Any, here: Any) -> bool:

@@ -19,7 +19,11 @@ from partc.plan.sharding import dtype_name
 from partc.program.optimizer.optimizer_states import OptimizerStates
 from partc.program.optimizer.optimizers import check_is_optimizer, check_of_stage
 from partc.program.optimizer.own_states import check_shape, own_state
-from partc.program.optimizer.same_optimizer import SCHEDULED, impossible_values
+from partc.program.optimizer.same_optimizer import (
+    SCHEDULED,
+    impossible_values,
+    lacking_states,
+)
 from partc.program.optimizer.served_states import exchanged
 from partc.program.role import Shard, dtype_of
 from partc.program.tensors.holders import exchange_texts, from_first
@@ -109,6 +113,7 @@ def load_whole_states(
     _check_groups(groups, given["param_groups"])
     _check_hyperparameters(optimizer, given["param_groups"])
     check_shapes(states, optimizer, groups, given)
+    _check_states(states, optimizer, groups, given)
     for names, group, saved in zip(
         groups, optimizer.param_groups, given["param_groups"], strict=True
     ):
@@ -192,6 +197,22 @@ def check_shapes(
     for name, number in zip(names, numbers, strict=True):
         for field, value in given["state"].get(number, {}).items():
             check_shape(optimizer, field, states.tensors.all_shards[name], value)
+
+
+def _check_states(
+    states: OptimizerStates, optimizer: Optimizer, groups: list[list[str]], given: StateDict
+) -> None:
+    """LoadError where a parameter lacks a state that the hyperparameters of its group ask for."""
+    for names, group in zip(groups, given["param_groups"], strict=True):
+        shapes = [states.tensors.all_shards[name].shape for name in names]
+        fields = [given["state"].get(number, {}) for number in group["params"]]
+        each = zip(names, map(len, shapes), fields, strict=True)
+        if why := lacking_states(optimizer, group, each):
+            raise LoadError(
+                where="load_full_optim_state_dict",
+                what=f"{type(optimizer).__name__} could not step with these states", why=why,
+                do="Correct the hyperparameters of param_groups, or pass the states that they had.",
+            )  # fmt: skip
 
 
 def sizes_of(groups: Sequence[Mapping[str, Any]]) -> list[int]:
