@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from partc.errors import TraceError
-from partc.graph import Graph, Value, fake_of, value
+from partc.graph import Graph, Value, fake_of, is_tensor, value
 from partc.plan.sharding import dtype_name
 
 _ATEN = torch.ops.aten
@@ -92,7 +92,7 @@ def _origin(node: fx.Node) -> Value:
     here = node
     while here.op == "call_function" and len(here.all_input_nodes) == 1:
         here = here.all_input_nodes[0]
-        if fake_of(here).dtype != fake_of(node).dtype:
+        if is_tensor(here) and fake_of(here).dtype != fake_of(node).dtype:
             return value(node)
     return value(here)
 

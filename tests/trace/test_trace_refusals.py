@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Normal, kl_divergence
 from torch.utils.checkpoint import checkpoint
 
+import partc
 from partc.errors import TraceError
 from partc.lowering import trace
 
@@ -207,3 +208,22 @@ def test_a_write_over_what_a_gradient_needs_is_named(function: Any, line: str) -
     with pytest.raises(TraceError, match="writes in place over what a gradient needs") as caught:
         trace(nn.Linear(4, 4), (torch.randn(2, 4),), lambda m, x: function(m(x)).sum())
     assert caught.value.where.endswith(line)
+
+
+class Halves(nn.Module):
+    def __init__(self, pick: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.pick, self.last = pick, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.pick(x))
+        return result
+
+
+@pytest.mark.parametrize(
+    "pick", [lambda x: x.chunk(2, -1)[0], lambda x: x.max(0).values[:4], lambda x: x[..., :4]]
+)
+def test_a_part_of_an_input_of_another_dtype_is_named(pick: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(8, 8, dtype=torch.float64)
+    with pytest.raises(TraceError, match=r"x is float64, last.weight is float32.*x\.float\(\)"):
+        partc.compile(Halves(pick), "dp=2", (x,), loss=lambda m, x: m(x).sum(), plan="ddp")
