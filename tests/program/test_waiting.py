@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,45 @@ def test_a_rank_with_fewer_batches_is_named_and_the_job_ends(tmp_path: Path) -> 
     assert f"rank 0, step 4: it has waited 1 s; {place}" in done.stderr
     assert f"rank 0 ends: rank 0, step 4: it has waited 2 s; {place}" in done.stderr
     assert "drop_last=True" in done.stderr
+
+
+def ended(folder: Path, **streams: Any) -> Any:
+    """The two ranks of ``UNEVEN``, the first of which kills their launcher, once both have ended:
+    they hold a file's lock till then.
+    """
+    kills = "if dist.get_rank() == 0:\n    os.kill(os.getppid(), 9)\nfor _ in range(4 -"
+    holds = (
+        f"import fcntl, os\nheld = open({str(folder / 'lock')!r}, 'w')\n"
+        "fcntl.flock(held, fcntl.LOCK_SH)\n"
+    )
+    script = holds + UNEVEN.replace("for _ in range(4 -", kills)
+    (folder / "train.py").write_text(
+        script.replace("END_S, ", "END_S, waiting._ANSWER_S, ").replace(
+            "1.0, 2.0, ", "1.0, 2.0, 2.0, "
+        )
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    args = [*torchrun, "--nproc-per-node", "2", str(folder / "train.py")]
+    done = subprocess.run(args, timeout=patience(), check=False, text=True, **streams)
+    subprocess.run(["flock", str(folder / "lock"), "true"], timeout=patience(), check=True)
+    return done
+
+
+@pytest.mark.gloo
+def test_ranks_that_wait_end_behind_their_launcher(tmp_path: Path) -> None:
+    done = ended(tmp_path, capture_output=True)
+    for rank in (0, 1):
+        assert f"ends: rank {rank}, train.py:" in done.stderr
+    assert "it has waited for other ranks for 2 s; its last call was step 4" in done.stderr
+    assert "torch's store is gone: the launcher has ended" in done.stderr
+
+
+@pytest.mark.gloo
+def test_ranks_end_too_where_nobody_reads_what_they_say(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended(tmp_path, stdout=writing, stderr=writing)
+    os.close(writing)
 
 
 def slow(seconds: float) -> list[str]:

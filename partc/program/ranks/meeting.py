@@ -242,8 +242,10 @@ class Watch(threading.Thread):
         self.join()
 
     def leave(self, why: str) -> None:
-        self.say(why)
-        os._exit(1)  # the main thread may never come back
+        try:
+            self.say(why)
+        finally:  # also where nobody reads what it says
+            os._exit(1)  # the main thread may never come back
 
     def tell_of(self, error: Exception) -> None:
         """Tell the others of this rank's error, and say where they are.

@@ -5,7 +5,8 @@ others; these wait in a step for that rank, until torch gives up behind 30 minut
 each rank's own looks now and then how long it has stood still; as long as it comes on, nothing is
 sent. Behind ``WAIT_S`` ranks say in torch's store where they stand, and the first of those that
 wait in a step tells of those that do not. Where no rank can come on any more, all end, behind
-``END_S``: a thread that waits inside of a transfer cannot be given an error.
+``END_S``: a thread that waits inside of a transfer cannot be given an error. A launcher that
+was killed takes the store with it: then each rank that waits in a transfer ends by itself.
 
 Over NCCL a step returns before its transfers are done, so that the rank is not seen to wait in it.
 """
@@ -22,7 +23,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,13 +33,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from partc.errors import RunError
+from partc.program.ranks.meeting import NotMetError, answered
 
 LOG = logging.getLogger("partc")
 WAIT_S = 30.0  # behind which a rank that stands still says where
 END_S = 300.0  # behind which ranks end that can come on no more; a transfer may take long, too
 LOOK_S = 5.0
 STEPS = 20  # of the last ones it is known how long they took
-_ANSWER_S = 30.0  # so long the store may take
+_ANSWER_S = 30.0  # so long the store may take, which torch would ask for many minutes
 _TRANSFERS = "distributed_c10d.py"  # torch's file whose functions wait for other ranks
 _HERE, _PYTHON = str(Path(__file__).parents[2]), str(Path(os.__file__).parent)
 
@@ -73,6 +74,7 @@ class Waiting(threading.Thread):
         self.begun_at, self.steps_s = 0.0, deque[float](maxlen=STEPS)
         self.told, self.alike_since, self.seen = -1, 0.0, dict[int, Place]()
         self.store: Any = None
+        self.is_alone = False  # the store is gone
 
     def begin(self, kind: str) -> None:
         """The rank begins a call of a program."""
@@ -88,9 +90,26 @@ class Waiting(threading.Thread):
         self.inside, self.moves, self.since = False, self.moves + 1, time.monotonic()
 
     def run(self) -> None:
-        with suppress(RuntimeError):  # of a store that is gone, as the job ends
-            while not self.over.wait(LOOK_S) and dist.is_initialized():
-                self.look()
+        while not self.over.wait(LOOK_S) and dist.is_initialized():
+            try:
+                self._look_alone() if self.is_alone else self.look()
+            except (RuntimeError, NotMetError):  # the job ends, or its launcher has
+                self.is_alone = True
+
+    def _look_alone(self) -> None:
+        """End behind ``END_S`` of a transfer, if the store is gone still: nobody is left who would
+        end this process, and torch waits for half an hour, again where a script caught an error.
+        """
+        frame = sys._current_frames().get(self.of)
+        waits = frame is not None and (is_transfer(frame) or ".wait()" in _text_of(frame))
+        if not waits or time.monotonic() - self.since < END_S:
+            return
+        try:
+            self.store = answered(_own_store, _ANSWER_S)
+            self.is_alone = False
+        except (RuntimeError, NotMetError):
+            if not self.over.is_set():
+                _leave(str(_forsaken(self.rank, self.call, script_line(frame))))
 
     def stop(self) -> None:
         """The interpreter ends: no thread may be inside of torch then."""
@@ -105,7 +124,7 @@ class Waiting(threading.Thread):
             if self.beat:
                 self._retract()
             return
-        self.store = self.store or _own_store()
+        self.store = self.store or answered(_own_store, _ANSWER_S)
         self.beat += 1
         self.store.set(f"{self.rank}", json.dumps(asdict(self._place())))
         if self.store.check(["end"]):
@@ -184,16 +203,33 @@ def _told(rank: int, call: str, apart: Mapping[int, Place], seconds: float) -> R
     )  # fmt: skip
 
 
+def _forsaken(rank: int, call: str, line: str) -> RunError:
+    return RunError(
+        where=f"rank {rank}" + (f", {line}" if line else ""),
+        what=f"it has waited for other ranks for {END_S:g} s; its last call was {call or 'none'}",
+        why="torch's store is gone: the launcher has ended, which else ends all ranks",
+        do="Look at what the ranks printed before, and start the job again.",
+    )
+
+
 def _leave(text: str) -> None:
-    """End this process, whose own thread never comes back from its transfer."""
-    sys.stdout.flush()
-    print(f"partc, rank {os.environ.get('RANK', '')} ends: {text}", file=sys.stderr, flush=True)
-    os._exit(1)
+    """End this process, whose own thread never comes back from its transfer; also where nobody
+    reads what it prints any more, which is an error.
+    """
+    try:
+        sys.stdout.flush()
+        print(f"partc, rank {os.environ.get('RANK', '')} ends: {text}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
 
 
 def is_transfer(frame: FrameType) -> bool:
     """Whether a thread is in a function of torch's that waits for other ranks."""
     return frame.f_code.co_filename.endswith(_TRANSFERS)
+
+
+def _text_of(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 def script_line(frame: FrameType | None) -> str:
