@@ -80,8 +80,9 @@ class FrozenNumbers:
     numbers: tuple[Number, ...] = ()
     trains: Callable[[], bool | None] = field(default=lambda: None)  # the model's mode now
     training: bool | None = None  # and when it was traced
-    begun: int = 0  # where the next look begins
     unseen: tuple[str, ...] = ()  # objects that tell nothing of their state
+    first: int = 0  # so many stand ahead, those of the script, at which every look looks
+    begun: int = 0  # where the next look at the others begins
 
     @classmethod
     def of(
@@ -99,8 +100,12 @@ class FrozenNumbers:
         found = [number for place in taken if (number := _number(place)) is not None]
         unseen = (*(_described(place) for place in taken if _is_unseen(place)), *reach.unseen)
         found += _tensors(taken, outside)
-        found += (*_submodules(model), *_hook_sets(model), _ties(model))
-        return cls(tuple(found), lambda: _mode(root()), model.training, unseen=unseen)
+        script = [each for each in found if not isinstance(each.owner(), nn.Module)]
+        rest = [each for each in found if isinstance(each.owner(), nn.Module)]
+        rest += (*_submodules(model), *_hook_sets(model), _ties(model))
+        first = len(script) if sum(each.cost for each in script) <= AT_ONCE else 0
+        numbers, mode = (*script, *rest), lambda: _mode(root())
+        return cls(numbers, mode, model.training, unseen, first, first)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without numbers: no other process has the objects whose numbers these are."""
@@ -121,15 +126,16 @@ class FrozenNumbers:
     def changes(self) -> list[str]:
         """What has changed, as ``model.temperature was 1.0 when compiled and is 0.5 now``.
 
-        A call looks at some numbers after the other, all of them in turn.
+        A call looks at the numbers of the script, and at some of the model's after the other, all
+        of them in turn.
         """
-        first, cost = self.begun, 0
+        begun, cost = self.begun, 0
         while self.begun < len(self.numbers) and cost < AT_ONCE:
             cost += self.numbers[self.begun].cost
             self.begun += 1
         end = self.begun
-        self.begun = end if end < len(self.numbers) else 0
-        return list(self._changes(first, end))
+        self.begun = end if end < len(self.numbers) else self.first
+        return [*self._changes(0, self.first), *self._changes(begun, end)]
 
     def all_changes(self) -> list[str]:
         """The same of all numbers."""
@@ -166,9 +172,9 @@ def _is_read(place: Place, reads: Reads, reach: Reach) -> bool:
     owner, kind = place.owner, type(place.owner)
     if isinstance(owner, _VARIABLES) or isinstance(place.key, tuple):
         return True
-    if kind in reach.watched:
-        return (kind, place.key) in reads or (kind, "__dict__") in reads
-    return place.key in reach.attributes
+    if (kind, place.key) in reads or (kind, "__dict__") in reads:
+        return True
+    return kind not in reach.watched and place.key in reach.attributes
 
 
 def _number(place: Place) -> Number | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -61,6 +62,10 @@ class Reach:
         walk.step(model, objective)
         kinds = {type(holder.owner) for holder in walk.holders}
         own = {k for k in kinds if not is_library(k.__module__) and not issubclass(k, nn.Module)}
+        own |= kinds & {
+            Namespace,
+            SimpleNamespace,
+        }  # which are read by names that a script makes up
         names, unseen = frozenset(walk.names), tuple(walk.unseen)
         return cls(tuple(walk.found), names, frozenset(own), watched, unseen)
 

@@ -7,13 +7,13 @@ loss_of``, ``teacher.0.weight of loss_of``.
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -31,6 +31,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _CALLED = {"forward", "backward", "setup_context"}  # by torch
 _CONTAINERS = (dict, list, tuple, deque)
 _LEFT = {"partc", "logging", "warnings", "threading", "weakref", "inspect", "typing"}
+_MADE_UP = {"__dict__", "attrgetter"}  # by which code reads attributes whose names it makes up
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "partc"}
 _INSTALLED = {"site-packages", "dist-packages"}
 Reads = set[tuple[type, str]]  # class and name of the attributes that a step has read
@@ -106,6 +107,7 @@ class Walk:
     functions: set[int] = field(default_factory=set)
     codes: set[CodeType] = field(default_factory=set)
     unseen: list[str] = field(default_factory=list)
+    makes_up: bool = False  # whether a script reads attributes by names that stand nowhere
 
     def step(self, model: nn.Module, objective: Callable[..., Any]) -> None:
         """Find what ``objective(model, *inputs)`` reaches."""
@@ -127,12 +129,27 @@ class Walk:
     def _ask(self) -> bool:
         """Look at the holders' attributes under names that are new; whether there was one."""
         for holder in list(self.holders):
-            for key in sorted((holder.keys & self.names) - holder.asked):
+            for key in sorted(self._named(holder) - holder.asked):
                 holder.asked.add(key)
                 value = static(holder.owner, key)
                 if value is not ABSENT:
                     self._attribute(holder, key, value)
         return bool(self.left)
+
+    def _named(self, holder: _Holder) -> set[str]:
+        """Its attributes under names that code has, or that a step made up and has read."""
+        made_up = self._read_of.get(type(holder.owner), set())
+        if self.makes_up and type(holder.owner) is SimpleNamespace:  # whose reads nobody can note
+            self.names |= holder.keys
+        return holder.keys if "__dict__" in made_up else holder.keys & (self.names | made_up)
+
+    @cached_property
+    def _read_of(self) -> dict[type, set[str]]:
+        """The names of the attributes that the step has read, by class."""
+        found: dict[type, set[str]] = defaultdict(set)
+        for kind, name in self.reads or ():
+            found[kind].add(name)
+        return found
 
     def _attribute(self, holder: _Holder, key: str, value: Any) -> None:
         inherited = in_class(holder.owner, key)
@@ -299,6 +316,8 @@ class Walk:
         self.codes.add(code)
         read = names_in(code)
         self.names.update(read.attributes)
+        is_script = "site-packages" not in code.co_filename
+        self.makes_up |= is_script and not _MADE_UP.isdisjoint({*read.attributes, *read.globals})
         for name in read.globals:
             if name in known:
                 self._later(Place(f"{name}{of}", known[name], known, name), of)

@@ -7,11 +7,15 @@ first one left. What is written and never read makes no difference.
 
 from __future__ import annotations
 
+import builtins
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +58,8 @@ class WatchedReads:
                 with suppress(TypeError, AttributeError):  # of a class that lets none be set
                     stack.enter_context(_noting(kind, self.found))
                     self.watched |= {kind}
+                if kind is SimpleNamespace:
+                    stack.enter_context(_noting_made_up(self.found))
             yield
 
 
@@ -75,6 +81,27 @@ def _noting(kind: type, found: Reads) -> Iterator[None]:
             type.__delattr__(kind, "__getattribute__")
         else:
             type.__setattr__(kind, "__getattribute__", before)
+
+
+@contextmanager
+def _noting_made_up(found: Reads) -> Iterator[None]:
+    """Add what ``getattr(x, name)`` and ``vars(x)`` read of a ``SimpleNamespace``, whose class lets
+    nothing be set; other reads of it stand in the code.
+    """
+
+    def noted(owner: Any, name: str, *default: Any) -> Any:
+        if type(owner) is SimpleNamespace:
+            found.add((SimpleNamespace, name))
+        return getattr(owner, name, *default)
+
+    def all_of(*owner: Any) -> Any:
+        if owner and type(owner[0]) is SimpleNamespace:
+            found.add((SimpleNamespace, "__dict__"))
+        return vars(*owner) if owner else sys._getframe(1).f_locals
+
+    getattr, vars = builtins.getattr, builtins.vars
+    with patch.object(builtins, "getattr", noted), patch.object(builtins, "vars", all_of):
+        yield
 
 
 @dataclass

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import io
+import operator
 import pickle
 import weakref
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +205,77 @@ def test_numbers_are_looked_at_in_objects_of_every_kind(
             assert any(text in each for each in numbers.all_changes()), text
     given.many[5] = 2.0
     assert [each.partition(" was ")[0] for each in numbers.all_changes()] == ["self.many of loss"]
+
+
+UNCOUNTED: dict[str, Callable[[Tensor, Any], object]] = {
+    "data": lambda held, array: held.data.mul_(2.0),
+    "rows of data": lambda held, array: held.data[1:].zero_(),
+    "other data": lambda held, array: setattr(held, "data", held.data * 2.0),
+    "an array": lambda held, array: array.__imul__(2.0),
+}
+
+
+@pytest.mark.parametrize("size", [4, 4096])
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_writes_that_torch_does_not_count_stop_the_step(alone: None, write: str, size: int) -> None:
+    array = np.ones(size)
+    held = torch.from_numpy(array)
+    stage = partc.compile(
+        Cooled(), "dp=1", BATCH, loss=lambda *given: loss_of(*given) * held.sum(), plan="ddp"
+    ).module()
+    stage.step(*BATCH)
+    UNCOUNTED[write](held, array)
+    with pytest.raises(RunError, match=r"held of a lambda is not what it was when compiled"):
+        stage.step(*BATCH)
+
+
+class Options:
+    """Options of a script, in a class of its own."""
+
+
+MADE_UP: dict[str, Callable[[Any, str], Any]] = {
+    "getattr": lambda args, name: getattr(args, f"w_{name}"),
+    "attrgetter": lambda args, name: operator.attrgetter(f"w_{name}")(args),
+    "vars": lambda args, name: vars(args)[f"w_{name}"],
+    "__dict__": lambda args, name: args.__dict__[f"w_{name}"],
+}
+
+
+@pytest.mark.parametrize("kind", [Options, Namespace, SimpleNamespace])
+@pytest.mark.parametrize("read", MADE_UP)
+def test_numbers_that_are_read_by_names_that_a_script_makes_up(
+    alone: None, kind: Any, read: str
+) -> None:
+    args = kind()
+    args.w_first, args.w_second, args.epoch = 1.0, 2.0, 0
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        first, second = (MADE_UP[read](args, name) for name in ("first", "second"))
+        scaled: Tensor = loss_of(model, x, y) * first * second
+        return scaled
+
+    stage = partc.compile(Cooled(), "dp=1", BATCH, loss=loss, plan="ddp").module()
+    stage.step(*BATCH)
+    if read == "getattr":  # which alone says which attributes are read
+        args.epoch = 1
+        stage.step(*BATCH)
+    args.w_second = 3.0
+    with pytest.raises(RunError, match=r"args\.w_second of loss was 2\.0 when compiled"):
+        stage.step(*BATCH)
+
+
+def test_numbers_of_a_script_are_looked_at_in_every_step(alone: None) -> None:
+    """Also beside a model of many numbers, of which each step looks at some."""
+    args = Namespace(beta=1.0)
+    model = nn.Sequential(nn.Linear(6, 6), *(nn.Dropout(0.0) for _ in range(3 * AT_ONCE)))
+    program = partc.compile(
+        model, "dp=1", BATCH[:1], loss=lambda m, x: m(x).sum() * args.beta, plan="ddp"
+    )
+    for _ in range(4):
+        assert program.numbers.changes() == []
+        args.beta = 2.0
+        assert len(program.numbers.changes()) == 1
+        args.beta = 1.0
 
 
 def test_numbers_of_a_loss_that_is_no_function(alone: None) -> None:
