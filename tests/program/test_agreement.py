@@ -217,6 +217,42 @@ def test_a_missing_sampler_is_named(world: Processes) -> None:
         assert "ranks 0, 1, 2, 3 were given the same samples" in said[0]
 
 
+def near(model: nn.Module, x: Tensor, table: Tensor) -> Tensor:
+    """The distances of samples from a table that has as many rows as a rank has samples."""
+    mean: Tensor = torch.cdist(model(x), table).softmax(1).square().sum(1).mean()
+    return mean
+
+
+def with_table(plan: str, table: str) -> tuple[list[str], float]:
+    torch.manual_seed(0)
+    model: Any = partc.parallelize(nn.Linear(8, 4).double(), "dp=2", loss=near, plan=plan)
+    x, rows = torch.randn(8, 8).double(), torch.randn(4, 4).double()
+    given = {"table": rows, "ones": torch.ones_like(rows), "own": rows + dist.get_rank()}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss = model.step(x.chunk(2)[dist.get_rank()], given[table])
+    return [
+        str(each.message) for each in seen if "given the same" in str(each.message)
+    ], loss.item()
+
+
+def test_a_table_that_is_taken_for_samples_is_named(world: Processes) -> None:
+    (said, wrong), _ = world.run(with_table, "ddp", "table", num=2)
+    assert len(said) == 1
+    assert "given the same table" in said[0]
+    advised = 'preset = "ddp"\n[inputs]\n"table" = {}'
+    assert repr(advised)[1:-1] in said[0]
+    (said, right), _ = world.run(with_table, advised, "table", num=2)
+    assert not said
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).double()
+    x, rows = torch.randn(8, 8).double(), torch.randn(4, 4).double()
+    assert right == pytest.approx(near(model, x, rows).item(), rel=1e-12)
+    assert right != pytest.approx(wrong, rel=1e-3)
+    for given in ("ones", "own"):
+        assert not any(said for said, _ in world.run(with_table, "ddp", given, num=2))
+
+
 # DTensors and DDP --------------------------------------------------------------------------------
 def of_dtensors(of: Program, placements: Sequence[Any]) -> tuple[str, str]:
     stage, batch = started(of)

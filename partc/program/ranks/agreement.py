@@ -21,7 +21,13 @@ from torch import Tensor
 
 from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.program.optimizer.same_steps import NAMES, STEPS, numbers_of_steps, watch_steps
-from partc.program.ranks.disagreement import Found, disagreement, equal_pieces, refused_elsewhere
+from partc.program.ranks.disagreement import (
+    Found,
+    disagreement,
+    equal_input,
+    equal_pieces,
+    refused_elsewhere,
+)
 from partc.program.ranks.tensor_hash import hashes_of, joined, sketch_of
 from partc.program.role import Role, Shard
 from partc.program.tensors.holders import Holders
@@ -182,13 +188,14 @@ class _Comparison:
     def run(self, *, first: bool, new: bool) -> None:
         """Compare; at the first step weights have to be equal to the bit."""
         said = [joined(self._numbers(each)) for each in self.alike]
-        rows = self._exchange([int(self.inputs is None), self._batch(), *said])
+        samples = self._samples()
+        rows = self._exchange([int(self.inputs is None), joined(samples), *samples, *said])
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         if refused and self.inputs is None:
             return  # this rank's own error is on its way
         if refused:
             raise refused_elsewhere(refused)
-        columns = zip(self.alike, range(2, len(rows[0])), strict=True)
+        columns = zip(self.alike, range(2 + len(samples), len(rows[0])), strict=True)
         unlike = [each for each, i in columns if [*self._odd(each, [row[i] for row in rows])]]
         every = [one for each in unlike for one in self._found(each, first)]
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
@@ -197,7 +204,7 @@ class _Comparison:
         if found:
             raise disagreement([*reversed(found.values())], self.role, own_rows=self.of.own_rows)
         if new and not self.role.is_inference:  # who evaluates may give all ranks the same
-            self._look_for_equal_pieces([row[1] for row in rows])
+            self._look_for_equal_pieces(rows)
 
     @cached_property
     def alike(self) -> list[Alike]:
@@ -237,9 +244,9 @@ class _Comparison:
             return [*(told.numbers.get(name, 0) for name in of.names), told.num_loads]
         return [self._hashes.get((of.kind, name), 0) for name in of.names]
 
-    def _batch(self) -> int:
-        """One number for all inputs."""
-        return joined([self._hashes.get(("input", each.name), 0) for each in self.role.batch])
+    def _samples(self) -> list[int]:
+        """A number of each input."""
+        return [self._hashes.get(("input", each.name), 0) for each in self.role.batch]
 
     def _exchange(self, mine: Sequence[float]) -> list[list[int]]:
         """The numbers of all ranks, by rank."""
@@ -299,14 +306,31 @@ class _Comparison:
             return True
         return not abs(here - there[0]) <= sqrt(torch.finfo(dtype).eps) * there[1]
 
-    def _look_for_equal_pieces(self, batches: Sequence[int]) -> None:
-        """Warn where ranks with samples of their own were given the same ones."""
+    def _look_for_equal_pieces(self, rows: Sequence[Sequence[int]]) -> None:
+        """Warn where ranks with samples of their own were given the same ones, or one input of
+        several alike.
+        """
         role, here = self.role, dist.get_rank()
         dealt = {axis for x in role.batch for axis, *_ in x.cuts} | {ISLAND}
         cut = [axis for axis in role.mesh.names if axis in dealt]
         every = role.mesh.all_coords()
         own = [tuple(coords[axis] for axis in cut) for coords in every]
         computing = [rank for rank, coords in enumerate(every) if role.computes(coords)]
-        same = [rank for rank in computing if batches[rank] == batches[here]]
-        if here in computing and any(own[rank] != own[here] for rank in same):
+        others = [rank for rank in computing if own[rank] != own[here]]
+        if here not in computing or not others:
+            return
+        if any(rows[rank][1] == rows[here][1] for rank in others):
+            same = [rank for rank in computing if rows[rank][1] == rows[here][1]]
             warnings.warn(equal_pieces(same, cut), stacklevel=6)
+            return
+        for at, (each, x) in enumerate(zip(role.batch, self.inputs or (), strict=False), 2):
+            alike = all(rows[rank][at] == rows[here][at] for rank in computing)
+            if alike and each.cuts and _has_unlike_rows(x, each.cuts[0][1]):
+                warnings.warn(equal_input(each.name, computing, cut), stacklevel=6)
+
+
+def _has_unlike_rows(x: Tensor, dim: int) -> bool:
+    """Whether an input has other numbers in some rows than in the first. A mask of ones, or the
+    places of words, are alike in all rows, and may be the same on all ranks.
+    """
+    return bool((x != x.narrow(dim, 0, 1)).any()) if x.shape[dim] else False

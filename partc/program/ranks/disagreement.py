@@ -99,5 +99,16 @@ def equal_pieces(ranks: Sequence[int], axes: Sequence[str]) -> str:
     )
 
 
+def equal_input(name: str, ranks: Sequence[int], axes: Sequence[str]) -> str:
+    """The warning where ranks were given samples of their own, and one input all alike."""
+    return (
+        f"step: {_ranks(ranks)} were given the same {name}, byte for byte, and other samples. The "
+        f"program takes its rows for samples, another piece from each rank along "
+        f'{" and ".join(axes)} (batch="local"), so that it has each of them several times. If '
+        f"{name} is one table for all ranks, the plan has to say so: "
+        f"""plan='preset = "ddp"\\n[inputs]\\n"{name}" = {{}}'"""
+    )
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
