@@ -100,7 +100,7 @@ class Kept:
     @cached_property
     def _scripted(self) -> set[int]:
         """The parameters of ``torch.jit`` modules, by id: these hold them as graphs do."""
-        scripts = [x for x in gc.get_objects() if isinstance(x, torch.jit.ScriptModule)]
+        scripts = [x for x in gc.get_objects() if issubclass(type(x), torch.jit.ScriptModule)]
         return {id(param) for each in scripts for param in each.parameters()}
 
     def _references(self) -> Counter[int]:

@@ -34,9 +34,9 @@ class SameFactor:
         if self.mesh.num_ranks == 1 or (number >= FIRST and number % EVERY):
             return
         mine = torch.as_tensor(factor, dtype=torch.float64).detach().reshape(1).to(self.device)
-        every = mine.new_empty(dist.get_world_size())
-        dist.all_gather_into_tensor(every, mine)
-        found: list[float] = every.tolist()
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        found: list[float] = torch.cat(every).tolist()
         if odd := self._odd(found):
             self.num_calls = number  # what was refused is compared again
             raise _other_factor(where, found, odd)
