@@ -22,7 +22,7 @@ from partc.passes.canonical.open_dropout import rrelu_noise
 from partc.passes.canonical.views import UNDO, Step, step_of
 
 aten = torch.ops.aten
-_NEW_TENSOR = "Take what an op returns in the place of what it writes: values, at = torch.max(x, 1)."
+_NEW_TENSOR = "Take what an op returns, not what it writes: values, places = torch.max(x, 1)."
 _RESHAPED = (
     "Take a tensor of the other shape in its place: y = x.reshape(4, 6) of as many numbers, "
     "y = x.flatten()[:n] of fewer; F.pad or torch.cat make a longer one."
