@@ -90,14 +90,18 @@ class _Pieces:
                 return self._of(for_all), self._planned(for_all, ())
             found = self._found(self._graph(self._of({})), usual)
             if found is None:
-                raise _not_along_dim_0(error) from error
+                raise _not_along(usual, error) from error
         else:
             found = self._found(graph, usual)
             if found is None:
                 return step, self._planned(usual, ())
         step = self._of(found)
+        try:
+            graph = self._graph(step)
+        except PartcError as error:  # as of a mask with as many rows as there are samples
+            raise _not_along(found, error) from error
         # Again on the right shapes: [0, 35] of flat targets has the number of steps in it.
-        cuts = self._found(self._graph(step), usual) or found
+        cuts = self._found(graph, usual) or found
         return step, self._planned(cuts, notes_on(cuts))
 
     def _with_one_for_all(self, usual: Mapping[str, Cuts]) -> dict[str, Cuts] | None:
@@ -193,11 +197,16 @@ def axes_open(mesh: Mesh) -> PlanError:
     )
 
 
-def _not_along_dim_0(error: PartcError) -> PlanError:
+def _not_along(cuts: Mapping[str, Cuts], error: PartcError) -> PlanError:
+    """The refusal of inputs that were joined along these dims, to all ranks' samples."""
+    dims = {n: x.dim for n, each in cuts.items() for x in each.values() if x != R}
+    first = next((name for name, dim in reversed(dims.items()) if dim == 0), "x")
+    joined = ", ".join(f"{name} along dim {dim}" for name, dim in dims.items())
     return PlanError(
         where="inputs",
-        what="the model runs on one rank's samples, but not on those of all ranks along dim 0",
+        what=f"the model runs on one rank's samples, but not on those of all ranks ({joined})",
         why=str(error).partition("\n")[0],
-        do='Say which dim is the batch, for example [inputs] "x" = { batch = 1 } in the plan, and '
-        '"x" = {} for what every rank is given alike; or give examples of several samples.',
+        do=f'Say what is no batch, and is given to every rank alike, in the plan: [inputs] "{first}" '
+        f'= {{}}; and which dim is the batch: "{first}" = {{ batch = 1 }}. Or give examples of '
+        "several samples.",
     )
