@@ -206,7 +206,7 @@ def _not_along(cuts: Mapping[str, Cuts], error: PartcError) -> PlanError:
         where="inputs",
         what=f"the model runs on one rank's samples, but not on those of all ranks ({joined})",
         why=str(error).partition("\n")[0],
-        do=f'Say what is no batch, and is given to every rank alike, in the plan: [inputs] "{first}" '
-        f'= {{}}; and which dim is the batch: "{first}" = {{ batch = 1 }}. Or give examples of '
-        "several samples.",
+        do="Say in the plan what is no batch, and is given to every rank alike: "
+        f'[inputs] "{first}" = {{}}; and which dim is the batch: "{first}" = {{ batch = 1 }}. '
+        "Or give examples of several samples.",
     )

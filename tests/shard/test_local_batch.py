@@ -146,7 +146,7 @@ def test_unknown_words_are_refused() -> None:
 
 def test_samples_that_do_not_join_are_refused() -> None:
     model, (data, target, weight), loss = bag(1)  # one sample: no dim tells that it is the batch
-    with pytest.raises(PlanError, match="Say which dim is the batch"):
+    with pytest.raises(PlanError, match="which dim is the batch"):
         compiled((model, (data, target, weight), loss), "dp=2", "ddp")
     pins = '[inputs]\n"data" = { batch = 1 }\n"target" = { batch = 0 }\n"weight" = {}\n'
     plan = Plan.parse(f'preset = "ddp"\nbatch = "local"\n{pins}')
@@ -155,6 +155,22 @@ def test_samples_that_do_not_join_are_refused() -> None:
 
 
 # layouts -----------------------------------------------------------------------------------------
+def test_a_mask_that_is_taken_for_samples_is_named() -> None:
+    """It has as many rows as a rank has samples; with the entry that is advised it is right."""
+    model = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
+
+    def loss(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mean: torch.Tensor = model(x, x, x, attn_mask=mask)[0].square().mean()
+        return mean
+
+    given = torch.randn(4, 4, 8).double(), torch.zeros(4, 4).double()
+    with pytest.raises(PlanError, match=r"mask along dim 0.*\[inputs\] \"mask\" = \{\}"):
+        partc.compile(model, "dp=2", given, loss=loss, plan="ddp", batch="local")
+    plan = 'preset = "ddp"\n[inputs]\n"mask" = {}'
+    program = partc.compile(model, "dp=2", given, loss=loss, plan=plan, batch="local")
+    partc.verify(program, model, given, loss=loss).check()
+
+
 def test_pieces_without_an_axis_hold_the_same_rows() -> None:
     mesh = Mesh.of("dp=2,fsdp=3,tp=2")
     rows = torch.arange(2 * 3 * 2 * 6 * 5).view(72, 5)
