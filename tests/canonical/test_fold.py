@@ -46,6 +46,7 @@ def compiled(name: str, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:
     return (str(full), emit(local, header=header(local, full)).text, counted), local
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("name", "mesh", "plan"),
     [
@@ -209,6 +210,7 @@ def test_a_folded_plan_replays() -> None:
     assert str(again.cost) == str(first.cost)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "plan", "schedule"),
     [

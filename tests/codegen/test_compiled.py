@@ -51,6 +51,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return found
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_function_is_compiled_once_for_all_blocks(
     name: str, graphs: list[fx.GraphModule]
@@ -78,6 +79,7 @@ def test_views_and_results_stay_where_their_readers_find_them(
     assert graphs
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "deepseek_v3"])
 def test_functions_of_functions_and_views_of_weights_stand_where_the_graph_has_them(
     name: str,

@@ -79,6 +79,7 @@ def test_the_table_counts_each_artefact() -> None:
     assert set(lines[0].split()) >= {*BAD} - {"as it says"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_a_stopped_rank_of_a_run_is_recovered() -> None:
     """Named by a watchdog and ended; the run goes on as one without a failure, bit for bit."""

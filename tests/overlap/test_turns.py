@@ -159,6 +159,7 @@ def test_mistakes_are_found(mistake: str) -> None:
 
 
 # programs -----------------------------------------------------------------------------------------
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("mesh", "preset", "pieces", "fields"),
     [

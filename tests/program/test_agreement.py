@@ -363,6 +363,7 @@ def pieces_of_two_models(layout: str, same: bool) -> str:
     return outcome(lambda: stage.step(*batch))
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp+tp", "pp", "pp+dp", "pp+fsdp"])
 def test_pieces_of_different_models_are_not_joined(world: Processes, layout: str) -> None:
     num = program(layout, "local").mesh.num_ranks

@@ -258,6 +258,7 @@ def refusal_of(difference: str) -> str:
     return "accepted"
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("difference", ["sources", "plan"])
 def test_ranks_that_differ_are_all_refused_with_what_differs(

@@ -103,6 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "preset", "fields"),
     [

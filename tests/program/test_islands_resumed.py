@@ -95,6 +95,7 @@ RESUMED: dict[str, tuple[str, Layouts]] = {
 }  # fmt: skip
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", RESUMED)
 def test_training_resumes_behind_any_step(world: Processes, tmp_path: Path, name: str) -> None:
     own, layouts = RESUMED[name]

@@ -64,6 +64,7 @@ def follow(folder: Path) -> int:
     return bytes_of_model(stage)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_twelve_lengths_train_and_evaluate_over_one_set_of_weights(
     world: Processes, tmp_path: Path, layout: str

@@ -116,6 +116,7 @@ def follow(model: Model, mesh: str, plan: str, batch: str, lengths: tuple[int, .
         compare(stage, reference, steps, batch)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("model", "plan", "batch"),
     [
@@ -153,6 +154,7 @@ def test_three_lengths_by_data_and_tensor_ranks(world: Processes) -> None:
     world.run(follow, attentive, "dp=2,tp=2", "fsdp+megatron", "local", LENGTHS, num=4)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("batch", "lengths"), [("global", (1, 4, 1)), ("global", (4, 1)), ("local", (1, 4, 1))]
 )

@@ -98,6 +98,7 @@ def trains_as_defined(mesh: str, preset: str, own: str, kind: type[nn.Module]) -
         torch.testing.assert_close(whole[name], param.detach(), atol=1e-11, rtol=0)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("own", EVERY, ids=EVERY.get)
 def test_late_gradients_train_as_their_definition_says(world: Processes, own: str) -> None:
     some = {ONE: LAYOUTS[:1] + LAYOUTS[5:], TWO: LAYOUTS[1:4]}
@@ -150,6 +151,7 @@ def looks_and_saves(folder: Path, saving: tuple[Stage, torch.optim.Optimizer], c
     assert all(torch.equal(x, kept[name]) for name, x in held(stage).items())
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("own", EVERY, ids=EVERY.get)
 def test_training_resumes_behind_any_step(world: Processes, tmp_path: Path, own: str) -> None:
     if own != TWO:
