@@ -83,7 +83,7 @@ MISTAKES: dict[str, Called] = {
     ),
     "generate": (lambda at: stage().generate(X), ("stage.generate", "loop over stage(ids)")),
     "generate of the model": (
-        lambda at: stage(Talks).generate(X), ("(generate) calls it", "write over stage(...)"),
+        lambda at: stage(Talks).generate(X), ("(generate) calls it", "that over stage(...)"),
     ),
     "generate of a program": (lambda at: program().generate(X), ("one step", "stage(ids)")),
     "clip by value": (lambda at: clipped(), ("none of the stage's", "between stage.step")),
