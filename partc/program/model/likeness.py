@@ -104,11 +104,13 @@ class Likeness:
         for (path, name), value in self._numbers.some():
             part = self._part(stage, path, name)
             if part is not None and vars(part).get(name, value) != value:
-                raise _changed(f"{path}.{name}".strip("."), value, vars(part)[name])
+                what = f"was {value!r}, is {vars(part)[name]!r}"
+                raise _changed(f"{path}.{name}".strip("."), what)
         for path, number in self._others.some():
             part = self._part(stage, path, number.keys[0])
             if part is not None and number.differs(number.inside_of(part)):
-                raise _replaced(f"{path}.{number.keys[0]}".strip("."))
+                what = "it is not what it was when the program was compiled"
+                raise _changed(f"{path}.{number.keys[0]}".strip("."), what, "tensors and lists")
         for path, part, forward in self._forwards.some():
             if vars(part).get("forward") is not forward:
                 raise _gone(f"forward of {path}".removesuffix(" of "))
@@ -138,7 +140,8 @@ class Likeness:
             known = self._plain[twin]
             for attribute, value in _numbers(twin):
                 if known.get(attribute, value) != value:
-                    raise _changed(f"{path}.{attribute}".strip("."), known[attribute], value)
+                    what = f"was {known[attribute]!r}, is {value!r}"
+                    raise _changed(f"{path}.{attribute}".strip("."), what)
 
 
 def _like(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -248,20 +251,11 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _changed(name: str, before: Any, now: Any) -> RunError:
+def _changed(name: str, what: str, has: str = "numbers") -> RunError:
     return RunError(
         where=name,
-        what=f"was {before!r}, is {now!r}",
-        why="a program has the numbers of the model as they were when it was compiled",
-        do="Change it in the model and compile again, make it an input of the step, or a buffer.",
-    )
-
-
-def _replaced(name: str) -> RunError:
-    return RunError(
-        where=name,
-        what="it is not what it was when the program was compiled",
-        why="a program has the tensors and lists of the model as they were then",
+        what=what,
+        why=f"a program has the {has} of the model as they were when it was compiled",
         do="Change it in the model and compile again, make it an input of the step, or a buffer.",
     )
 
