@@ -31,6 +31,7 @@ NODES = (
     ast.BoolOp, ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.JoinedStr,
     ast.FormattedValue, ast.DictComp, ast.ListComp, ast.GeneratorExp, ast.SetComp,
     ast.comprehension, ast.Pass, ast.Assert, ast.With, ast.withitem,
+    ast.Yield,
 )  # fmt: skip
 BUILTINS = {
     "range", "zip", "len", "reversed", "enumerate", "super", "tuple", "list", "dict", "int",

@@ -27,6 +27,7 @@ from partc.collecting import no_collecting
 from partc.errors import UsageError
 from partc.graph import Graph
 from partc.graph.folds import TracedStages
+from partc.graph.given_back import waits_for_script
 from partc.installed import RULES, load_installed
 from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
@@ -47,6 +48,7 @@ from partc.passes.own_passes import with_own
 from partc.passes.recompute.choose import recompute
 from partc.passes.runner import Pass, State, Table, When, run
 from partc.passes.shard.apply_preset import complete
+from partc.passes.shard.check_given_out import check_given_out
 from partc.passes.shard.check_islands import check_islands, has_islands
 from partc.passes.shard.choose_microbatches import choose_microbatches
 from partc.passes.shard.count_whole import count_whole
@@ -81,6 +83,7 @@ LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
 COMPRESSED = When("compress", lambda s: s.plan.compress is not None)
 GRADIENTS = When("compress", lambda s: COMPRESSED.holds(s) and s.graph.loss is not None)
 CODED = When("compress_weights", lambda s: s.plan.compress_weights is not None)
+GIVEN_OUT = When("script's loss", lambda s: waits_for_script(s.graph))
 UNEVEN = When("uneven", lambda s: s.plan.uneven is not None)
 ISLANDS = When("islands", lambda s: has_islands(s.plan, s.mesh))
 PIECES = When("pieces", lambda s: s.plan.overlap_pieces > 1)
@@ -138,6 +141,8 @@ PASSES = (
          UNEVEN, on_graph=False, machines=True),
     Pass(check_islands, PLAN, "copies of the model that train apart are another training: allowed, "
          "or refused", ISLANDS, on_graph=False),
+    Pass(check_given_out, PLAN, "a script that computes the loss needs all results at once: no "
+         "turns, or refused", GIVEN_OUT, on_graph=False),
     Pass(choose_schedule, PLAN, "1f1b unless the plan says more", PIPELINES, on_graph=False,
          decides="schedule"),
     Pass(choose_stages, PLAN, "stages cut evenly by cost", PIPELINES, on_graph=False,

@@ -26,6 +26,7 @@ from partc.codegen.repeats.equal import ends_step
 from partc.codegen.text import WIDTH, Line, Text
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
 from partc.graph import Graph, collectives, is_tensor, results_of, value
+from partc.graph.given_back import is_given_back
 from partc.graph.moves import gathers_param, moves
 
 INDENTED = 8  # columns that a statement of a method is indented by
@@ -82,7 +83,7 @@ class Function:
     def _has_line(self, node: fx.Node) -> bool:
         if ends_step(self.graph, node) or node in self.summed:
             return False
-        return is_tensor(node) or len(results_of(node)) > 1
+        return is_tensor(node) or len(results_of(node)) > 1 or is_given_back(node)
 
     def _is_pick(self, node: fx.Node) -> bool:
         """Whether a value is picked from a call that binds all its results itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -23,6 +23,7 @@ from partc.codegen.helpers.needed import Outlined
 from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
 from partc.graph import collectives, fake_of, is_tensor, ops, results_of, typed, value
+from partc.graph.given_back import is_given_back
 from partc.graph.moves import gathers_param
 from partc.quoting import comment, literal
 
@@ -141,6 +142,8 @@ class Body(Transfers):
         by_index: dict[Any, fx.Node] = {
             u.args[1]: u for u in node.users if u.target is operator.getitem
         }
+        if is_given_back(node):
+            return self._given_back(by_index, node)
         call = self.expression(node)
         names = [
             self.bind(by_index[i]) if i in by_index else "_" for i in range(len(results_of(node)))
@@ -158,6 +161,15 @@ class Body(Transfers):
             both = isinstance(node.target, Outlined) and node.target.compiled
             lines = [Line(f"{', '.join(names)} = {call.at(NONE)}", remark, both=both)]
         return Statement(lines, binds=bound)
+
+    def _given_back(self, by_index: Mapping[int, fx.Node], node: fx.Node) -> Statement:
+        """``[d_logits] = yield {"logits": logits}``: the script computes its loss meanwhile."""
+        num, results = len(results_of(node)), self.graph.outputs.results.items()
+        names = [self.bind(by_index[i]) if i in by_index else "_" for i in range(num)]
+        given = ", ".join(f"{literal(name)}: {self.text(x)}" for name, x in results)
+        bound = [by_index[i] for i in sorted(by_index)]
+        code = f"[{', '.join(names)}] = yield {{{given}}}"
+        return Statement([Line(code, comment(types(bound)))], [*self.graph.outputs.results.values()], bound)
 
     # gradients -------------------------------------------------------------------------------
     def _collected(self, start: fx.Node, lines: list[Line]) -> list[Line]:

@@ -27,6 +27,7 @@ from partc.codegen.repeats.runs import LATER, Item, Loop, Run, sections
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line, Range, Text
 from partc.graph import Phase, collectives, is_call
+from partc.graph.given_back import is_given_back
 from partc.graph.moves import carried, gathers_param
 from partc.quoting import comment
 
@@ -76,9 +77,18 @@ class StepBody(Body):
             rest = [node for node in nodes if node not in early]
             if following is not None and self._gather(following) and not ahead:
                 between = loop is not None and bool(rest)
-                found.append(self._begin(following, self.prefetch if between else 1))
+                begin = self._begin(following, self.prefetch if between else 1)
+                before, rest = self._until_given_back(rest)
+                found += [*(s for node in before for s in self.one(node)), begin]
             found += [s for node in rest for s in self.one(node)]
         return found
+
+    def _until_given_back(self, nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The calls up to where the step waits for the script, and those behind: other steps may
+        run meanwhile, which gather the same blocks.
+        """
+        at = next((i + 1 for i, node in enumerate(nodes) if is_given_back(node)), 0)
+        return nodes[:at], nodes[at:]
 
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
         if start in self.ahead:

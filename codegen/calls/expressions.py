@@ -39,6 +39,7 @@ from partc.graph import (
     tensor_args,
 )
 from partc.graph.draws import draws_numbers
+from partc.graph.given_back import is_given_back
 from partc.passes.overlap.write_pieces import joins_pieces
 from partc.quoting import literal
 
@@ -241,7 +242,7 @@ class Expressions:
         """Whether a node is a statement here; the last waits of a step are those of ``finish``."""
         if ends_step(self.graph, node) or node in self.summed:
             return False
-        return is_tensor(node) or len(results_of(node)) > 1
+        return is_tensor(node) or len(results_of(node)) > 1 or is_given_back(node)
 
     def read_by(self, node: fx.Node) -> list[fx.Node]:
         """The named values that a node's statement reads, directly or in an inlined operand."""
@@ -254,4 +255,6 @@ class Expressions:
 
 def holds_one(node: fx.Node) -> bool:
     """Whether a call returns a tuple of one tensor: its text stands where that tensor is read."""
-    return node.op == "call_function" and not is_tensor(node) and len(results_of(node)) == 1
+    if node.op != "call_function" or is_tensor(node) or is_given_back(node):
+        return False
+    return len(results_of(node)) == 1

@@ -55,6 +55,7 @@ from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, value
 from partc.graph.draws import draws_of
 from partc.graph.graph_edits import copied
+from partc.graph.given_back import waits_for_script
 from partc.graph.hooked import calls_hooks
 from partc.graph.moves import is_keyed, wire_of
 from partc.plan.mesh import Mesh
@@ -152,7 +153,10 @@ class RoleText:
         made = block([*first, *self.declarations(str)], 2)
         body = self._step(arguments)
         name = self.class_name
-        result = result_type(self.graph.loss is not None, bool(self.graph.outputs.results))
+        result = result_type(
+            self.graph.loss is not None, bool(self.graph.outputs.results),
+            waits=waits_for_script(self.graph),
+        )  # fmt: skip
         head = Head(name=name, arguments=list(arguments.values()), result=result)
         last = f"Step = {name}"
         if self.islands is not None and self.graph.loss is not None:
@@ -319,6 +323,8 @@ class RoleText:
         seen = {node: Text(read(path)) for node, path in self.attributes.items()}
         seen |= {node: Text(name) for node, name in arguments.items()}
         seen |= dict.fromkeys(self.zeros, Text("0"))
+        if outputs.loss is not None and waits_for_script(graph):
+            seen[outputs.loss] = Text("0")  # the script computes the loss
         results = [*outputs.results.values()] + ([outputs.loss] if outputs.loss is not None else [])
         kept = {*results, *outputs.buffers.values()}
         scope = Scope([*arguments.values(), *self.helpers.names])
@@ -341,7 +347,7 @@ class RoleText:
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)
-        lines.append(Line(self._result(body)))
+        lines += [] if waits_for_script(graph) else [Line(self._result(body))]
         return self.helpers.block(scope.settled([lines])[0], 2)
 
     @cached_property

@@ -25,12 +25,14 @@ def read(path: str, owner: str = "self") -> str:
     return f"{owner}." + re.sub(r"\.(\d+)\.", r"[\1].", path)
 
 
-def result_type(trains: bool, results: bool) -> str:
+def result_type(trains: bool, results: bool, *, waits: bool = False) -> str:
     """The type that a step returns: its loss, its named results, or both.
 
     >>> result_type(True, True)
     'tuple[Tensor, dict[str, Tensor]]'
     """
+    if waits:  # a generator, of which torch has no type
+        return ""
     if not trains:
         return "dict[str, Tensor]"
     return "tuple[Tensor, dict[str, Tensor]]" if results else "Tensor"

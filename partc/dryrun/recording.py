@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from partc.dryrun.alone import LoneDist, LoneMesh, Transfer, in_place_of_dist
 from partc.program.role import Role
+from partc.program.step.given_out import whole_step
 from partc.program.user_lines import TEXT, file_of
 
 # whether torch counts the groups of some ranks too, in the names of later ones
@@ -87,7 +88,7 @@ def record(role: Role, rank: int, *, steps: int = 1) -> tuple[Event, ...]:
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
         for _ in range(steps):
             role.take_one_microbatch(step)
-            step(*inputs) if role.is_inference else step.step(*inputs)
+            step(*inputs) if role.is_inference else whole_step(step, step.step, inputs)
             role.drain(step)
     return tuple(dist.events)
 

@@ -22,6 +22,7 @@ from partc.dryrun.lines import SourceLines
 from partc.dryrun.live_memory import Lines, LiveMemory
 from partc.dryrun.turns import KnownTurns, NotSteady, Turns
 from partc.program.role import Role
+from partc.program.step.given_out import whole_step
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def run_step(
         live.leave_out([*step.parameters(), *step.buffers(), *inputs])
         with live:
             role.take_one_microbatch(step)
-            kept = step(*inputs) if role.is_inference else step.step(*inputs)
+            kept = step(*inputs) if role.is_inference else whole_step(step, step.step, inputs)
             role.drain(step)
     del kept
     live.streams.end()

@@ -11,7 +11,7 @@ import marshal
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from traceback import extract_tb
 from types import ModuleType
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from partc.plan.sharding import cut, join_pieces, take_piece
 from partc.program import helper_file
 from partc.program.helper_file import without_import
 from partc.program.hooks import set_hooks
+from partc.program.step.given_out import whole_step
 from partc.program.step.step_failures import naming_calls
 from partc.program.user_lines import UserLines, show_lines
 
@@ -206,7 +207,9 @@ class Role:
         returned beside it by name. An island takes the step alone.
         """
         with naming_calls(self, step, inputs):
-            result = step(*inputs) if self.is_inference else self.alone(step).step(step, *inputs)
+            result = step(*inputs) if self.is_inference else whole_step(
+                step, partial(self.alone(step).step, step), inputs
+            )  # fmt: skip
         if self.is_inference:
             return None, result
         return result if isinstance(result, tuple) else (result, {})

@@ -27,6 +27,7 @@ from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
 from partc.program.saved_cost import SavedCost
 from partc.program.start import device_of
+from partc.program.step.given_out import whole_step
 from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
 from partc.verification.asked import (
@@ -353,7 +354,7 @@ class _Rank:
         if hasattr(step, "meet"):
             step.met = step.taken
         self._seed()
-        return step.step(*(self._inputs() if inputs is None else inputs))
+        return whole_step(step, step.step, self._inputs() if inputs is None else inputs)
 
     def _inputs(self) -> list[Tensor]:
         """What this rank is given of the batch."""

@@ -79,7 +79,7 @@ class Prepared(nn.Module):
         stage = self._trained(args, named)
         args, named = self._filled(args, named, self.how.loss)
         found = stage(*args, **named)
-        if self.how.loss is not None or isinstance(found, Tensor):
+        if self.how.loss is not None or isinstance(found, Tensor) or self.gives_out:
             return found
         extras = {name: _without_gradient(x, name) for name, x in found[1].items()}
         return Outputs(loss=found[0], **extras)
@@ -93,6 +93,11 @@ class Prepared(nn.Module):
         args, named = self._filled(args, named, self.how.loss)
         found = stage.eval_step(*args, **named)
         return found[0] if self.how.loss is None and isinstance(found, tuple) else found
+
+    @property
+    def gives_out(self) -> bool:
+        """Whether steps give what the model returns, of which the script computes the loss."""
+        return self.stage is not None and self.stage.gives_out
 
     # compiled --------------------------------------------------------------------------------
     def _trained(self, args: Any, named: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from partc.errors import RunError, UsageError
+from partc.trace.script_loss import of_script
 from partc.wrong_calls import did_you_mean, quoted
 
 
@@ -20,18 +21,27 @@ def returned_loss(model: nn.Module, outputs: Sequence[str]) -> Callable[..., Any
 
     def loss_of(model: nn.Module, /, *args: Any, **named: Any) -> Any:
         results = model(*args, **named)
+        loss = loss_in(results)
+        if loss is None and not outputs:
+            return of_script(results, type(model).__name__)
         if isinstance(results, Tensor):
-            if results.dim() or outputs:
+            if loss is None or outputs:
                 raise no_loss(type(model).__name__, f"a tensor of shape {tuple(results.shape)}")
             return results
-        if isinstance(results, Mapping) and "loss" not in results:
-            raise no_loss(type(model).__name__, ", ".join(results))
-        loss = results["loss"] if isinstance(results, Mapping) else results[0]
         return loss, {name: picked(results, name) for name in outputs}
 
     if (called := called_as(model)) is not None:
         loss_of.__signature__ = inspect.signature(called)  # type: ignore[attr-defined]
     return loss_of
+
+
+def loss_in(results: Any) -> Any:
+    """The loss in what a model returns; None where a script computes it from the results."""
+    if isinstance(results, Mapping):
+        return results.get("loss")
+    first = results[0] if isinstance(results, tuple | list) and results else results
+    is_loss = isinstance(first, Tensor) and not first.dim() and first.is_floating_point()
+    return first if is_loss else None
 
 
 def called_as(model: nn.Module) -> Callable[..., Any] | None:

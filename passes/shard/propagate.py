@@ -30,6 +30,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.draws import draws_numbers
+from partc.graph.given_back import is_given_back
 from partc.graph.input_only import input_only
 from partc.passes.shard.cut_given import cut_given
 from partc.passes.shard.decompose_ops import decompose_op, decomposes
@@ -37,6 +38,7 @@ from partc.passes.shard.local_batch_norm import of_each_microbatch
 from partc.passes.shard.open_numbers import adds_number, open_number
 from partc.passes.shard.pieces_first import PiecesFirst
 from partc.passes.shard.price import Choices, Prices
+from partc.passes.shard.results import own_rows
 from partc.passes.shard.value_names import value_names
 from partc.passes.shard.zeros import is_zero
 from partc.plan import Plan
@@ -210,6 +212,8 @@ class AxisWalk:
         planned = self._pin(node)
         if planned is not None:
             return self.as_pinned(node, planned)
+        if is_given_back(node):
+            return self._as_results_lie(operands)
         if self.plan.random == "single-device" and draws_numbers(node):
             return whole  # also where it reads values: they are gathered
         if all(self.made[o] == [R] for o in operands) and self.prices.final.get(node, R) == R:
@@ -223,6 +227,13 @@ class AxisWalk:
         if key not in self.decided:
             self.decided[key] = self._cheapest(node, operands, whole)
         return self.decided[key]
+
+    def _as_results_lie(self, operands: Sequence[fx.Node]) -> Strategy:
+        """What the script gives back lies as what it is given: whole, but for a rank's own rows."""
+        own = self.axis in own_rows(self.graph, self.plan)
+        lies = tuple(self.made[o][0] if own and self.made[o][0].kind == "cut" else R
+                     for o in operands)  # fmt: skip
+        return Strategy(lies, lies)
 
     def _cheapest(self, node: fx.Node, operands: list[fx.Node], whole: Strategy) -> Strategy:
         """The strategy with the least price, of equal ones the first; ``whole`` if none has one."""

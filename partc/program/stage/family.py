@@ -49,9 +49,11 @@ from partc.program.stage.same_calls import SameCalls
 from partc.program.step.autocast import autocast_now, run_without, without
 from partc.program.step.batch_fit import Pieces, Rows, fill, longest, uneven_error
 from partc.program.step.given import plain_inputs
+from partc.program.step.given_out import waits
 from partc.program.step.loss_backward import check_scale
 from partc.program.step.microbatches_of_island import MicrobatchesOfIsland
 from partc.program.step.results import results_of
+from partc.program.step.script_backward import Halfway
 from partc.program.step.step_failures import naming_calls
 from partc.program.step.step_loss import evaluated
 from partc.program.step.uneven_rows import Results, UnevenRows
@@ -129,6 +131,18 @@ class Family:
         member, run = found
         returned = member.returned
         return Ready(lambda: returned.loss(run()), returned.whole, member.role.is_half)
+
+    @property
+    def gives_out(self) -> bool:
+        """Whether its steps give out results, of which the script computes the loss."""
+        return waits(self.first.run)
+
+    def halfway(
+        self, args: Sequence[Any], named: Mapping[str, Any], device: str
+    ) -> tuple[Halfway, Callable[[Mapping[str, Tensor]], Any]] | None:
+        """A step that has given out its results, and what makes of these what the model returns."""
+        found = self._ready("step", self.mode_now, args, named, device)
+        return found and (found[1](), found[0].returned.given_out)
 
     def loss(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
         """The loss in eval mode, with the extras if there are any."""
@@ -375,7 +389,7 @@ class Family:
                 naming_calls(member.role, member.run, inputs),
                 self.state.watch(member.role, member.program.wanted),
             ):
-                result = (member.run.step if trains else member.run)(*inputs)
+                result = self._begun(member, inputs) if trains else member.run(*inputs)
         finally:
             waiting().end()
         self.islands.end(member)
@@ -384,6 +398,24 @@ class Family:
         else:
             self.state.num_evaluations += 1
         return result
+
+    def _begun(self, member: Member, inputs: Sequence[Tensor]) -> Any:
+        """What a step returns; of one that waits for the script, where it has come to."""
+        result = member.run.step(*inputs)
+        if not waits(member.run):
+            return result
+        program, held = member.program, self._tensors
+        data = {axis for cuts in program.dealt.values() for axis, *_ in cuts}
+        own = {name: {axis for axis, *_ in cuts} for name, cuts in program.results.items()}
+        results = next(result)
+        return Halfway(
+            result, results, {name: frozenset(own.get(name, ())) for name in results},
+            {axis: group for axis, group in held.groups.items() if axis in data}, member.run,
+            self._check_alike,
+        )  # fmt: skip
+
+    def _check_alike(self, grads: Sequence[Tensor]) -> None:
+        """RunError if ranks that have the same rows give other gradients of their results."""
 
     # changed ---------------------------------------------------------------------------------
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:

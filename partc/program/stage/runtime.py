@@ -202,6 +202,11 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         self._own.state.met = met
 
     @property
+    def gives_out(self) -> bool:
+        """Whether a call in train mode gives what the model returns, for a loss of the script's."""
+        return self._own.gives_out
+
+    @property
     def seeded(self) -> tuple[int, int]:
         """The seed of the random numbers, and how many steps have been taken since it was set."""
         return self._own.state.seed

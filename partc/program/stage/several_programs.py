@@ -23,6 +23,7 @@ from partc.program.stage.family_errors import late_gradients, untrained
 from partc.program.stage.members import Member
 from partc.program.stage.one_thread import OneThread
 from partc.program.step.loss_backward import loss_with_backward, scaled_step
+from partc.program.step.script_backward import results_with_backward
 from partc.program.step.step_loss import dropped, of_step
 from partc.program.tensors.copies import Writes
 from partc.program.tensors.loaded import Loaded
@@ -216,8 +217,24 @@ class SeveralPrograms(nn.Module):
         with self._turn.of("forward"):
             if family.infers:
                 return family.forward(inputs, named, self._device_type)
+            if family.gives_out:
+                return self._given_out(family, inputs, named)
             ready = family.step(inputs, named, self._device_type)
             return None if ready is None else ready.whole(self._with_backward(ready))
+
+    def _given_out(self, family: Family, inputs: Sequence[Any], named: dict[str, Any]) -> Any:
+        """What the model returns, of which the script computes the loss, ready for ``backward``."""
+        shown = list(self._shown.values())
+        with without_inference():
+            begin_all(shown)
+            try:
+                found = family.halfway(inputs, named, self._device_type)
+            finally:
+                end_all(shown)
+            if found is None:
+                return None
+            half, whole = found
+            return whole(results_with_backward(shown, half))
 
     def _with_backward(self, ready: Ready) -> Tensor:
         """The loss of a step that is ready, whose ``backward`` hands out gradients."""

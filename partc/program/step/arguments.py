@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from partc.errors import RunError
@@ -157,6 +158,11 @@ class Returned:
         loss = extras.pop(loss_name(self.tree))
         self._extras = extras
         return self.whole(loss)
+
+    def given_out(self, results: Mapping[str, Tensor]) -> Any:
+        """What the model returns, with these results of it, from which the script computes."""
+        assert self.tree is not None, "it has the results beside the loss"
+        return self.tree.built({LOSS: torch.zeros(()), **results})[1]
 
     def whole(self, loss: Tensor) -> Any:
         """The loss, with the extras of the step that gave it, detached."""

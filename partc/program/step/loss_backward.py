@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from partc.program.tensors.shown import Shown, begin_all, end_all
 from partc.wrong_calls import quoted
 
 Run = Callable[[], Tensor]
+T = TypeVar("T")
 Compare = Callable[[float | Tensor, str], None]  # the factors of all ranks
 
 
@@ -27,10 +28,10 @@ def loss_with_backward(
     ``compare`` looks whether all ranks scale alike.
     """
     trained = [each for each in shown if each.trained and not each.is_frozen]
-    params: list[Tensor] = [each.param for each in trained] or [_no_parameter()]
+    params: list[Tensor] = [each.param for each in trained] or [no_parameter()]
     apply: Any = _LossOfStep.apply
     known = trained, is_half, compare
-    loss: Tensor = apply(lambda: _fresh_grads(shown, trained, run), *known, *params)
+    loss: Tensor = apply(lambda: fresh_grads(shown, trained, run), *known, *params)
     return loss
 
 
@@ -51,7 +52,7 @@ def scaled_step(
         raise _scaled("step(scale=...)", float(scale))
     compare(scale, "step(scale=...)")
     trained = [each for each in shown if each.trained and not each.is_frozen]
-    loss, grads = _fresh_grads(shown, trained, run)
+    loss, grads = fresh_grads(shown, trained, run)
     for each, grad in zip(trained, grads, strict=True):
         if grad is not None:
             grad.mul_(scale if isinstance(scale, int | float) else scale.to(grad))
@@ -73,14 +74,14 @@ def check_scale(given: Any) -> Any:
     )  # fmt: skip
 
 
-def _no_parameter() -> Tensor:
+def no_parameter() -> Tensor:
     """What a loss hangs on where this pipeline rank trains nothing, so that it has a backward."""
     return torch.zeros((), requires_grad=True)
 
 
-def _fresh_grads(
-    shown: Sequence[Shown], trained: Sequence[Shown], run: Run
-) -> tuple[Tensor, list[Tensor | None]]:
+def fresh_grads(
+    shown: Sequence[Shown], trained: Sequence[Shown], run: Callable[[], T]
+) -> tuple[T, list[Tensor | None]]:
     """The loss and the gradients of one step; every ``.grad`` keeps its value."""
     begin_all(shown)
     before = [each.piece.grad for each in trained]
@@ -109,7 +110,7 @@ class _LossOfStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise _no_graph()
+            raise no_graph()
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise RunError(
@@ -129,7 +130,7 @@ class _LossOfStep(torch.autograd.Function):
         return None, None, None, None, *(handed or [None])
 
 
-def _no_graph() -> RunError:
+def no_graph() -> RunError:
     return RunError(
         where="create_graph=True", what="it is asked of the gradients of a step",
         why="they are there, computed by a program, and nothing can be derived from them",
