@@ -249,6 +249,13 @@ class Body(Transfers):
         return Statement([line], binds=[node])
 
 
+def given_out_at(lines: Sequence[Line]) -> int:
+    """The index of the line at which a step waits for the script: what it has to do before then, as
+    write buffers, stands before that line, since other steps may run meanwhile.
+    """
+    return next(i for i, line in enumerate(lines) if "] = yield {" in line.code)
+
+
 def types(results: Sequence[fx.Node]) -> str:
     """The types of a call's results: ``f32[8,64,64], 2x f32[64]``; none for a norm's statistics."""
     named = [n for n in results if result_name(n) not in STATISTICS] or results

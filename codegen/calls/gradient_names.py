@@ -13,6 +13,7 @@ from partc.codegen.calls.moved_names import before_move, follow_operands, known_
 from partc.codegen.calls.op_names import constant_name, op_name, result_name
 from partc.codegen.calls.wishes import Wishes
 from partc.graph import Graph, fake_of, has_value, is_forward, is_tensor, value
+from partc.graph.given_back import result_of
 from partc.passes.overlap.write_pieces import taken_from
 
 
@@ -38,6 +39,9 @@ def name_gradients(graph: Graph, wishes: Wishes, compiled: Mapping[fx.Node, str]
         before = before_move(node)
         if node in compiled:
             found |= {node: compiled[node]} if compiled[node].startswith("d_") else {}
+        elif (result := result_of(node)) is not None:
+            found[node] = f"d_{named.get(result, 'result')}"
+            wishes.of[node] = result
         elif _is_of_loss(node, graph):
             found[node] = "d_loss"
         elif node not in final and before not in found and _is_again(node, gradients, known):

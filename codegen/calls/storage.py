@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
 from partc.graph import collectives, fake_of, is_backward, is_tensor, ops, value
+from partc.graph.given_back import result_of
 
 aten = torch.ops.aten
 VIEWS = {
@@ -106,7 +107,8 @@ def overwritable(order: Sequence[fx.Node]) -> set[fx.Node]:
         users = [u for n in sharing.get(home, []) for u in n.users if u is not node]
         readers = filter(_reads, users)
         early = all(u in at and at[u] < at[node] for u in readers)
-        if home in at and home.op == "call_function" and early and _is_plain(operand):
+        own = home in at and home.op == "call_function" and result_of(home) is None
+        if own and early and _is_plain(operand):
             found.add(node)
     return found
 
@@ -178,6 +180,8 @@ class _Memory:
         home = owner(node)
         moved = (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
         if home not in self.at or home.target in moved or not fake_of(node).is_contiguous():
+            return False
+        if result_of(home) is not None:
             return False
         family = self.sharing[home]
         readers = {u for n in family for u in n.users} - {reader}

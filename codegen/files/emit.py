@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from partc.codegen.bodies.body import given_out_at
 from partc.codegen.bodies.class_names import class_names, inner_names
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
@@ -346,7 +347,8 @@ class RoleText:
             lines += finished(call, ranges=self.helpers.ranges)
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
-        lines += self.buffer_updates(body)
+        at = given_out_at(lines) if waits_for_script(graph) else len(lines)
+        lines[at:at] = self.buffer_updates(body)
         lines += [] if waits_for_script(graph) else [Line(self._result(body))]
         return self.helpers.block(scope.settled([lines])[0], 2)
 

@@ -34,6 +34,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.draws import draws_numbers
+from partc.graph.given_back import is_given_back
 from partc.graph.moves import Move, moves
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, M, R, Sharding, U, cut
@@ -64,11 +65,23 @@ def check_layouts(graph: Graph) -> None:
                 _check_window(node, graph.mesh)
             elif is_piecewise(node):
                 check_piece(node)
+            elif is_given_back(node):
+                _check_given_back(node)
             elif node.target not in (operator.getitem, collectives.axis_index):
                 circumstances = _circumstances(node)
                 if circumstances not in sound:
                     _check_call(node, graph.mesh)
                     sound.add(circumstances)
+
+
+def _check_given_back(node: fx.Node) -> None:
+    """Check that results are finished, and that each gradient lies as its result."""
+    for given, back in zip(tensor_args(node), result_nodes(node), strict=True):
+        lies = value(given).sharding
+        if any(layout.kind not in ("cut", "R") for _, layout in lies.layouts):
+            raise wrong(node, f"{typed(given)} is not finished", "Reduce it before.")
+        if back is not None and typed(back) != typed(given):
+            raise wrong(node, "a gradient lies as its result", f"Make it {typed(given)}.")
 
 
 def _circumstances(node: fx.Node) -> Hashable:

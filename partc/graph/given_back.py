@@ -8,7 +8,9 @@ of ``sin(result)``, so that each differs from the others and none is zero.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -36,6 +38,18 @@ def waits_for_script(graph: Graph) -> bool:
 def is_given_back(node: fx.Node) -> bool:
     """Whether a call waits for gradients of results."""
     return node.target is GIVEN_BACK
+
+
+def result_of(node: fx.Node) -> fx.Node | None:
+    """The result whose gradient a value is, which the script gives back; None of any other value.
+
+    The memory of such a gradient is not the program's: it is never written over.
+    """
+    if node.target is not operator.getitem or not is_given_back(node.all_input_nodes[0]):
+        return None
+    results: Any = node.all_input_nodes[0].args[0]
+    found: fx.Node = results[node.args[1]]
+    return found
 
 
 def _is_trained(x: Tensor) -> bool:

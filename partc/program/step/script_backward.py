@@ -100,7 +100,7 @@ class _GivenOut(torch.autograd.Function):
     def forward(ctx: Any, half: Halfway, shown: Any, trained: Any, *params: Tensor) -> Any:
         ctx.half, ctx.shown, ctx.trained = half, shown, trained
         ctx.set_materialize_grads(False)
-        results = [*half.results.values()]
+        results = [x.detach() for x in half.results.values()]  # one may be an input, or a weight
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
         return tuple(results)
 
