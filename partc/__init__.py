@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from partc.recipe import with_model
     from partc.reports.report import Report as Report  # the first name of ReportPage
     from partc.reports.report import ReportPage, report
+    from partc.trace.script_loss import ScriptLoss
     from partc.traced import Traced
     from partc.verification.precision import Raised
     from partc.verification.verification import verify
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints", "Controller", "Mesh", "PartcError", "Picture", "Plan", "Program",
-    "Raised", "ReportPage", "StepGuard", "Topology", "Traced", "compile", "graph_pass", "load",
+    "Raised", "ReportPage", "ScriptLoss", "StepGuard", "Topology", "Traced", "compile", "graph_pass", "load",
     "load_checkpoint", "parallelize", "partition", "picture", "report", "save_checkpoint", "verify",
     "with_model", "with_variants",
 ]  # fmt: skip
@@ -50,6 +51,7 @@ _MODULES = {
     "Raised": "verification.precision",
     "Report": "reports.report",
     "ReportPage": "reports.report",
+    "ScriptLoss": "trace.script_loss",
     "StepGuard": "failures.guard",
     "Topology": "machines.topology",
     "Traced": "traced",

@@ -164,12 +164,13 @@ class Body(Transfers):
 
     def _given_back(self, by_index: Mapping[int, fx.Node], node: fx.Node) -> Statement:
         """``[d_logits] = yield {"logits": logits}``: the script computes its loss meanwhile."""
-        num, results = len(results_of(node)), self.graph.outputs.results.items()
+        num, results = len(results_of(node)), self.graph.outputs.results
         names = [self.bind(by_index[i]) if i in by_index else "_" for i in range(num)]
-        given = ", ".join(f"{literal(name)}: {self.text(x)}" for name, x in results)
+        given = ", ".join(f"{literal(name)}: {self.text(x)}" for name, x in results.items())
         bound = [by_index[i] for i in sorted(by_index)]
-        code = f"[{', '.join(names)}] = yield {{{given}}}"
-        return Statement([Line(code, comment(types(bound)))], [*self.graph.outputs.results.values()], bound)
+        remark = comment(f"{types(bound)}; of the script's loss")
+        line = Line(f"[{', '.join(names)}] = yield {{{given}}}", remark)
+        return Statement([line], [*results.values()], bound)
 
     # gradients -------------------------------------------------------------------------------
     def _collected(self, start: fx.Node, lines: list[Line]) -> list[Line]:

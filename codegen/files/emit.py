@@ -55,8 +55,8 @@ from partc.codegen.repeats.totals import unread_zeros
 from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, value
 from partc.graph.draws import draws_of
-from partc.graph.graph_edits import copied
 from partc.graph.given_back import waits_for_script
+from partc.graph.graph_edits import copied
 from partc.graph.hooked import calls_hooks
 from partc.graph.moves import is_keyed, wire_of
 from partc.plan.mesh import Mesh

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from partc.errors import TraceError
+from partc.trace.script_loss import GivenOut
 from partc.trace.trees import Names, Tree, TreeError, tensors_of, told, tree_of
 
 LOSS = ""  # the name of the loss among the tensors that are returned
@@ -160,7 +161,9 @@ def _tree(outcome: Any, model: str) -> Tree:
         key = fields[i] if fields else i
         path = "" if len(outcome) == 2 and not fields else str(key)
         try:
-            found.append((key, tree_of(each, path, names, path or "extras")))
+            alone = isinstance(each, Tensor) and isinstance(outcome, GivenOut)
+            begin = path or ("result" if alone else "")
+            found.append((key, tree_of(each, begin, names, path or "extras")))
         except TreeError as error:
             raise _no_extra(error, model) from None
     kind = type(outcome)

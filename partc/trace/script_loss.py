@@ -18,10 +18,25 @@ from partc.trace.trees import TreeError, tensors_of
 
 
 class ScriptLoss:
-    """Called as a loss is, ``loss(model, *inputs)``; gives ``(0, what the model returns)``.
+    """Stands for a loss that the script computes itself, from what the model returns.
 
-    The 0 has, as its gradient by each result, what the script gives back.
+    A stage that was compiled with it is called as the model is, ``logits = stage(x)``; what the
+    script computes of the results has a ``backward``. ``partc.parallelize`` without ``loss`` takes
+    it by itself, for a model that returns no loss. Parts of a batch can take no turns then:
+    pipelines and microbatches need the loss.
+
+    Args:
+        model: the model that is compiled, whose arguments a step takes.
+
+    Example::
+
+        program = partc.compile(model, "dp=4", batch, loss=partc.ScriptLoss(model), plan="fsdp")
+        stage = program.module()
+        loss = criterion(stage(x), y)
+        loss.backward()
     """
+
+    # called as a loss is, it gives 0, whose gradients by the results are what the script gives back
 
     def __init__(self, model: nn.Module) -> None:
         first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
@@ -38,10 +53,14 @@ class ScriptLoss:
         return hash(ScriptLoss)
 
 
-def of_script(returned: Any, model: str) -> tuple[Tensor, Any]:
+class GivenOut(tuple[Tensor, Any]):
+    """``(0, what the model returns)``."""
+
+
+def of_script(returned: Any, model: str) -> GivenOut:
     """``(0, returned)``, a loss whose gradients by what a model returned the script gives back."""
     apply: Any = _HandedOut.apply
-    return apply(*_results(returned, model)), returned
+    return GivenOut((apply(*_results(returned, model)), returned))
 
 
 class _HandedOut(Function):

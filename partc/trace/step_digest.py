@@ -40,7 +40,12 @@ from partc.trace.ran import not_noting_code
 from partc.trace.record import Source
 from partc.trace.scan_blocks import members, skipping
 
-OWN = ("aten", "prims", "prim")  # ops that torch implements; other ops run code of somebody's
+OWN = (
+    "aten",
+    "prims",
+    "prim",
+    "partc",
+)  # ops that torch implements; other ops run code of somebody's
 MANY = 16  # members of a list from which on equal ones are left out, as finding them takes time
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None),

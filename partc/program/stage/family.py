@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +27,7 @@ from partc.program.model.habits import LOG, Reseeded, tell_of_input_grads
 from partc.program.ranks.disagreement import refused_elsewhere
 from partc.program.ranks.handshake import check_agreement
 from partc.program.ranks.other_ranks import of_other_ranks
+from partc.program.ranks.same_gradients import SameGradients
 from partc.program.ranks.waiting import waiting
 from partc.program.stage.calls_of_stage import Calls
 from partc.program.stage.family_errors import (
@@ -35,7 +36,9 @@ from partc.program.stage.family_errors import (
     alone_by_choice,
     calls_differ,
     inside_autocast,
+    loss_is_scripts,
     no_gradients,
+    no_input_gradient,
     no_recipe,
     not_ignored,
     ranks_differ,
@@ -53,7 +56,7 @@ from partc.program.step.given_out import waits
 from partc.program.step.loss_backward import check_scale
 from partc.program.step.microbatches_of_island import MicrobatchesOfIsland
 from partc.program.step.results import results_of
-from partc.program.step.script_backward import Halfway
+from partc.program.step.script_backward import Evenly, Halfway
 from partc.program.step.step_failures import naming_calls
 from partc.program.step.step_loss import evaluated
 from partc.program.step.uneven_rows import Results, UnevenRows
@@ -123,6 +126,8 @@ class Family:
         """A training step, ready to run; None for a batch that is dropped."""
         if self.first.role.is_inference:
             raise no_gradients(self.first.program)
+        if self.gives_out:
+            raise loss_is_scripts("step")
         if self.state.mode == "eval":
             raise step_in_eval()
         found = self._ready("step", self.mode_now, args, named, device)
@@ -146,6 +151,8 @@ class Family:
 
     def loss(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
         """The loss in eval mode, with the extras if there are any."""
+        if self.gives_out:
+            raise loss_is_scripts("eval_step")
         found = self._ready("loss", "eval", args, named, device)
         return None if found is None else found[0].returned.of_results(found[1]())
 
@@ -180,6 +187,7 @@ class Family:
             if autocast and self._same is None:
                 raise inside_autocast(autocast)
             inputs, form = self._calls.tensors(kind, args, named)
+            self._check_input_grads(kind, inputs)
             tell_of_input_grads(self._plan, kind, [*self.first.program.inputs], inputs)
             inputs = plain_inputs(inputs, self.first.role, known=not form)
             turn = self._turns.first(inputs) if self._turns and kind == "step" else None
@@ -209,6 +217,14 @@ class Family:
         with alone_by_choice(self.choices.most_programs):
             taken = member.checks.taken(inputs, device, turn)
         return member, partial(self._counted, member, taken)
+
+    def _check_input_grads(self, kind: Kind, inputs: Sequence[Tensor]) -> None:
+        """RunError for an input whose gradient the script's backward would hand on."""
+        if kind == "step" and self.gives_out and torch.is_grad_enabled():
+            names = [*self.first.program.inputs]
+            for name, x in zip(names, inputs, strict=False):
+                if x.requires_grad:
+                    raise no_input_gradient(name)
 
     def meet(self, call: str, most: int = 0) -> None:
         """RunError on all ranks if some of them run something else than this call, which is one of
@@ -408,14 +424,20 @@ class Family:
         data = {axis for cuts in program.dealt.values() for axis, *_ in cuts}
         own = {name: {axis for axis, *_ in cuts} for name, cuts in program.results.items()}
         results = next(result)
-        return Halfway(
-            result, results, {name: frozenset(own.get(name, ())) for name in results},
-            {axis: group for axis, group in held.groups.items() if axis in data}, member.run,
-            self._check_alike,
+        dealt = Evenly(
+            {name: frozenset(own.get(name, ())) for name in results},
+            {axis: group for axis, group in held.groups.items() if axis in data},
         )  # fmt: skip
+        return Halfway(result, member.run, results, dealt, self._same_gradients.check)
 
-    def _check_alike(self, grads: Sequence[Tensor]) -> None:
-        """RunError if ranks that have the same rows give other gradients of their results."""
+    @cached_property
+    def _same_gradients(self) -> SameGradients:
+        from partc.data.share import Division  # which needs numpy
+
+        mesh = self.first.program.mesh
+        division = Division.of(self._plan, mesh)
+        pieces = [division.rank(rank) for rank in range(mesh.num_ranks)]
+        return SameGradients(pieces, self._tensors.device)
 
     # changed ---------------------------------------------------------------------------------
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:

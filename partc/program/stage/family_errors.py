@@ -33,6 +33,25 @@ def step_in_eval() -> RunError:
     )
 
 
+def loss_is_scripts(call: str) -> RunError:
+    return RunError(
+        where=f"{call}(...)", what="it gives a loss, and the program has none",
+        why="no loss= was given and the model returns none, so that the script computes it from "
+        "what the model returns",
+        do="Write loss = criterion(model(x), y) and loss.backward(); or give partc the loss, "
+        "loss=loss_of, of def loss_of(model, x, y): return criterion(model(x), y).",
+    )  # fmt: skip
+
+
+def no_input_gradient(name: str) -> RunError:
+    return RunError(
+        where=f"the input {name}", what="it waits for a gradient (requires_grad)",
+        why="a program computes the gradients of its own parameters, and of no input",
+        do="Pass it detached, x.detach(), if nothing before the model trains; else let one model "
+        "hold both parts, so that one program computes all.",
+    )  # fmt: skip
+
+
 def ranks_differ(each: Sequence[Wanted], *, rows_differ: bool) -> RunError:
     """The error of all ranks; ``each``: what a rank was given, by rank. ``rows_differ``: ranks are
     given samples of their own, and not as many.

@@ -28,7 +28,7 @@ def loss_with_backward(
     ``compare`` looks whether all ranks scale alike.
     """
     trained = [each for each in shown if each.trained and not each.is_frozen]
-    params: list[Tensor] = [each.param for each in trained] or [no_parameter()]
+    params: list[Tensor] = [each.param for each in trained] or [_no_parameter()]
     apply: Any = _LossOfStep.apply
     known = trained, is_half, compare
     loss: Tensor = apply(lambda: fresh_grads(shown, trained, run), *known, *params)
@@ -74,7 +74,7 @@ def check_scale(given: Any) -> Any:
     )  # fmt: skip
 
 
-def no_parameter() -> Tensor:
+def _no_parameter() -> Tensor:
     """What a loss hangs on where this pipeline rank trains nothing, so that it has a backward."""
     return torch.zeros((), requires_grad=True)
 

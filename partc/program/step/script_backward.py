@@ -6,10 +6,11 @@ mean over the ranks that have rows of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,63 +19,41 @@ from torch import Tensor
 from partc.errors import RunError
 from partc.program.ranks.waiting import waiting
 from partc.program.step.given_out import end
-from partc.program.step.loss_backward import fresh_grads, no_graph, no_parameter
+from partc.program.step.loss_backward import fresh_grads, no_graph
 from partc.program.tensors.shown import Shown
 
 
-@dataclass
-class Halfway:
-    """A step that has given out its results, and waits for their gradients.
+class Dealt(Protocol):
+    """How the gradients that ranks give back become what the program takes.
 
-    ``own``: by result the data axes along which each rank has its own rows. ``groups``: of all data
-    axes, by axis. ``draws``: what the program's generator counts, which other steps change.
+    ``shares``: into how many pieces ranks divide the batch.
     """
-
-    running: Any
-    results: Mapping[str, Tensor]
-    own: Mapping[str, frozenset[str]]
-    groups: Mapping[str, Any]
-    run: Any
-    check: Callable[[Sequence[Tensor]], None]
-    versions: dict[str, int] = field(init=False)
-    draws: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = {name: x._version for name, x in self.results.items()}
-        self.draws = dict(vars(self.run.rng)) if hasattr(self.run, "rng") else {}
 
     @property
     def shares(self) -> int:
-        """Into how many pieces ranks divide the batch."""
+        """Of how many losses the mean is meant."""
+
+    def whole(self, name: str, grad: Tensor) -> Tensor:
+        """The gradient of a result, given this rank's; all ranks call this together."""
+
+
+@dataclass(frozen=True)
+class Evenly:
+    """Ranks have as many rows each, and results lie as the program gives them.
+
+    ``own``: by result the data axes along which each rank has its own rows. ``groups``: of all data
+    axes, by axis.
+    """
+
+    own: Mapping[str, frozenset[str]]
+    groups: Mapping[str, Any]
+
+    @property
+    def shares(self) -> int:
         return prod(dist.get_world_size(group) for group in self.groups.values())
 
-    def finish(self, grads: Sequence[Tensor | None]) -> None:
-        """Go on to the end of the step; the gradients are this rank's, ``shares`` times the mean's
-        part.
-        """
-        for name, x in self.results.items():
-            if x._version != self.versions[name]:
-                raise _changed(name)
-        given = [self._summed(*each) for each in zip(self.results.items(), grads, strict=True)]
-        self.check(given)
-        before = dict(vars(self.run.rng)) if self.draws else {}
-        try:
-            if self.draws:
-                vars(self.run.rng).update(self.draws)
-            with torch.no_grad():
-                end(self.running, given)
-        finally:
-            if before:
-                vars(self.run.rng).update(before)
-
-    def _summed(self, result: tuple[str, Tensor], grad: Tensor | None) -> Tensor:
-        """A gradient as the program takes it: of a result that several data ranks have alike, the
-        sum of what each of them says.
-        """
-        name, x = result
-        if grad is None:
-            return torch.zeros_like(x)
-        grad = grad.contiguous()
+    def whole(self, name: str, grad: Tensor) -> Tensor:
+        """Of a result that several data ranks have alike, the sum of what each of them says."""
         for axis, group in self.groups.items():
             if axis not in self.own[name]:
                 grad = grad.clone()
@@ -82,15 +61,66 @@ class Halfway:
         return grad
 
 
+@dataclass
+class Halfway:
+    """A step that has given out its results, and waits for their gradients.
+
+    ``run`` is the rank's module. ``shown`` are the results as the script has them: its own rows.
+    """
+
+    running: Any
+    run: Any
+    results: Mapping[str, Tensor]
+    dealt: Dealt
+    check: Callable[[Sequence[Tensor]], None]
+    shown: Mapping[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shown, self._versions = self.results, [x._version for x in self.results.values()]
+        # which other steps that run meanwhile change
+        self._drawn = dict(vars(self.run.rng)) if hasattr(self.run, "rng") else {}
+
+    def finish(self, grads: Sequence[Tensor | None]) -> None:
+        """Go on to the end of the step; the parameters get ``dealt.shares`` times the mean."""
+        for (name, x), version in zip(self.results.items(), self._versions, strict=True):
+            if x._version != version:
+                raise _changed(name)
+        given = [self._given(*each) for each in zip(self.shown.items(), grads, strict=True)]
+        self.check(given)
+        with self._own_draws(), torch.no_grad():
+            end(self.running, given)
+
+    def _given(self, shown: tuple[str, Tensor], grad: Tensor | None) -> Tensor:
+        name, x = shown
+        if not x.is_floating_point():
+            return torch.zeros_like(self.results[name])
+        return self.dealt.whole(name, torch.zeros_like(x) if grad is None else grad.contiguous())
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Let the program's generator count as it did in the first half of the step."""
+        if not self._drawn:
+            yield
+            return
+        counts = vars(self.run.rng)
+        before = dict(counts)
+        counts.update(self._drawn)
+        try:
+            yield
+        finally:
+            counts.update(before)
+
+
 def results_with_backward(shown: Sequence[Shown], half: Halfway) -> Mapping[str, Tensor]:
     """The results by name; what a script computes from them has a ``backward``, which adds the
     gradients to those of the parameters.
     """
     trained = [each for each in shown if each.trained and not each.is_frozen]
-    params: list[Tensor] = [each.param for each in trained] or [no_parameter()]
+    if not trained:
+        return {name: x.detach() for name, x in half.shown.items()}
     apply: Any = _GivenOut.apply
-    found = apply(half, shown, trained, *params)
-    return dict(zip(half.results, found, strict=True))
+    found = apply(half, shown, trained, *(each.param for each in trained))
+    return dict(zip(half.shown, found, strict=True))
 
 
 class _GivenOut(torch.autograd.Function):
@@ -99,8 +129,9 @@ class _GivenOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, half: Halfway, shown: Any, trained: Any, *params: Tensor) -> Any:
         ctx.half, ctx.shown, ctx.trained = half, shown, trained
+        ctx.versions = [each.piece._version for each in shown]
         ctx.set_materialize_grads(False)
-        results = [x.detach() for x in half.results.values()]  # one may be an input, or a weight
+        results = [x.detach() for x in half.shown.values()]  # one may be an input, or a weight
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
         return tuple(results)
 
@@ -111,16 +142,19 @@ class _GivenOut(torch.autograd.Function):
         half, ctx.half = ctx.half, None
         if half is None:
             raise _twice()
+        for each, version in zip(ctx.shown, ctx.versions, strict=True):
+            if each.piece._version != version:
+                raise _weight_changed(each.shard.name)
         waiting().begin("backward")
         try:
             _, found = fresh_grads(ctx.shown, ctx.trained, lambda: half.finish(grads))
         finally:
             waiting().end()
-        part = 1 / half.shares
+        part = 1 / half.dealt.shares
         scaled = [None if g is None else g.mul_(part) for g in found]
         pairs = zip(ctx.trained, scaled, strict=True)
         handed = [None if g is None else each.like_param(g) for each, g in pairs]
-        return None, None, None, *(handed or [None])
+        return None, None, None, *handed
 
 
 def _twice() -> RunError:
@@ -128,6 +162,15 @@ def _twice() -> RunError:
         where="loss.backward()", what="was called a second time for one call of the model",
         why="a program's backward frees what its forward has kept, to save memory",
         do="Call the model again; or add the losses, and call backward once for their sum.",
+    )  # fmt: skip
+
+
+def _weight_changed(name: str) -> RunError:
+    return RunError(
+        where=name, what="was changed between the call of the model and backward",
+        why="the backward computes with the weights of the call, as autograd does, which refuses "
+        "this too",
+        do="Call backward before optimizer.step(), and the model again behind it.",
     )  # fmt: skip
 
 

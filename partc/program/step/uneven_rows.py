@@ -21,6 +21,7 @@ from partc.plan.batch import Dealt
 from partc.plan.sharding import R
 from partc.program import Program
 from partc.program.step.batch_fit import Pieces
+from partc.program.step.script_backward import Halfway
 from partc.program.wanted import Wanted
 
 ROWS_OF_EXAMPLE = 2  # of each rank, in a program that is compiled to see how results are cut
@@ -99,9 +100,23 @@ class UnevenRows:
             return found
 
         result = run()
+        if isinstance(result, Halfway):
+            result.shown = taken(result.results)
+            result.dealt = Unevenly(self, [one.inputs[i][0][dim] for one in mine], cuts)
+            return result
         if isinstance(result, tuple):
             return result[0], taken(result[1])
         return taken(result) if isinstance(result, Mapping) else result
+
+    def of_all(self, x: Tensor, cut: tuple[str, int, int], sizes: Sequence[int]) -> Tensor:
+        """What ``_narrowed`` took each rank's rows of, given these; all ranks call this together.
+
+        ``sizes``: the number of rows of each rank.
+        """
+        _, dim, outer = cut
+        found = gather_uneven(x.unflatten(dim, (outer, -1)).movedim(dim + 1, 0), sizes)
+        joined = torch.cat([found[rank] for rank in self.firsts])
+        return joined.movedim(0, dim + 1).flatten(dim, dim + 1)
 
     def example(self, wanted: Wanted) -> Wanted:
         """A batch that ranks share, with the arguments of this one."""
@@ -128,6 +143,27 @@ class UnevenRows:
                 shape[dim] = 0
         pairs = zip(shapes, wanted.inputs, strict=True)
         return replace(wanted, inputs=tuple((tuple(s), dtype) for s, (_, dtype) in pairs))
+
+
+@dataclass(frozen=True)
+class Unevenly:
+    """Gradients of results whose rows are of several ranks, not as many of each: all ranks gather
+    the rows of all.
+    """
+
+    rows: UnevenRows
+    sizes: Sequence[int]  # of each rank
+    cuts: Results
+
+    @property
+    def shares(self) -> int:
+        return len(self.rows.firsts)
+
+    def whole(self, name: str, grad: Tensor) -> Tensor:
+        if cut := self.cuts.get(name):
+            return self.rows.of_all(grad, cut[0], self.sizes)
+        found = gather_uneven(grad.reshape(1, -1), [1] * dist.get_world_size())
+        return torch.cat([found[rank] for rank in self.rows.firsts]).sum(0).reshape(grad.shape)
 
 
 def _narrowed(value: Tensor, cut: tuple[str, int, int], begin: int, num: int) -> Tensor:
