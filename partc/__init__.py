@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints", "Controller", "Mesh", "PartcError", "Picture", "Plan", "Program",
-    "Raised", "ReportPage", "ScriptLoss", "StepGuard", "Topology", "Traced", "compile", "graph_pass", "load",
-    "load_checkpoint", "parallelize", "partition", "picture", "report", "save_checkpoint", "verify",
-    "with_model", "with_variants",
+    "Raised", "ReportPage", "ScriptLoss", "StepGuard", "Topology", "Traced", "compile",
+    "graph_pass", "load", "load_checkpoint", "parallelize", "partition", "picture", "report",
+    "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
