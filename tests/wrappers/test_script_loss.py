@@ -1,0 +1,252 @@
+"""Scripts that compute the loss themselves, from what the model returns, as under DDP: the same
+weights as in one process, on real gloo processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.errors import PartcError, RunError
+from partc.verification.processes import Processes
+from tests.mistakes.things import one_rank
+
+LAYOUTS = [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"), ("dp=2,tp=2", "zero2")]
+ROWS = 8
+
+
+class Detector(nn.Module):
+    """A batch norm, results by name: two with rows, one number, classes without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16)
+        self.classes, self.box = nn.Linear(16, 5), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = torch.relu(self.norm(self.first(x)))
+        classes = self.classes(x)
+        best = classes.argmax(-1)
+        return {"classes": classes, "box": self.box(x), "best": best, "power": x.pow(2).mean()}
+
+
+class Steps(nn.Module):
+    """Sequence first, a recurrent part, nested results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm, self.out = nn.Embedding(11, 8), nn.LSTM(8, 8), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        x, state = self.lstm(self.table(ids))
+        return self.out(x), state
+
+
+def detected(results: Any, target: Tensor) -> Tensor:
+    assert not results["best"].requires_grad
+    loss = F.cross_entropy(results["classes"], target) + 0.3 * results["power"]
+    found: Tensor = loss + results["box"].pow(2).mean()
+    return found
+
+
+def followed(results: Any, target: Tensor) -> Tensor:
+    scores, (hidden, _) = results
+    found: Tensor = hidden.pow(2).mean()
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten()) + found
+
+
+def of_detector(seed: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, 12, dtype=torch.float64, generator=drawn)
+    return x, torch.randint(5, (ROWS,), generator=drawn)
+
+
+def of_steps(seed: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    ids = torch.randint(11, (6, ROWS), generator=drawn)
+    return ids, torch.randint(11, (6, ROWS), generator=drawn)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
+    "detector": (Detector, of_detector, detected, 0),
+    "steps": (Steps, of_steps, followed, 1),
+}
+
+
+def loop(model: Any, name: str, piece: int, num: int) -> list[float]:
+    """Four steps: a call before one backward, two calls, two backwards, a call without any."""
+    _, batch, loss_of, dim = MODELS[name]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss(seed: int) -> Tensor:
+        x, target = (each.chunk(num, dim)[piece] for each in batch(seed))
+        found: Tensor = loss_of(model(x), target)
+        return found
+
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                loss(9)  # which batch norms see
+        found = loss(step)
+        if step == 1:
+            found = found + 0.5 * loss(7)
+        found.backward()
+        if step == 2:
+            (loss(8) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(found.item())
+    return losses
+
+
+def trains_alike(mesh: str, plan: str, name: str) -> None:
+    torch.manual_seed(0)
+    reference = MODELS[name][0]().double()
+    model = partc.parallelize(copy.deepcopy(reference), mesh, plan=plan)
+    found = torch.tensor(loop(model, name, model.data_rank, model.data_world))
+    dist.all_reduce(found)
+    expected = loop(reference, name, 0, 1)
+    assert torch.allclose(found / dist.get_world_size(), torch.tensor(expected), atol=1e-6)
+    state = model.full_state_dict()
+    for key, value in reference.state_dict().items():
+        assert torch.allclose(state[key], value, rtol=1e-11, atol=1e-12), key
+
+
+@pytest.mark.gloo
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
+def test_a_loss_of_the_script_trains_as_in_one_process(
+    mesh: str, plan: str, name: str, world: Processes
+) -> None:
+    world.run(trains_alike, mesh, plan, name, num=4 if "," in mesh else 2)
+
+
+def uneven_rows() -> None:
+    """The mean of both ranks' losses, of 5 and of 3 rows, as under DDP."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+    model = partc.parallelize(copy.deepcopy(reference), "dp=2", plan="fsdp")
+    for seed, begin in ((0, 4), (1, 5)):
+        x, target = of_detector(seed)
+        pieces = [slice(0, begin), slice(begin, ROWS)]
+        mine = pieces[model.data_rank]
+        model.zero_grad()
+        F.cross_entropy(model(x[mine]), target[mine]).backward()
+        reference.zero_grad()
+        losses = [F.cross_entropy(reference(x[each]), target[each]) for each in pieces]
+        torch.stack(losses).mean().backward()
+        pairs: Any = zip(model.parameters(), reference.parameters(), strict=True)
+        for ours, theirs in pairs:
+            assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-13)
+
+
+@pytest.mark.gloo
+def test_ranks_with_other_numbers_of_rows_weigh_alike(world: Processes) -> None:
+    world.run(uneven_rows, num=2)
+
+
+def other_targets() -> None:
+    model = partc.parallelize(nn.Linear(12, 4), "tp=2", plan="megatron")
+    loss = model(torch.ones(ROWS, 12)).sum() * (1 + dist.get_rank())
+    with pytest.raises(RunError, match="ranks 0 and 1 have the same results"):
+        loss.backward()
+
+
+@pytest.mark.gloo
+def test_ranks_of_one_loss_that_compute_others_are_refused(world: Processes) -> None:
+    world.run(other_targets, num=2)
+
+
+def dropped(rate: float) -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 64), nn.Dropout(rate), nn.Linear(64, 4))
+
+
+@one_rank()
+def test_a_second_call_leaves_the_draws_of_the_first() -> None:
+    """The backward multiplies by the mask that its own forward has drawn."""
+    model = partc.parallelize(dropped(0.5), {}, recompute="block")
+    x = torch.ones(2, 12)
+    first, _ = model(x), model(x)
+    expected = torch.autograd.grad(first.sum(), model.get_parameter("2.weight"))[0]
+    model.zero_grad()
+    hidden = (first.detach() - model.get_parameter("2.bias")).sum()
+    weight = model.get_parameter("2.weight").detach()
+    assert torch.allclose((expected * weight).sum(), hidden, rtol=1e-4)
+
+
+WRONG: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "step": (lambda model, x: model.step(x), "the program has none"),
+    "eval_step": (lambda model, x: model.eval_step(x), "the program has none"),
+    "an input": (lambda model, x: model(x.requires_grad_()), "waits for a gradient"),
+    "in place": (lambda model, x: model(x).mul_(2).sum().backward(), "changed in place"),
+}
+
+
+@one_rank()
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_program_of_results_cannot_do_is_refused(what: str) -> None:
+    call, match = WRONG[what]
+    model = partc.parallelize(dropped(0.0), {})
+    with pytest.raises(PartcError, match=match):
+        call(model, torch.ones(2, 12))
+
+
+@one_rank()
+def test_a_backward_runs_once_with_the_weights_of_its_call() -> None:
+    model = partc.parallelize(dropped(0.0), {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss, later = model(torch.ones(2, 12)).sum(), model(torch.ones(2, 12)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RunError, match="a second time"):
+        loss.backward()
+    optimizer.step()
+    with pytest.raises(RunError, match="changed between the call of the model and backward"):
+        later.backward()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("pp=2", {}), ("dp=2", {"microbatches": 2})], ids=["pp", "microbatches"]
+)
+def test_plans_whose_parts_take_turns_need_the_loss(mesh: str, options: dict[str, Any]) -> None:
+    model = dropped(0.0)
+    with pytest.raises(PartcError, match="there is no loss="):
+        partc.compile(
+            model, mesh, (torch.ones(4, 12),), loss=partc.ScriptLoss(model), plan="ddp", **options
+        )
+
+
+@pytest.mark.parametrize("batch", ["local", "global"])
+@pytest.mark.parametrize("plan", ["fsdp+megatron", "auto"])
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_that_give_results_out_are_verified(name: str, plan: str, batch: Any) -> None:
+    made, batch_of, _, _ = MODELS[name]
+    model, x = made(), batch_of(0)[0]
+    given = (x.float() if x.is_floating_point() else x,)
+    loss = partc.ScriptLoss(model)
+    program = partc.compile(model, "dp=2,tp=2", given, loss=loss, plan=plan, batch=batch)
+    partc.verify(program, model, given, loss=loss).check()
+
+
+def test_the_text_waits_for_the_script_once() -> None:
+    model = Detector()
+    program = partc.compile(
+        model, "dp=2", (torch.ones(ROWS, 12),), loss=partc.ScriptLoss(model), plan="fsdp"
+    )
+    (text,) = (each for name, each in program.sources.items() if name.startswith("stage"))
+    before, _, behind = text.partition("def step")[2].partition("] = yield {")
+    given = behind.partition("}")[0]
+    assert all(f'"{name}": ' in given for name in ("classes", "box", "best", "power"))
+    assert "self.norm_running_mean.copy_(" in before
+    assert "yield" not in before
+    assert not [word for word in ("copy_(running", "return") if word in behind]
