@@ -27,7 +27,7 @@ from partc.collecting import no_collecting
 from partc.errors import UsageError
 from partc.graph import Graph
 from partc.graph.folds import TracedStages
-from partc.graph.given_back import waits_for_script
+from partc.graph.given_back import hold_back, waits_for_script
 from partc.installed import RULES, load_installed
 from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
@@ -163,6 +163,8 @@ PASSES = (
     Pass(insert_collectives, LOCAL_GRAPH, "one rank's calls on parameters as they are stored and "
          "inputs as they are given; transfers where shardings differ, sums over microbatches, "
          "copies (clone) where a kernel asks for strides"),
+    Pass(hold_back, LOCAL_GRAPH, "buffers are written before a step waits for the script's loss",
+         GIVEN_OUT),
     Pass(fuse_bias, LOCAL_GRAPH, "where nothing was summed, product and bias are one call",
          optional=True),
     Pass(count_whole, LOCAL_GRAPH, "ranks along the axis that cuts the vocabulary have the same "

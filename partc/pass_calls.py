@@ -28,7 +28,7 @@ from partc.passes.search.plans import choose_plan as choosing
 from partc.passes.shard import propagate as sharding
 from partc.passes.shard.local_batch_norm import check_statistics as check_batch_norms
 from partc.passes.shard.local_batch_norm import has_batch_norm
-from partc.passes.shard.results import NOTE, notes_on_extras
+from partc.passes.shard.results import notes_on_extras
 from partc.passes.stages import assign_stages as assigning
 from partc.passes.stages import keep_stages as keeping
 from partc.passes.stages import repeat_stages as repeating
@@ -38,6 +38,7 @@ from partc.trace import capture as capturing
 from partc.trace import record as recording
 from partc.trace import scan_blocks as scanning
 from partc.trace.record import Source
+from partc.trace.returns import EXTRA
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -150,7 +151,7 @@ def propagate(graph: Graph, plan: Plan, strict: bool) -> dict[str, object]:
     """Choose a sharding for every value, from the plan's entries and the rules."""
     told = [*plan.notes, *graph.frozen, *_untrained(graph)]
     choices = sharding.propagate(graph, plan, strict=strict, warnings=told)
-    notes = [note for note in told if not note.startswith(NOTE)]  # of an earlier compile
+    notes = [note for note in told if not note.startswith(EXTRA)]  # of an earlier compile
     notes += notes_on_extras(graph, plan)
     return {"choices": choices, "plan": plan.changed(notes=tuple(dict.fromkeys(notes)))}
 

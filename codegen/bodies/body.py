@@ -23,7 +23,7 @@ from partc.codegen.helpers.needed import Outlined
 from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
 from partc.graph import collectives, fake_of, is_tensor, ops, results_of, typed, value
-from partc.graph.given_back import is_given_back
+from partc.graph.given_back import given_out, is_given_back
 from partc.graph.moves import gathers_param
 from partc.quoting import comment, literal
 
@@ -164,7 +164,7 @@ class Body(Transfers):
 
     def _given_back(self, by_index: Mapping[int, fx.Node], node: fx.Node) -> Statement:
         """``[d_logits] = yield {"logits": logits}``: the script computes its loss meanwhile."""
-        num, results = len(results_of(node)), self.graph.outputs.results
+        num, results = len(results_of(node)), given_out(self.graph)
         names = [self.bind(by_index[i]) if i in by_index else "_" for i in range(num)]
         given = ", ".join(f"{literal(name)}: {self.text(x)}" for name, x in results.items())
         bound = [by_index[i] for i in sorted(by_index)]

@@ -55,7 +55,7 @@ from partc.codegen.repeats.totals import unread_zeros
 from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, value
 from partc.graph.draws import draws_of
-from partc.graph.given_back import waits_for_script
+from partc.graph.given_back import given_out, waits_for_script
 from partc.graph.graph_edits import copied
 from partc.graph.hooked import calls_hooks
 from partc.graph.moves import is_keyed, wire_of
@@ -349,7 +349,7 @@ class RoleText:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         at = given_out_at(lines) if waits_for_script(graph) else len(lines)
         lines[at:at] = self.buffer_updates(body)
-        lines += [] if waits_for_script(graph) else [Line(self._result(body))]
+        lines += [Line(self._result(body))] if self._gives_last else []
         return self.helpers.block(scope.settled([lines])[0], 2)
 
     @cached_property
@@ -391,12 +391,22 @@ class RoleText:
         """The text that reads a buffer of the model: ``self.layers[0].running_mean``."""
         return read(self.attributes[self.graph.buffers[name]])
 
+    @property
+    def _gives_last(self) -> bool:
+        """Whether ``step`` ends with a ``return``; what it has given out needs none."""
+        given = given_out(self.graph) if waits_for_script(self.graph) else {}
+        return given.keys() != self.graph.outputs.results.keys()
+
     def _result(self, body: StepBody) -> str:
-        """The ``return`` of the loss with its extras, or of a model's results in inference."""
-        outputs = self.graph.outputs
-        items = (f"{literal(name)}: {body.text(node)}" for name, node in outputs.results.items())
+        """The ``return`` of the loss with its extras, or of a model's results in inference; where
+        the script computes the loss, that of the gradients of inputs.
+        """
+        outputs, waits = self.graph.outputs, waits_for_script(self.graph)
+        before = given_out(self.graph) if waits else {}
+        named = (each for each in outputs.results.items() if each[0] not in before)
+        items = (f"{literal(name)}: {body.text(node)}" for name, node in named)
         results = f"{{{', '.join(items)}}}"
-        if outputs.loss is None:
+        if outputs.loss is None or waits:
             return f"return {results}"
         loss = str(body.text(outputs.loss))
         return f"return {loss}, {results}" if outputs.results else f"return {loss}"

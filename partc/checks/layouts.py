@@ -76,7 +76,8 @@ def check_layouts(graph: Graph) -> None:
 
 def _check_given_back(node: fx.Node) -> None:
     """Check that results are finished, and that each gradient lies as its result."""
-    for given, back in zip(tensor_args(node), result_nodes(node), strict=True):
+    results = result_nodes(node)
+    for given, back in zip(tensor_args(node)[: len(results)], results, strict=True):
         lies = value(given).sharding
         if any(layout.kind not in ("cut", "R") for _, layout in lies.layouts):
             raise wrong(node, f"{typed(given)} is not finished", "Reduce it before.")

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph
+from partc.graph import Graph, is_backward
 
 _LIBRARY = torch.library.Library("partc", "FRAGMENT")
-_LIBRARY.define("given_back(Tensor[] results) -> Tensor[]")
+_LIBRARY.define("given_back(Tensor[] results, Tensor[] before) -> Tensor[]")
 
 
-def gradients(results: Sequence[Tensor]) -> list[Tensor]:
+def gradients(results: Sequence[Tensor], before: Sequence[Tensor] = ()) -> list[Tensor]:
     """The gradients that stand for the script's: ``cos(result)``."""
     return [torch.cos(each) if _is_trained(each) else torch.zeros_like(each) for each in results]
 
@@ -33,6 +33,46 @@ GIVEN_BACK = torch.ops.partc.given_back.default
 def waits_for_script(graph: Graph) -> bool:
     """Whether a step gives out results, and goes on with gradients that the script computes."""
     return any(node.target is GIVEN_BACK for node in graph.calls())
+
+
+def given_out(graph: Graph) -> dict[str, fx.Node]:
+    """The results that a step gives out before its backward, by name."""
+    return {name: x for name, x in graph.outputs.results.items() if not is_backward(x)}
+
+
+def hold_back(graph: Graph) -> Graph:
+    """Let a step wait for the script once the new values of buffers are there.
+
+    They are written before, since other steps may run meanwhile. ``before`` of the op names them.
+    """
+    for node in filter(is_given_back, graph.calls()):
+        new = dict.fromkeys(graph.outputs.buffers.values())
+        behind = _behind(node)
+        before = [x for x in new if x.op != "placeholder" and x not in behind]
+        needed = _needed(before)
+        for each in [n for n in graph.calls() if n in needed and n > node]:
+            node.prepend(each)
+        node.args = node.args[0], before
+    return graph
+
+
+def _needed(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The calls on which some depend, and these."""
+    found, left = set[fx.Node](), [*nodes]
+    while left:
+        if (node := left.pop()) not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """The calls that depend on a call."""
+    found: set[fx.Node] = {node}
+    for each in node.graph.nodes:
+        if found.intersection(each.all_input_nodes):
+            found.add(each)
+    return found
 
 
 def is_given_back(node: fx.Node) -> bool:
@@ -50,6 +90,11 @@ def result_of(node: fx.Node) -> fx.Node | None:
     results: Any = node.all_input_nodes[0].args[0]
     found: fx.Node = results[node.args[1]]
     return found
+
+
+def differentiated(loss: Tensor) -> list[Tensor]:
+    """The inputs by which a loss of the script's is differentiated beside the parameters."""
+    return [*getattr(loss.grad_fn, "leaves", ())]
 
 
 def _is_trained(x: Tensor) -> bool:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partc.graph.draws import takes_numbers
 from partc.graph.fake_calls import quiet_log
 from partc.graph.folds import RepeatedBlocks
+from partc.graph.given_back import differentiated
 from partc.graph.places import Entered
 from partc.trace.closed_over import (
     OwnTensors,
@@ -62,6 +63,7 @@ from partc.trace.unknown_masks import masks_read
 from partc.trace.untouched import untouched
 
 Objective = Callable[..., Any]
+OF_INPUT = "gradient of input "  # and its place among those that have one
 T = TypeVar("T")
 
 
@@ -278,16 +280,16 @@ class TracedStep:
                 outcome = named_results(self.objective(self.model, *inputs))
             objects.check()
             contents.differentiates |= by_inputs(inputs)
-            self.results = list(outcome)
             if not self.with_own:
                 check_own(outcome.values(), contents, names.by_id(held))
             grads = self._grads(outcome, held, weights) if self.train else []
+            self.results = list(outcome)
             objects.check()  # as a hook may do the same in the backward
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
     def _grads(
         self,
-        outcome: Mapping[str, Tensor],
+        outcome: dict[str, Tensor],
         held: Mapping[str, Tensor],
         params: Mapping[str, Tensor],
     ) -> list[Any]:
@@ -304,15 +306,23 @@ def as_graph(first: Callable[..., Outcome], *fakes: list[Tensor]) -> fx.GraphMod
     return make_fx(first, _allow_non_fake_inputs=True)(*fakes)
 
 
-def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: Names) -> list[Any]:
-    """The gradient of the loss by every trainable parameter; the ops are recorded as phase B."""
+def _backward(outcome: dict[str, Tensor], held: Mapping[str, Tensor], names: Names) -> list[Any]:
+    """The gradient of the loss by every trainable parameter; the ops are recorded as phase B.
+
+    ``outcome`` gets those by inputs that a loss of the script's asks for.
+    """
     loss = next(iter(outcome.values()))
     wanted = [held[name] for name in names.trainable]
-    if loss.grad_fn is None or not wanted:
+    inputs = differentiated(loss)
+    if loss.grad_fn is None or not (wanted or inputs):
         return [None for _ in wanted]
     setup_stacktrace_preservation_hooks([loss.grad_fn])
     with provenance.annotate({"phase": "B", "module": ""}), overwrites_named(loss):
-        grads = list(torch.autograd.grad(loss, wanted, allow_unused=True))
+        every = list(torch.autograd.grad(loss, [*wanted, *inputs], allow_unused=True))
+        found = zip(inputs, every[len(wanted) :], strict=True)
+        given = [torch.zeros_like(x) if grad is None else grad for x, grad in found]
+    outcome |= {f"{OF_INPUT}{i}": grad for i, grad in enumerate(given)}
+    grads = every[: len(wanted)]
     check_dense_grads(dict(zip(names.trainable, grads, strict=True)))
     return grads
 

@@ -18,6 +18,7 @@ from partc.trace.script_loss import GivenOut
 from partc.trace.trees import Names, Tree, TreeError, tensors_of, told, tree_of
 
 LOSS = ""  # the name of the loss among the tensors that are returned
+EXTRA = "extra "  # with which the plan's note on each begins
 Objective = Callable[..., Any]
 
 
@@ -30,12 +31,13 @@ class Returns:
 
     own: bool
     tree: Tree | None = None
+    inputs: tuple[str, ...] = ()  # those whose gradients come last
     is_known: bool = False  # whether a step was run
 
     @property
     def names(self) -> list[str]:
         """The names of the extras' tensors."""
-        return extras_in(self.tree)
+        return [*extras_in(self.tree), *map(gradient_of, self.inputs)]
 
     @property
     def loss_name(self) -> str:
@@ -78,6 +80,7 @@ class Returns:
         if isinstance(outcome, list) and any(_is_loss(x) and x.requires_grad for x in outcome[1:]):
             raise _several_losses(model, len(outcome))
         self._note(_tree(outcome, model), model)
+        self.inputs = outcome.inputs if isinstance(outcome, GivenOut) else ()
         return [outcome[0], *(x.detach() for x in tensors_of(list(outcome[1:])))]
 
     def _note(self, tree: Tree | None, model: str) -> None:
@@ -122,6 +125,11 @@ class Returns:
             why="a training step starts from one floating-point number",
             do=do,
         )
+
+
+def gradient_of(name: str) -> str:
+    """The name of an input's gradient among what a step gives."""
+    return f"d_{name}"
 
 
 def described(outcome: Any) -> tuple[Tree | None, Any]:

@@ -7,6 +7,7 @@ backward starts at the gradients that come back (``graph/given_back.py``).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.autograd import Function
 
 from partc.errors import TraceError
 from partc.graph.given_back import GIVEN_BACK
+from partc.trace.arguments import Given
 from partc.trace.trees import TreeError, tensors_of
 
 
@@ -27,6 +29,7 @@ class ScriptLoss:
 
     Args:
         model: the model that is compiled, whose arguments a step takes.
+        inputs: names of inputs that get a gradient, as what another model has computed.
 
     Example::
 
@@ -38,45 +41,77 @@ class ScriptLoss:
 
     # called as a loss is, it gives 0, whose gradients by the results are what the script gives back
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[str] = ()) -> None:
         first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
         taken = inspect.signature(model.forward).parameters.values()
         self.__signature__ = inspect.Signature([first, *taken])
+        self.inputs = tuple(inputs)
 
     def __call__(self, model: nn.Module, *args: Any, **named: Any) -> Any:
-        return of_script(model(*args, **named), type(model).__name__)
+        return of_script(model, args, named, self.inputs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ScriptLoss)
+        return isinstance(other, ScriptLoss) and self.inputs == other.inputs
 
     def __hash__(self) -> int:
-        return hash(ScriptLoss)
+        return hash(self.inputs)
 
 
 class GivenOut(tuple[Tensor, Any]):
-    """``(0, what the model returns)``."""
+    """``(0, what the model returns)``. ``inputs``: names of inputs that have a gradient, too."""
+
+    inputs: tuple[str, ...]
 
 
-def of_script(returned: Any, model: str) -> GivenOut:
-    """``(0, returned)``, a loss whose gradients by what a model returned the script gives back."""
+def of_script(
+    model: nn.Module, args: Sequence[Any], named: Mapping[str, Any], inputs: tuple[str, ...] = ()
+) -> GivenOut:
+    """``(0, returned)``, a loss whose gradients by what a model returns the script gives back.
+
+    ``inputs``: the names of inputs by which the model is differentiated, too.
+    """
+    args, named, leaves = with_leaves(model, args, named, inputs)
+    return given_out(model(*args, **named), type(model).__name__, inputs, leaves)
+
+
+def given_out(
+    returned: Any, model: str, inputs: tuple[str, ...] = (), leaves: Sequence[Tensor] = ()
+) -> GivenOut:
+    """The same of what a model has returned."""
     apply: Any = _HandedOut.apply
-    return GivenOut((apply(*_results(returned, model)), returned))
+    found = GivenOut((apply(leaves, *_results(returned, model)), returned))
+    found.inputs = inputs
+    return found
 
 
 class _HandedOut(Function):
     """Zero, whose gradients by the results are those that are given back for them."""
 
     @staticmethod
-    def forward(ctx: Any, *results: Tensor) -> Tensor:
+    def forward(ctx: Any, leaves: Sequence[Tensor], *results: Tensor) -> Tensor:
+        ctx.leaves = leaves
         ctx.save_for_backward(*results)
         return next(x for x in results if x.is_floating_point()).new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         results = list(ctx.saved_tensors)
-        found = GIVEN_BACK([x.detach() for x in results])
+        found = GIVEN_BACK([x.detach() for x in results], [])
         pairs = zip(found, results, strict=True)
-        return tuple(grad if x.is_floating_point() else None for grad, x in pairs)
+        return None, *(grad if x.is_floating_point() else None for grad, x in pairs)
+
+
+def with_leaves(
+    model: nn.Module, args: Sequence[Any], named: Mapping[str, Any], inputs: Sequence[str]
+) -> tuple[Sequence[Any], Mapping[str, Any], list[Tensor]]:
+    """The arguments with a leaf of autograd's in the place of each of these inputs."""
+    if not inputs:
+        return args, named, []
+    given = Given.of_call(model, args, named)
+    tensors = dict(zip(given.names, given.tensors, strict=True))
+    leaves = {name: tensors[name].detach().requires_grad_() for name in inputs}
+    bound = given.filled([*(tensors | leaves).values()])
+    return bound.args, bound.kwargs, [*leaves.values()]
 
 
 def _results(returned: Any, model: str) -> list[Tensor]:

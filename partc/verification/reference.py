@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from partc.collecting import no_collecting
 from partc.errors import RunError, UsageError
+from partc.graph.given_back import differentiated
 from partc.program.step.step_failures import THEIRS, described
 from partc.trace.arguments import Given
 from partc.trace.capture import named_results
@@ -201,8 +202,10 @@ def _trained(
     with draws.inside(model), norms.inside(model) if norms else nullcontext():
         whole, *others = objective(model, *inputs)
         extras = [each.clone() for each in others]
-        if any(param.requires_grad for param in model.parameters()):
+        inputs = differentiated(whole)
+        if inputs or any(param.requires_grad for param in model.parameters()):
             whole.backward()  # checkpointed blocks draw and normalise again
+            extras += [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
     return [whole.detach(), *extras]
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
@@ -21,12 +22,14 @@ from partc.program.start import device_of, join
 from partc.recipe import Recipe
 from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
+from partc.trace.trees import tensors_of
 from partc.whole_batch import axes_open
 from partc.wrappers.as_model import AsModel
 from partc.wrappers.how import How
 from partc.wrappers.kept import Kept, check_not_stepping
 from partc.wrappers.longest import check_names_of_pad, warn_of_pad
 from partc.wrappers.moved import move, optimizers_over
+from partc.wrappers.results import returned_loss
 from partc.wrappers.said import check_loss, check_outputs, check_said
 from partc.wrong_calls import known_arguments, quoted
 
@@ -166,16 +169,34 @@ class Parallel(AsModel):
 
     def _of_loss(self, loss: Any, args: Any, named: Any) -> Any:
         """What steps by a loss: the stage itself, or a loss that shares its tensors."""
-        if loss not in self.losses:
-            compiled = self._loss_of if loss is None else loss
+        key = loss if loss is not None else self._differentiated(args, named)
+        if key not in self.losses:
+            compiled = self._own_loss(key) if loss is None else loss
             if self.stage is None:
-                self.losses[loss] = self._begun(args, named, compiled)
+                self.losses[key] = self._begun(args, named, compiled)
             else:
                 given = self._given(args, named, compiled)
                 program = self._as_now().also(given, loss=compiled)
                 self._know_batch(program)
-                self.losses[loss] = self.stage.share(program)
-        return self.losses[loss]
+                self.losses[key] = self.stage.share(program)
+        return self.losses[key]
+
+    def _differentiated(self, args: Any, named: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of inputs that wait for a gradient, where the script computes the loss."""
+        every = tensors_of([*args, *named.values()])
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in every):
+            return ()
+        given = Given.of_call(self.model, args, named, self._loss_of)
+        pairs = zip(given.names, given.tensors, strict=True)
+        return tuple(name for name, x in pairs if x.requires_grad)
+
+    def _own_loss(self, inputs: tuple[str, ...]) -> Callable[..., Any]:
+        """The loss of a model without ``loss=``; ``inputs`` get gradients, too."""
+        if not inputs:
+            return self._loss_of
+        loss_of = returned_loss(self.model, self.how.outputs, inputs)
+        loss_of.__signature__ = inspect.signature(self._loss_of)  # type: ignore[attr-defined]
+        return loss_of
 
     def _as_now(self) -> Program:
         """The program, to compile another loss by which trains what the script trains now: a part

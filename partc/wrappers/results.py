@@ -9,21 +9,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from partc.errors import RunError, UsageError
-from partc.trace.script_loss import of_script
+from partc.trace.script_loss import given_out, with_leaves
 from partc.wrong_calls import did_you_mean, quoted
 
 
-def returned_loss(model: nn.Module, outputs: Sequence[str]) -> Callable[..., Any]:
+def returned_loss(
+    model: nn.Module, outputs: Sequence[str], inputs: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """``loss(model, *inputs)`` of a model that returns its loss, in a tensor, a tuple or by name.
 
     It has the arguments of the model's forward, so that a step takes them by place and by name.
+    Where the script computes the loss itself, ``inputs`` name those that get a gradient, too.
     """
 
     def loss_of(model: nn.Module, /, *args: Any, **named: Any) -> Any:
+        args, named, leaves = with_leaves(model, args, named, inputs)
         results = model(*args, **named)
         loss = loss_in(results)
         if loss is None and not outputs:
-            return of_script(results, type(model).__name__)
+            return given_out(results, type(model).__name__, inputs, leaves)
         if isinstance(results, Tensor):
             if loss is None or outputs:
                 raise no_loss(type(model).__name__, f"a tensor of shape {tuple(results.shape)}")

@@ -16,8 +16,7 @@ from partc.plan import Plan
 from partc.plan.batch import given
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import Sharding
-
-NOTE = "extra "  # with which the plan's note on each begins
+from partc.trace.returns import EXTRA
 
 
 def sharding_of_result(
@@ -46,7 +45,7 @@ def notes_on_extras(graph: Graph, plan: Plan) -> Iterator[str]:
         known, lies = value(node), sharding_of_result(node, graph, plan)
         ways = [*(["this rank's rows"] if lies.cuts() else []), *_ways(node, lies)]
         told = ", ".join(ways) or "the same on every rank"
-        yield f"{NOTE}{name}: {lies.typed(known.shape, known.dtype)}, {told}"
+        yield f"{EXTRA}{name}: {lies.typed(known.shape, known.dtype)}, {told}"
 
 
 def _ways(node: fx.Node, lies: Sharding) -> Iterator[str]:

@@ -62,6 +62,7 @@ from partc.program.step.step_loss import evaluated
 from partc.program.step.uneven_rows import Results, UnevenRows
 from partc.program.wanted import Mode, Wanted
 from partc.trace.record import Kind
+from partc.trace.returns import EXTRA, gradient_of
 
 Run = Callable[[], Any]
 _CALLED: Mapping[Kind, str] = {"step": "step", "loss": "eval_step", "forward": "forward"}
@@ -144,10 +145,16 @@ class Family:
 
     def halfway(
         self, args: Sequence[Any], named: Mapping[str, Any], device: str
-    ) -> tuple[Halfway, Callable[[Mapping[str, Tensor]], Any]] | None:
-        """A step that has given out its results, and what makes of these what the model returns."""
+    ) -> tuple[Halfway, Callable[[Mapping[str, Tensor]], Any], dict[str, Tensor]] | None:
+        """A step that has given out its results, what makes of these what the model returns, and
+        the inputs that wait for a gradient, by name.
+        """
         found = self._ready("step", self.mode_now, args, named, device)
-        return found and (found[1](), found[0].returned.given_out)
+        if found is None:
+            return None
+        given = zip(self.first.program.inputs, self._calls.tensors("step", args, named)[0])
+        waiting_for = {n: x for n, x in given if x.requires_grad and torch.is_grad_enabled()}
+        return found[1](), found[0].returned.given_out, waiting_for
 
     def loss(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
         """The loss in eval mode, with the extras if there are any."""
@@ -222,8 +229,9 @@ class Family:
         """RunError for an input whose gradient the script's backward would hand on."""
         if kind == "step" and self.gives_out and torch.is_grad_enabled():
             names = [*self.first.program.inputs]
+            given = {note.split(":")[0].removeprefix(EXTRA) for note in self._plan.notes}
             for name, x in zip(names, inputs, strict=False):
-                if x.requires_grad:
+                if x.requires_grad and gradient_of(name) not in given:
                     raise no_input_gradient(name)
 
     def meet(self, call: str, most: int = 0) -> None:
@@ -422,12 +430,9 @@ class Family:
             return result
         program, held = member.program, self._tensors
         data = {axis for cuts in program.dealt.values() for axis, *_ in cuts}
-        own = {name: {axis for axis, *_ in cuts} for name, cuts in program.results.items()}
+        own = {n: frozenset(axis for axis, *_ in cuts) for n, cuts in program.results.items()}
         results = next(result)
-        dealt = Evenly(
-            {name: frozenset(own.get(name, ())) for name in results},
-            {axis: group for axis, group in held.groups.items() if axis in data},
-        )  # fmt: skip
+        dealt = Evenly(own, {axis: group for axis, group in held.groups.items() if axis in data})
         return Halfway(result, member.run, results, dealt, self._same_gradients.check)
 
     @cached_property

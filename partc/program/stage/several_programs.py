@@ -233,8 +233,8 @@ class SeveralPrograms(nn.Module):
                 end_all(shown)
             if found is None:
                 return None
-            half, whole = found
-            return whole(results_with_backward(shown, half))
+            half, whole, given = found
+            return whole(results_with_backward(shown, half, given))
 
     def _with_backward(self, ready: Ready) -> Tensor:
         """The loss of a step that is ready, whose ``backward`` hands out gradients."""

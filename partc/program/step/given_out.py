@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -33,11 +32,14 @@ def whole_step(step: Any, run: Callable[..., Any], inputs: Sequence[Tensor],
         return run(*inputs)
     running = run(*inputs)
     results: Mapping[str, Tensor] = next(running)
-    end(running, given([*results.values()]))
-    return next(iter(results.values())).new_zeros(()), results
+    last = end(running, given([*results.values()]))
+    return next(iter(results.values())).new_zeros(()), {**results, **last}
 
 
-def end(running: Any, grads: Sequence[Tensor]) -> None:
-    """Let a step that waits go on to its end."""
-    with suppress(StopIteration):
+def end(running: Any, grads: Sequence[Tensor]) -> Mapping[str, Tensor]:
+    """Let a step that waits go on to its end; gives the gradients of inputs, by their names."""
+    try:
         running.send(grads)
+    except StopIteration as ended:
+        return ended.value or {}
+    raise AssertionError("a step waits for the script once")

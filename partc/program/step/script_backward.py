@@ -21,6 +21,7 @@ from partc.program.ranks.waiting import waiting
 from partc.program.step.given_out import end
 from partc.program.step.loss_backward import fresh_grads, no_graph
 from partc.program.tensors.shown import Shown
+from partc.trace.returns import gradient_of
 
 
 class Dealt(Protocol):
@@ -36,13 +37,16 @@ class Dealt(Protocol):
     def whole(self, name: str, grad: Tensor) -> Tensor:
         """The gradient of a result, given this rank's; all ranks call this together."""
 
+    def mine(self, name: str, grad: Tensor) -> Tensor:
+        """What this rank's script is given of an input's gradient."""
+
 
 @dataclass(frozen=True)
 class Evenly:
     """Ranks have as many rows each, and results lie as the program gives them.
 
-    ``own``: by result the data axes along which each rank has its own rows. ``groups``: of all data
-    axes, by axis.
+    ``own``: by result, or gradient of an input, the data axes along which each rank has its own
+    rows. ``groups``: of all data axes, by axis.
     """
 
     own: Mapping[str, frozenset[str]]
@@ -55,10 +59,16 @@ class Evenly:
     def whole(self, name: str, grad: Tensor) -> Tensor:
         """Of a result that several data ranks have alike, the sum of what each of them says."""
         for axis, group in self.groups.items():
-            if axis not in self.own[name]:
+            if axis not in self.own.get(name, ()):
                 grad = grad.clone()
                 dist.all_reduce(grad, group=group)
         return grad
+
+    def mine(self, name: str, grad: Tensor) -> Tensor:
+        """That of its rows; of an input that data ranks have alike, the mean over these."""
+        own = self.own.get(name, ())
+        alike = [group for axis, group in self.groups.items() if axis not in own]
+        return grad / prod(map(dist.get_world_size, alike)) if alike else grad
 
 
 @dataclass
@@ -80,15 +90,19 @@ class Halfway:
         # which other steps that run meanwhile change
         self._drawn = dict(vars(self.run.rng)) if hasattr(self.run, "rng") else {}
 
-    def finish(self, grads: Sequence[Tensor | None]) -> None:
-        """Go on to the end of the step; the parameters get ``dealt.shares`` times the mean."""
+    def finish(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Go on to the end of the step; the parameters get ``dealt.shares`` times the mean.
+
+        Gives the gradients of inputs by name.
+        """
         for (name, x), version in zip(self.results.items(), self._versions, strict=True):
             if x._version != version:
                 raise _changed(name)
         given = [self._given(*each) for each in zip(self.shown.items(), grads, strict=True)]
         self.check(given)
         with self._own_draws(), torch.no_grad():
-            end(self.running, given)
+            found = end(self.running, given)
+        return {name: self.dealt.mine(name, grad) for name, grad in found.items()}
 
     def _given(self, shown: tuple[str, Tensor], grad: Tensor | None) -> Tensor:
         name, x = shown
@@ -111,15 +125,18 @@ class Halfway:
             counts.update(before)
 
 
-def results_with_backward(shown: Sequence[Shown], half: Halfway) -> Mapping[str, Tensor]:
+def results_with_backward(
+    shown: Sequence[Shown], half: Halfway, inputs: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
     """The results by name; what a script computes from them has a ``backward``, which adds the
-    gradients to those of the parameters.
+    gradients to those of the parameters, and hands on those of ``inputs``.
     """
     trained = [each for each in shown if each.trained and not each.is_frozen]
-    if not trained:
+    if not trained and not inputs:
         return {name: x.detach() for name, x in half.shown.items()}
     apply: Any = _GivenOut.apply
-    found = apply(half, shown, trained, *(each.param for each in trained))
+    leaves = *(each.param for each in trained), *inputs.values()
+    found = apply(half, shown, trained, [*inputs], *leaves)
     return dict(zip(half.shown, found, strict=True))
 
 
@@ -127,8 +144,10 @@ class _GivenOut(torch.autograd.Function):
     """Gives the results of a step out, and in ``backward`` runs the rest of the step."""
 
     @staticmethod
-    def forward(ctx: Any, half: Halfway, shown: Any, trained: Any, *params: Tensor) -> Any:
-        ctx.half, ctx.shown, ctx.trained = half, shown, trained
+    def forward(
+        ctx: Any, half: Halfway, shown: Any, trained: Any, inputs: Any, *leaves: Tensor
+    ) -> Any:
+        ctx.half, ctx.shown, ctx.trained, ctx.inputs = half, shown, trained, inputs
         ctx.versions = [each.piece._version for each in shown]
         ctx.set_materialize_grads(False)
         results = [x.detach() for x in half.shown.values()]  # one may be an input, or a weight
@@ -147,14 +166,14 @@ class _GivenOut(torch.autograd.Function):
                 raise _weight_changed(each.shard.name)
         waiting().begin("backward")
         try:
-            _, found = fresh_grads(ctx.shown, ctx.trained, lambda: half.finish(grads))
+            given, found = fresh_grads(ctx.shown, ctx.trained, lambda: half.finish(grads))
         finally:
             waiting().end()
         part = 1 / half.dealt.shares
         scaled = [None if g is None else g.mul_(part) for g in found]
         pairs = zip(ctx.trained, scaled, strict=True)
         handed = [None if g is None else each.like_param(g) for each, g in pairs]
-        return None, None, None, *handed
+        return None, None, None, None, *handed, *(given[gradient_of(x)] for x in ctx.inputs)
 
 
 def _twice() -> RunError:

@@ -102,7 +102,8 @@ class UnevenRows:
         result = run()
         if isinstance(result, Halfway):
             result.shown = taken(result.results)
-            result.dealt = Unevenly(self, [one.inputs[i][0][dim] for one in mine], cuts)
+            of_each = [one.inputs[i][0][dim] for one in mine]
+            result.dealt = Unevenly(self, of_each, cuts, begin, num)
             return result
         if isinstance(result, tuple):
             return result[0], taken(result[1])
@@ -158,6 +159,14 @@ class Unevenly:
     @property
     def shares(self) -> int:
         return len(self.rows.firsts)
+
+    begin: int  # of this rank's rows
+    num: int
+
+    def mine(self, name: str, grad: Tensor) -> Tensor:
+        if cut := self.cuts.get(name):
+            return _narrowed(grad, cut[0], self.begin, self.num)
+        return grad / self.shares
 
     def whole(self, name: str, grad: Tensor) -> Tensor:
         if cut := self.cuts.get(name):
