@@ -394,8 +394,8 @@ class RoleText:
     @property
     def _gives_last(self) -> bool:
         """Whether ``step`` ends with a ``return``; what it has given out needs none."""
-        given = given_out(self.graph) if waits_for_script(self.graph) else {}
-        return given.keys() != self.graph.outputs.results.keys()
+        given = given_out(self.graph) if waits_for_script(self.graph) else None
+        return given is None or given.keys() != self.graph.outputs.results.keys()
 
     def _result(self, body: StepBody) -> str:
         """The ``return`` of the loss with its extras, or of a model's results in inference; where

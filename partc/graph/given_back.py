@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, is_backward
+from partc.graph import Graph
 
 _LIBRARY = torch.library.Library("partc", "FRAGMENT")
 _LIBRARY.define("given_back(Tensor[] results, Tensor[] before) -> Tensor[]")
@@ -37,7 +37,8 @@ def waits_for_script(graph: Graph) -> bool:
 
 def given_out(graph: Graph) -> dict[str, fx.Node]:
     """The results that a step gives out before its backward, by name."""
-    return {name: x for name, x in graph.outputs.results.items() if not is_backward(x)}
+    behind = {x for node in graph.calls() if is_given_back(node) for x in _behind(node)}
+    return {name: x for name, x in graph.outputs.results.items() if x not in behind}
 
 
 def hold_back(graph: Graph) -> Graph:

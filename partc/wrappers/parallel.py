@@ -193,10 +193,12 @@ class Parallel(AsModel):
     def _own_loss(self, inputs: tuple[str, ...]) -> Callable[..., Any]:
         """The loss of a model without ``loss=``; ``inputs`` get gradients, too."""
         if not inputs:
-            return self._loss_of
-        loss_of = returned_loss(self.model, self.how.outputs, inputs)
-        loss_of.__signature__ = inspect.signature(self._loss_of)  # type: ignore[attr-defined]
-        return loss_of
+            own: Callable[..., Any] = self._loss_of
+            return own
+        loss_of: Any = returned_loss(self.model, self.how.outputs, inputs)
+        loss_of.__signature__ = inspect.signature(self._loss_of)
+        found: Callable[..., Any] = loss_of
+        return found
 
     def _as_now(self) -> Program:
         """The program, to compile another loss by which trains what the script trains now: a part

@@ -23,8 +23,8 @@ def returned_loss(
     """
 
     def loss_of(model: nn.Module, /, *args: Any, **named: Any) -> Any:
-        args, named, leaves = with_leaves(model, args, named, inputs)
-        results = model(*args, **named)
+        given, by_name, leaves = with_leaves(model, args, named, inputs)
+        results = model(*given, **by_name)
         loss = loss_in(results)
         if loss is None and not outputs:
             return given_out(results, type(model).__name__, inputs, leaves)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from partc.errors import PlanError
 from partc.passes.shard.check_islands import has_islands
-from partc.passes.stages.choose_stages import is_pipeline
 from partc.plan import Plan
 from partc.plan.mesh import PP, Mesh
 
 
 def check_given_out(plan: Plan, mesh: Mesh) -> None:
     """PlanError for parts of a batch that take turns, where the script computes the loss of all."""
-    if is_pipeline(plan, mesh):
+    if mesh.pipeline_ranks > 1 or plan.stages:
         raise _refused(f"mesh {mesh}", f"it has an axis {PP}, and there is no loss=")
     if plan.microbatches > 1:
         raise _refused("microbatches", f"they are {plan.microbatches}, and there is no loss=")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from partc.graph.given_back import GIVEN_BACK
 from partc.graph.ops import (
     by_columns,
     cross_entropy_grad,
@@ -55,6 +56,8 @@ MATMUL = (
     call(aten._grouped_mm.default, h(3, 24, 96), h(3, 96, 192)),
     call(weight_grad, f(12, 2, 36), f(12, 2, 24)),
     call(weight_grad, f(12, 36), f(12, 24)),
+    call(GIVEN_BACK, [f(12, 36), f(12, 24, 4)], []),
+    call(GIVEN_BACK, [f(12, 24), f(6, 24), f()], []),
 )
 
 LINALG = (

@@ -188,7 +188,6 @@ def test_a_second_call_leaves_the_draws_of_the_first() -> None:
 WRONG: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "step": (lambda model, x: model.step(x), "the program has none"),
     "eval_step": (lambda model, x: model.eval_step(x), "the program has none"),
-    "an input": (lambda model, x: model(x.requires_grad_()), "waits for a gradient"),
     "in place": (lambda model, x: model(x).mul_(2).sum().backward(), "changed in place"),
 }
 
@@ -200,6 +199,77 @@ def test_what_a_program_of_results_cannot_do_is_refused(what: str) -> None:
     model = partc.parallelize(dropped(0.0), {})
     with pytest.raises(PartcError, match=match):
         call(model, torch.ones(2, 12))
+
+
+class Maker(nn.Module):
+    """What a critic judges: a batch norm, and no bias before it, whose gradient is noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16)
+        self.down = nn.Linear(16, 12)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return torch.tanh(self.down(torch.relu(self.norm(self.up(noise)))))
+
+
+def played(maker: Any, critic: Any, piece: int, num: int) -> None:
+    """Two models in turns; the maker learns through the critic."""
+    steps = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (maker, critic)]
+    for seed in range(3):
+        drawn = torch.Generator().manual_seed(seed)
+        real, noise = (
+            torch.randn(ROWS, width, dtype=torch.float64, generator=drawn).chunk(num)[piece]
+            for width in (12, 6)
+        )
+        fake = maker(noise)
+        critic.zero_grad()
+        judged = F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()
+        judged.backward()
+        steps[1].step()
+        critic.requires_grad_(seed == 1)
+        maker.zero_grad()
+        F.softplus(-critic(fake)).mean().backward()
+        steps[0].step()
+        critic.requires_grad_(True)
+
+
+def plays_alike(mesh: str, plan: str) -> None:
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))
+    theirs = [Maker().double(), critic.double()]
+    ours = [partc.parallelize(copy.deepcopy(each), mesh, plan=plan) for each in theirs]
+    played(ours[0], ours[1], ours[0].data_rank, ours[0].data_world)
+    played(theirs[0], theirs[1], 0, 1)
+    for model, reference in zip(ours, theirs, strict=True):
+        state = model.full_state_dict()
+        for key, value in reference.state_dict().items():
+            assert torch.allclose(state[key], value, rtol=1e-11, atol=1e-12), key
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "plan"), LAYOUTS[1:3])
+def test_a_model_learns_through_another(mesh: str, plan: str, world: Processes) -> None:
+    world.run(plays_alike, mesh, plan, num=2)
+
+
+def test_gradients_of_inputs_are_verified() -> None:
+    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
+    loss, given = partc.ScriptLoss(model, ["input"]), (torch.randn(ROWS, 12),)
+    program = partc.compile(
+        model, "dp=2,tp=2", given, loss=loss, plan="fsdp+megatron", batch="local"
+    )
+    partc.verify(program, model, given, loss=loss).check()
+    assert any('return {"d_input": ' in text for text in program.sources.values())
+
+
+@one_rank()
+def test_an_input_that_was_compiled_without_a_gradient_is_refused() -> None:
+    model = dropped(0.0)
+    loss, x = partc.ScriptLoss(model), torch.ones(2, 12)
+    stage = partc.compile(model, {}, (x,), loss=loss).module()
+    with pytest.raises(RunError, match="waits for a gradient"):
+        stage(x.requires_grad_())
 
 
 @one_rank()

@@ -152,7 +152,8 @@ class Family:
         found = self._ready("step", self.mode_now, args, named, device)
         if found is None:
             return None
-        given = zip(self.first.program.inputs, self._calls.tensors("step", args, named)[0])
+        every = self._calls.tensors("step", args, named)[0]
+        given = zip(self.first.program.inputs, every, strict=True)
         waiting_for = {n: x for n, x in given if x.requires_grad and torch.is_grad_enabled()}
         return found[1](), found[0].returned.given_out, waiting_for
 
@@ -194,8 +195,10 @@ class Family:
             if autocast and self._same is None:
                 raise inside_autocast(autocast)
             inputs, form = self._calls.tensors(kind, args, named)
-            self._check_input_grads(kind, inputs)
-            tell_of_input_grads(self._plan, kind, [*self.first.program.inputs], inputs)
+            if self.gives_out:
+                self._check_input_grads(kind, inputs)
+            else:
+                tell_of_input_grads(self._plan, kind, [*self.first.program.inputs], inputs)
             inputs = plain_inputs(inputs, self.first.role, known=not form)
             turn = self._turns.first(inputs) if self._turns and kind == "step" else None
         except PartcError:
@@ -227,7 +230,7 @@ class Family:
 
     def _check_input_grads(self, kind: Kind, inputs: Sequence[Tensor]) -> None:
         """RunError for an input whose gradient the script's backward would hand on."""
-        if kind == "step" and self.gives_out and torch.is_grad_enabled():
+        if kind == "step" and torch.is_grad_enabled():
             names = [*self.first.program.inputs]
             given = {note.split(":")[0].removeprefix(EXTRA) for note in self._plan.notes}
             for name, x in zip(names, inputs, strict=False):

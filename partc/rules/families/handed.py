@@ -1,4 +1,8 @@
-"""The rule of the gradients that a script gives back: each lies as the result of which it is."""
+"""The rule of the gradients that a script gives back for results.
+
+Each lies as its result does when the step gives it out, which the plan decides for all results
+alike (``propagate``); so the rule itself cuts none.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,11 @@ import partc.graph.given_back  # noqa: F401 - defines the op
 from partc.rules.call import Call
 from partc.rules.table import rule
 
-LETTERS = "abcdefghij"
-
 
 def given_back(call: Call) -> str:
-    """``ab, a_ -> ab, a_``: results are cut along what all of them have in common, as a batch."""
-    shapes = [call.shape(i) for i in range(len(call.slots))]
-    several = [shape for shape in shapes if shape]
-    common = [
-        LETTERS[dim] if len({shape[dim : dim + 1] for shape in several}) == 1 else "_"
-        for dim in range(max(map(len, shapes)))
-    ]
-    terms = ",".join("".join(common[: len(shape)]) for shape in shapes)
-    return f"{terms}->{terms}"
+    """``__, _ -> __, _``: results, and new values of buffers behind them, as they are."""
+    every = ["_" * call.rank(i) for i in range(len(call.slots))]
+    return f"{','.join(every)}->{','.join(every[: len(call.results)])}"
 
 
 rule("partc.given_back", given_back)
