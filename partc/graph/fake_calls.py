@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -128,15 +129,27 @@ def forget(known: dict[Any, Any], most: int) -> None:
 
 def call_on_fakes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of a call on fake tensors, from a cache of equal calls."""
+    result = as_torch_has_it(target, args, kwargs)
+    return with_strides(target, [*args, *kwargs.values()], result)
+
+
+def as_torch_has_it(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same with the strides of torch's fake kernels, as a step is recorded with them."""
     return _CALLS(target, args, kwargs)[0]
 
 
-def _executed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
-    result = target(*args, **kwargs)
-    return with_strides(target, [*args, *kwargs.values()], result), 0
+# One for all fake modes, since it remembers forms and no tensors.
+_CALLS = FakeCalls(lambda target, args, kwargs: (target(*args, **kwargs), 0))
 
 
-_CALLS = FakeCalls(_executed)  # one for all fake modes, since it remembers forms and no tensors
+class RememberingMode(FakeTensorMode):
+    """A mode for fakes in which of equal calls only the first one runs torch's fake kernel."""
+
+    def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        def execute(*call: Any) -> tuple[Any, int]:
+            return super(RememberingMode, self).dispatch(func, types, args, kwargs or {}), 0
+
+        return FakeCalls(execute, _CALLS.known)(func, args, kwargs or {})[0]
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:
@@ -175,6 +188,7 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+@cache  # torch makes the set of an op's tags anew each time that it is asked for
 def _restrides(target: Any) -> bool:
     """Whether a call changes its operand's view of memory in place (``squeeze_``)."""
     return torch.Tag.inplace_view in getattr(target, "tags", ())
