@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +66,19 @@ def _fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Tensor:
     fake: Tensor = Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(_ATTRIBUTES[device], fake_mode=mode)
     return fake
+
+
+def new_fake(shape: Sequence[int], dtype: torch.dtype, mode: FakeTensorMode) -> Tensor:
+    """A fake on the CPU over new memory, as ``torch.empty`` gives it under the mode."""
+    with no_dispatch():
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        return _fake(mode, meta, torch.device("cpu"))
 
 
 class _Made(NamedTuple):
@@ -188,7 +198,7 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-@cache  # torch makes the set of an op's tags anew each time that it is asked for
+@lru_cache(maxsize=MOST)  # torch makes the set of an op's tags anew at each look
 def _restrides(target: Any) -> bool:
     """Whether a call changes its operand's view of memory in place (``squeeze_``)."""
     return torch.Tag.inplace_view in getattr(target, "tags", ())
