@@ -155,6 +155,10 @@ _CALLS = FakeCalls(lambda target, args, kwargs: (target(*args, **kwargs), 0))
 class RememberingMode(FakeTensorMode):
     """A mode for fakes in which of equal calls only the first one runs torch's fake kernel."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.cache_enabled = False  # torch's own, whose keys take longer than a remembered call
+
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         def execute(*call: Any) -> tuple[Any, int]:
             return super(RememberingMode, self).dispatch(func, types, args, kwargs or {}), 0
