@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partc.cost.workspaces import workspace_of
 from partc.errors import CheckError
 from partc.graph import Graph, fake_of
-from partc.graph.fake_calls import FakeCalls, quiet_log, tensors_in
+from partc.graph.fake_calls import FakeCalls, RememberingMode, quiet_log, tensors_in
 from partc.graph.places import named_place
 from partc.quoting import Named
 from partc.rules.strides import ordered
@@ -116,7 +115,7 @@ def replay(graph: Graph) -> Replay:
         ran.results.update(known.results)
         ran.temporary_bytes.update(known.temporary_bytes)
         return ran
-    with torch.no_grad(), quiet_log(), FakeTensorMode():
+    with torch.no_grad(), quiet_log(), RememberingMode():
         for node in graph.fx.nodes:
             try:
                 _run(node, ran)

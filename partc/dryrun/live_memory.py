@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partc.cost.workspaces import workspace_of
 from partc.dryrun.streams import Streams
 from partc.errors import CheckError
-from partc.graph.fake_calls import FakeCalls, tensors_in
+from partc.graph.fake_calls import FakeCalls, as_torch_has_it, tensors_in
 from partc.program.user_lines import file_of
 from partc.rules.strides import misread
 
@@ -199,7 +199,7 @@ class LiveMemory(TorchDispatchMode):
 
 def _with_workspace(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, int]:
     """A call's result, and the bytes of its kernel's workspace."""
-    result = func(*args, **kwargs)
+    result = as_torch_has_it(func, args, kwargs)
     return result, workspace_of(func, result, args, kwargs)
 
 

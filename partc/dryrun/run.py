@@ -21,6 +21,7 @@ from partc.dryrun.layers import deep_stacks, most_of_all, shorten
 from partc.dryrun.lines import SourceLines
 from partc.dryrun.live_memory import Lines, LiveMemory
 from partc.dryrun.turns import KnownTurns, NotSteady, Turns
+from partc.graph.fake_calls import RememberingMode
 from partc.program.role import Role
 from partc.program.step.given_out import whole_step
 
@@ -58,7 +59,7 @@ class Built:
 
     @classmethod
     def of(cls, role: Role, rank: int) -> Built:
-        mode = FakeTensorMode()
+        mode = RememberingMode()
         with alone(role, rank) as here, torch.no_grad(), mode:
             return cls(role.build(here), mode)
 

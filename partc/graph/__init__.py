@@ -218,7 +218,9 @@ def set_value(node: fx.Node, known: Value) -> None:
 
 def update(node: fx.Node, **changes: Any) -> None:
     """Change some fields of a node's Value."""
-    node.meta["value"] = replace(node.meta["value"], **changes)
+    known = node.meta["value"]
+    if any(getattr(known, name) != new for name, new in changes.items()):
+        node.meta["value"] = replace(known, **changes)
 
 
 def set_like(copy: fx.Node, node: fx.Node) -> None:

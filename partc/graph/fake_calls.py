@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -65,9 +66,19 @@ def _fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Tensor:
     fake: Tensor = Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(_ATTRIBUTES[device], fake_mode=mode)
     return fake
+
+
+def new_fake(shape: Sequence[int], dtype: torch.dtype, mode: FakeTensorMode) -> Tensor:
+    """A fake on the CPU over new memory, as ``torch.empty`` gives it under the mode."""
+    with no_dispatch():
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        return _fake(mode, meta, torch.device("cpu"))
 
 
 class _Made(NamedTuple):
@@ -128,15 +139,31 @@ def forget(known: dict[Any, Any], most: int) -> None:
 
 def call_on_fakes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of a call on fake tensors, from a cache of equal calls."""
+    result = as_torch_has_it(target, args, kwargs)
+    return with_strides(target, [*args, *kwargs.values()], result)
+
+
+def as_torch_has_it(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same with the strides of torch's fake kernels, as a step is recorded with them."""
     return _CALLS(target, args, kwargs)[0]
 
 
-def _executed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
-    result = target(*args, **kwargs)
-    return with_strides(target, [*args, *kwargs.values()], result), 0
+# One for all fake modes, since it remembers forms and no tensors.
+_CALLS = FakeCalls(lambda target, args, kwargs: (target(*args, **kwargs), 0))
 
 
-_CALLS = FakeCalls(_executed)  # one for all fake modes, since it remembers forms and no tensors
+class RememberingMode(FakeTensorMode):
+    """A mode for fakes in which of equal calls only the first one runs torch's fake kernel."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.cache_enabled = False  # torch's own, whose keys take longer than a remembered call
+
+    def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        def execute(*call: Any) -> tuple[Any, int]:
+            return super(RememberingMode, self).dispatch(func, types, args, kwargs or {}), 0
+
+        return FakeCalls(execute, _CALLS.known)(func, args, kwargs or {})[0]
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:
@@ -175,6 +202,7 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+@lru_cache(maxsize=MOST)  # torch makes the set of an op's tags anew at each look
 def _restrides(target: Any) -> bool:
     """Whether a call changes its operand's view of memory in place (``squeeze_``)."""
     return torch.Tag.inplace_view in getattr(target, "tags", ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import fake_of, results_of, value
+from partc.graph import fake_of, literals, results_of, tensor_args, value
 
 Shape = tuple[int, ...]
 
@@ -96,6 +96,13 @@ def slot_nodes(target: Any, arguments: Mapping[str, Any]) -> tuple[fx.Node | Non
 def whole_call(node: fx.Node) -> Call:
     """The call with the shapes of whole tensors; ``node`` belongs to a whole graph."""
     return _call(node, lambda n: value(n).shape, [_shape(r) for r in results_of(node)])
+
+
+def likeness(node: fx.Node) -> Hashable:
+    """Equal for two calls of an op between which no rule can tell: other tensors, of one kind."""
+    operands = [(value(n).shape, getattr(fake_of(n), "dtype", None)) for n in tensor_args(node)]
+    results = [None if r is None else (r.shape, r.dtype) for r in results_of(node)]
+    return node.target, literals(node), tuple(operands), tuple(results)
 
 
 def local_call(node: fx.Node, local: Sequence[Shape | None], args: Any, kwargs: Any) -> Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,15 @@ from torch import fx
 
 from partc.errors import RuleError
 from partc.graph import tensor_args, value
+from partc.graph.fake_calls import forget
 from partc.plan.sharding import Layout, M, R, U, cut
-from partc.rules.call import Call, whole_call
+from partc.rules.call import Call, likeness, whole_call
 from partc.rules.notation import Dim, Factors, Notation, parse, resolve
-from partc.rules.rows import permuted_layouts
+from partc.rules.rows import has_rows, permuted_layouts
 from partc.rules.table import Rule, find, name_of
 
 Seen = Collection[tuple[int, Layout]]
+MOST = 4096  # calls whose strategies are remembered; a GPT on three axes has about 1,000
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,22 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
     entry = find(node.target)
     if entry is None:
         return []
+    if has_rows(node):  # an order of rows is of this graph alone
+        return _strategies(entry, node, num, seen)
+    key = id(entry), num, tuple(seen), likeness(node)
+    known = _FOUND.get(key)
+    if known is None:
+        known = _FOUND[key] = entry, _strategies(entry, node, num, seen)
+        forget(_FOUND, MOST)
+    return [*known[1]]
+
+
+# By call: blocks repeat the same few, and every pass that chooses asks again. The rule stands
+# beside what it gave, so that no other rule gets its ``id``.
+_FOUND: dict[Hashable, tuple[Rule, list[Strategy]]] = {}
+
+
+def _strategies(entry: Rule, node: fx.Node, num: int, seen: Seen) -> list[Strategy]:
     call = whole_call(node)
     view = _View(entry, call, *applied(entry, call, value(node).source), num)
     order = _operand_order(node, call)

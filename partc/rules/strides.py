@@ -75,7 +75,8 @@ def _is_right_at(args: Sequence[Any], i: int, order: str) -> bool:
 
 def _ignored(target: Any) -> dict[int, str]:
     """What is asked of arguments whose strides the kernel is known to ignore, by place."""
-    if find(target) is None:
+    entry = find(target)
+    if entry is None or not (entry.contiguous or entry.adjacent):
         return {}
     return {i: order for i, order in _orders(target).items() if order != "traced"}
 

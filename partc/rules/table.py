@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -180,9 +180,12 @@ def find(target: Any) -> Rule | None:
         if not entry.module.startswith("partc."):
             _USED[own] = entry.module
         return entry
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    return elementwise() if torch.Tag.pointwise in target.tags else None
+    return elementwise() if _is_pointwise(target) else None
+
+
+@lru_cache(maxsize=MOST_NAMES)  # torch makes the set of an op's tags anew at each look
+def _is_pointwise(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def used_rules() -> dict[str, str]:
@@ -224,6 +227,7 @@ def whole_only(call: Call) -> str:
     return f"{left}->{right}"
 
 
+@cache
 def elementwise() -> Rule:
     """The rule of elementwise ops that have no rule of their own."""
     return Rule(pointwise, module=__name__)

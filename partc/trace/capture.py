@@ -15,14 +15,14 @@ import torch
 import torch.fx.traceback as provenance
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.graph.draws import takes_numbers
-from partc.graph.fake_calls import quiet_log
+from partc.graph.fake_calls import RememberingMode, quiet_log
 from partc.graph.folds import RepeatedBlocks
 from partc.graph.given_back import differentiated
 from partc.graph.places import Entered
@@ -187,7 +187,9 @@ class TracedStep:
     decided: dict[str, str] = field(default_factory=dict)  # buffers whose values were asked for
     idle: dict[str, str] = field(default_factory=dict)  # hooks that change nothing, by parameter
     entered: Entered = field(default_factory=Entered)
-    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    mode: RememberingMode = field(
+        default_factory=lambda: RememberingMode(allow_non_fake_inputs=True)
+    )
 
     def recorded(self) -> Recording:
         """Record the step, and run it again to see that all steps are alike."""

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partc.errors import TraceError
+from partc.graph.fake_calls import new_fake
 
 
 def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -16,13 +17,11 @@ def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
     It is contiguous, as a rank's parameters, buffers and inputs are.
     """
-    with mode:
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    fake = new_fake(tensor.shape, tensor.dtype, mode).requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        fake._is_param = True  # all that nn.Parameter would do, but for a view of it
         vars(fake).update(vars(tensor))  # what the user has noted on it
-        return fake
-    return fake.requires_grad_(tensor.requires_grad)
+    return fake
 
 
 def not_dense(tensors: Mapping[str, Tensor]) -> list[str]:

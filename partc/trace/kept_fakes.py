@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from partc.collecting import made_inside
 from partc.errors import TraceError
-from partc.graph.fake_calls import tensors_in
+from partc.graph.fake_calls import RememberingMode, tensors_in
 from partc.trace.owners import getattr_dict
 from partc.trace.tensor_caches import of_type
 
@@ -24,7 +24,7 @@ _DEEP = 4  # lists and dicts around a tensor, up to the object or variable that 
 
 def passing_mode() -> FakeTensorMode:
     """A mode for a run of which nothing is kept, neither by partc."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = RememberingMode(allow_non_fake_inputs=True)
     _PASSING.add(mode)
     return mode
 

@@ -219,13 +219,13 @@ def _run(
     folds: Sequence[RepeatedBlocks],
 ) -> _Forward:  # fmt: skip
     """Run the forward on fake tensors, with the blocks of ``folds`` skipped, and note its calls."""
-    mode, names, reach = passing_mode(), names_of(model), Reach.of(model, objective)
-    watch = _Watch(_Forward())
+    mode, names = passing_mode(), names_of(model).without(folds)
+    watch, reach = _Watch(_Forward()), Reach.of(model, objective)
     own = {n: as_fake(t, mode) for n, t in (*names.params.items(), *names.buffers.items())}
     for name, tensor in (names.params | names.buffers).items():
         watch.name(own[name], name, tensor)
         watch.known.add(name, own[name], tensor)
-    held = own | {alias: own[name] for alias, name in names.aliases.items()}
+    held = own | {alias: own[name] for alias, name in names.aliases.items() if name in own}
     fakes = [as_fake(tensor, mode) for tensor in inputs]
     for i, fake in enumerate(fakes):
         watch.name(fake, f"input {i}", fake)

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.errors import PartcError, TraceError
-from partc.graph.fake_calls import FakeCalls
+from partc.graph.fake_calls import as_torch_has_it
 from partc.trace.contents import Call, Contents
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_values import UnknownValueError, computed, needs_values
@@ -37,8 +37,6 @@ from partc.trace.source_lines import source_here
 from partc.trace.states import NUMBERS
 
 Outcome = tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]]
-# With the strides of torch's kernels for fakes, as the first run has them.
-_CALLS = FakeCalls(lambda target, args, kwargs: (target(*args, **kwargs), 0))
 Run = Callable[[TorchDispatchMode], Outcome]  # results, gradients, buffers behind the step
 
 
@@ -234,7 +232,7 @@ class Again(TorchDispatchMode):
                 return computed(self.contents.known, func, args, kwargs, self._run)
         call = self.contents.before(func, args, kwargs)
         self._note(call, func)
-        result, _ = _CALLS(func, args, kwargs)
+        result = as_torch_has_it(func, args, kwargs)
         self.contents.behind(call, func, args, kwargs, result)
         return result
 

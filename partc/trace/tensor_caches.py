@@ -74,7 +74,7 @@ def _find_new() -> None:
     """Add the caches that were made since the last look to those that are known."""
     seen = made_since(_LOOKED["at"]) if _LOOKED else []
     if not any(mark is _LOOKED["mark"] for mark in of_type(_Mark, seen)):
-        seen = [*_named(), *gc.get_objects()]
+        seen = [*gc.get_objects(), *(_named() if gc.get_freeze_count() else ())]
     _LOOKED.update(at=collections(), mark=_Mark())
     _KNOWN.update(of_type(_lru_cache_wrapper, seen))
 

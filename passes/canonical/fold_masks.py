@@ -144,11 +144,17 @@ def _aligned(known: Tensor, dims: int) -> Tensor:
 def _collapsed(known: Tensor) -> Tensor:
     """The tensor with size 1 in every dim along which it is constant."""
     for dim in range(known.dim()):
-        if known.shape[dim] > 1:
-            first = known.narrow(dim, 0, 1)
-            if known.stride(dim) == 0 or torch.equal(known, first.expand_as(known)):
-                known = first
+        if known.shape[dim] > 1 and _is_constant(known, dim):
+            known = known.narrow(dim, 0, 1)
     return known
+
+
+def _is_constant(known: Tensor, dim: int) -> bool:
+    """Whether a tensor has one value along a dim; its ends tell nearly all that have several."""
+    first, last = known.narrow(dim, 0, 1), known.narrow(dim, known.shape[dim] - 1, 1)
+    return known.stride(dim) == 0 or (
+        torch.equal(first, last) and torch.equal(known, first.expand_as(known))
+    )
 
 
 def _verdict(mask: Tensor | None) -> str | None:

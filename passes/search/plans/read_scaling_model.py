@@ -103,8 +103,8 @@ def _profiles(
     touched: Touched = touched_values, plain: bool = False, fine: bool = False,
 ) -> Iterator[ScalingModel]:  # fmt: skip
     state = _representative(graph, mesh, plan, table.without("fuse_loss") if plain else table)
-    for again in ways:
-        way = state.copied()
+    for number, again in enumerate(ways, start=1):
+        way = state.copied() if number < len(ways) else state
         way.plan = state.plan.changed(recompute=again)
         local = run(way, "recompute").graph
         yield _Reader(graph, local, word, touched(local), plain, fine).profile()
