@@ -27,7 +27,7 @@ from partc.collecting import no_collecting
 from partc.errors import UsageError
 from partc.graph import Graph
 from partc.graph.folds import TracedStages
-from partc.graph.given_back import hold_back, waits_for_script
+from partc.graph.given_back import hold_back, start_behind, waits_for_script
 from partc.installed import RULES, load_installed
 from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
@@ -212,6 +212,8 @@ PASSES = (
          "it", PIECES, on_graph=False, decides="flops_per_byte"),
     Pass(calls.overlap_collectives, SCHEDULED, "transfers start first in their block, and weight "
          "gradients run beside them", optional=True),
+    Pass(start_behind, SCHEDULED, "no transfer is under way while a step waits for the script's "
+         "loss, and perhaps is dropped", GIVEN_OUT),
     Pass(tidy, PRINTED, "calls that nobody reads go, calls that are one in torch become it; from "
          "here on the calls are those that are printed (the text may join, and write in place)"),
     Pass(calls.repeat_stages, PRINTED, "stages that were left out are like those that were not",

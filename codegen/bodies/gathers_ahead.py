@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 from torch import fx
 
 from partc.codegen.calls.storage import num_bytes
 from partc.codegen.repeats.runs import Item, Loop
 from partc.graph import collectives, tensor_args, value
+from partc.graph.given_back import is_given_back
 from partc.graph.moves import gathers_param
 
 
@@ -23,7 +25,7 @@ def gather_ahead(items: Sequence[Item]) -> list[Item]:
     """The items of a step, with the starts of gathers that stand between loops moved up.
 
     A start moves up to the wait of an earlier gather, or to the loop before; in pipelines no
-    further than its phase.
+    further than its phase, and nowhere over the place where a step waits for a script's loss.
     """
     largest = max(map(_gathered, items), default=0)
     found: list[Item] = []
@@ -32,9 +34,20 @@ def gather_ahead(items: Sequence[Item]) -> list[Item]:
             found += stretch
         else:
             calls = [item for item in stretch if isinstance(item, fx.Node)]
-            for _, phase in groupby(calls, key=lambda node: value(node).phase):
-                found += _ahead(list(phase), largest)
+            for part in _parts(calls):
+                found += _ahead(part, largest)
     return found
+
+
+def _parts(calls: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The calls of each phase; those behind the wait for a script's loss by themselves, as no
+    transfer is under way while a step waits for it.
+    """
+    waited = [0, *accumulate(map(is_given_back, calls))]
+    keys = zip((value(node).phase for node in calls), waited, strict=False)
+    pairs = zip(keys, calls, strict=True)
+    for _, part in groupby(pairs, key=itemgetter(0)):
+        yield [node for _, node in part]
 
 
 def _ahead(calls: Sequence[fx.Node], most: int) -> Iterator[fx.Node]:

@@ -69,7 +69,8 @@ class StepBody(Body):
             following = next(
                 (lp for lp, ns in stretches[stretches.index((loop, nodes)) + 1 :]), None
             )
-            ahead = self._begun_in(loop, following)
+            waits = any(map(is_given_back, nodes))
+            ahead = [] if waits else self._begun_in(loop, following)
             if loop is not None:
                 self.ahead.update(early)
                 found.append(self._loop(loop, early, ahead))

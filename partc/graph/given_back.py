@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph
+from partc.graph import Graph, collectives
 
 _LIBRARY = torch.library.Library("partc", "FRAGMENT")
 _LIBRARY.define("given_back(Tensor[] results, Tensor[] before) -> Tensor[]")
@@ -54,6 +54,20 @@ def hold_back(graph: Graph) -> Graph:
         for each in [n for n in graph.calls() if n in needed and n > node]:
             node.prepend(each)
         node.args = node.args[0], before
+    return graph
+
+
+def start_behind(graph: Graph) -> Graph:
+    """Let no transfer be under way while a step waits for the script, which may never go on: what
+    is waited for behind that starts behind it.
+    """
+    for node in filter(is_given_back, graph.calls()):
+        last = node
+        for wait in [n for n in graph.calls() if n.target is collectives.wait and n > node]:
+            start = wait.all_input_nodes[0]
+            if start < node:
+                last.append(start)
+                last = start
     return graph
 
 

@@ -28,15 +28,21 @@ def returned_loss(
         loss = loss_in(results)
         if loss is None and not outputs:
             return given_out(results, type(model).__name__, inputs, leaves)
+        if loss is None or (outputs and isinstance(results, Tensor)):
+            raise no_loss(type(model).__name__, _told(results))
         if isinstance(results, Tensor):
-            if loss is None or outputs:
-                raise no_loss(type(model).__name__, f"a tensor of shape {tuple(results.shape)}")
             return results
         return loss, {name: picked(results, name) for name in outputs}
 
     if (called := called_as(model)) is not None:
         loss_of.__signature__ = inspect.signature(called)  # type: ignore[attr-defined]
     return loss_of
+
+
+def _told(results: Any) -> str:
+    if isinstance(results, Tensor):
+        return f"a tensor of shape {tuple(results.shape)}"
+    return ", ".join(map(str, results)) if isinstance(results, Mapping) else quoted(results)
 
 
 def loss_in(results: Any) -> Any:

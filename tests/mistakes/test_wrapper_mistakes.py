@@ -245,7 +245,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a result": (lambda: trained(outputs=["logit"]), ("loss, logits", "Did you mean 'logits'")),
     "a result that is none": (lambda: trained(outputs=["hidden_states"]), ("output_hidden",)),
-    "no labels": (lambda: trained(labels=False), ("it returns logits, and no loss", "labels")),
+    "no labels, and results by name": (
+        lambda: trained(labels=False, outputs=["logits"]),
+        ("it returns logits, and no loss", "labels"),
+    ),
     "a result without a name": (
         lambda: trained(Pair(), outputs=["logits"]), ("a tuple", "no names", "Let it return a dict")
     ),

@@ -2,7 +2,8 @@
 
 A step of a sequence-first model cuts ``x f32[35,20@dp]``. What ``stage(x)`` is given in eval mode
 follows from the forward itself, with the step's cut as a first guess; a saved forward has it in its
-plan. Where the batch of all of a step's inputs is dim 0, so it is in forwards.
+plan. Where the batch of all of a step's inputs is dim 0, so it is in forwards. Where a step takes
+one whole, as a mask over positions, a forward that has the same is looked at by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class ForwardBatch:
         self.axes = (
             [a for a in tables[next(iter(self.steps))] if a not in MODEL_AXES] if self.steps else []
         )
-        self.usual = all(layout.dim == 0 for layout in self.steps.values())
+        whole = [n for n, (shape, _) in self.first.inputs.items() if shape and n not in self.steps]
+        self.usual = all(layout.dim == 0 for layout in self.steps.values()) and not whole
 
     def layouts(self, wanted: Wanted) -> Layouts | None:
         """The cut of each input, R for a whole one; None where it is as it usually is.

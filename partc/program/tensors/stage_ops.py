@@ -41,6 +41,8 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func is _NUMBER:
         return _number(args[0])
     if not given[0].home.in_pipeline:
+        if not op.writes and _joins_loss(args, given):
+            return func(*pytree.tree_map_only(HomeTensor, whole_of, list(args)), **kwargs)
         return _run(op, args, kwargs, given)
     _check_joins(op, args, given)
     check_kept(op, args, kwargs, given)
@@ -51,6 +53,14 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if isinstance(x, HomeTensor) and all(x is not each for each in given):
                 x.joined = True
     return result
+
+
+def _joins_loss(args: Sequence[Any], given: Sequence[HomeTensor]) -> bool:
+    """Whether a number of the weights, such as a penalty, meets a loss of the script's own, which
+    is of this rank's rows: their sum is this rank's, and no tensor of all ranks.
+    """
+    plain = (x for x in pytree.tree_leaves(args) if type(x) is Tensor and not x.dim())
+    return all(not x.dim() for x in given) and any(x.requires_grad for x in plain)
 
 
 def _run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[HomeTensor]) -> Any:
