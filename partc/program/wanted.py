@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["train", "eval"]
 Typed = tuple[tuple[int, ...], torch.dtype]
+NO_GRAD = "no_grad"  # in the place of a variant, where ranks tell each other what they run
 WORDS = {"step": "step", "loss": "eval_step", "forward": "forward"}
 
 
@@ -74,6 +75,7 @@ class Wanted:
         alike = ", the same on every rank" if self.replicated else ""
         under = f" under autocast ({self.autocast})" if self.autocast else ""
         by = f" by the variant {self.variant}" if self.variant else ""
+        by = " under torch.no_grad()" if self.variant == NO_GRAD else by
         return f"{WORDS[self.kind]} in {self.mode} mode of ({inputs}){alike}{under}{by}"
 
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -120,7 +121,8 @@ def _results(returned: Any, model: str) -> list[Tensor]:
         results = [*tensors_of(returned)]
     except TreeError:
         results = []
-    if not any(x.is_floating_point() and x.requires_grad for x in results):
+    grad = torch.is_grad_enabled()  # a reference may look at a forward alone
+    if not any(x.is_floating_point() and (x.requires_grad or not grad) for x in results):
         raise TraceError(
             where=model, what="what it returns has no gradient",
             why="the script is to compute its loss from it",

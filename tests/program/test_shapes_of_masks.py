@@ -127,3 +127,19 @@ def test_a_pinned_cut_of_one_row_says_what_helps() -> None:
     plan: Any = partc.Plan(preset="ddp", inputs={"mask": {"dp": cut(0)}})
     with pytest.raises(ShardingError, match=r"1 is not a multiple of 2.*mask\.expand\(\.\.\.\)"):
         partc.compile(attention(), "dp=2", batch_with("all"), loss=loss_of, plan=plan)
+
+
+def evaluated_with_a_square_mask() -> None:
+    """``mask bool[5,5]`` has no dim of the batch; the plan says so, for forwards as for steps."""
+    model, x = attention(), batch_with("all")[0]
+    mask = torch.ones(STEPS, STEPS, dtype=torch.bool).tril()
+    expected = model(x, mask)
+    plan = 'preset = "ddp"\n[inputs]\n"mask" = {}'
+    stage = partc.parallelize(attention(), "dp=2", plan=plan)
+    close(stage(own(x, "local"), mask).detach(), own(expected, "local"), "in train mode")
+    with torch.no_grad():
+        close(stage.eval()(own(x, "local"), mask), own(expected, "local"), "in eval mode")
+
+
+def test_a_square_mask_is_whole_in_evaluations_too(world: Processes) -> None:
+    world.run(evaluated_with_a_square_mask, num=2)

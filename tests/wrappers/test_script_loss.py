@@ -156,6 +156,53 @@ def test_ranks_with_other_numbers_of_rows_weigh_alike(world: Processes) -> None:
     world.run(uneven_rows, num=2)
 
 
+def penalised() -> None:
+    """A loss of this rank's rows and a norm of all weights, which every rank has alike."""
+    torch.manual_seed(0)
+    reference = nn.Linear(12, 5).double()
+    model = partc.parallelize(copy.deepcopy(reference), "dp=2", plan="fsdp")
+    x, target = of_detector(0)
+    mine = slice(model.data_rank * 4, model.data_rank * 4 + 4)
+    for each, rows in ((model, mine), (reference, slice(None))):
+        loss = F.cross_entropy(each(x[rows]), target[rows])
+        (loss + 0.1 * sum(p.pow(2).sum() for p in each.parameters())).backward()
+    pairs: Any = zip(model.parameters(), reference.parameters(), strict=True)
+    for ours, theirs in pairs:
+        assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-13)
+
+
+@pytest.mark.gloo
+def test_weights_may_stand_in_the_loss(world: Processes) -> None:
+    world.run(penalised, num=2)
+
+
+def dropped_step() -> None:
+    """A call whose results nobody uses leaves no transfer behind, for which later ones wait."""
+    for _ in range(2):
+        model = partc.parallelize(nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 4)), "dp=2",
+                                  plan="fsdp")  # fmt: skip
+        model(torch.randn(4, 12))
+    model(torch.randn(4, 12)).sum().backward()
+
+
+@pytest.mark.gloo
+def test_a_step_may_end_in_its_middle(world: Processes) -> None:
+    world.run(dropped_step, num=2)
+
+
+def without_gradients_on_one() -> None:
+    model = partc.parallelize(nn.Linear(12, 4), "dp=2", plan="ddp")
+    model(torch.randn(4, 12)).sum().backward()
+    grad = torch.set_grad_enabled(dist.get_rank() == 0)
+    with grad, pytest.raises(RunError, match=r"under torch.no_grad\(\)"):
+        model(torch.randn(4, 12))
+
+
+@pytest.mark.gloo
+def test_a_call_without_gradients_is_no_step(world: Processes) -> None:
+    world.run(without_gradients_on_one, num=2)
+
+
 def other_targets() -> None:
     model = partc.parallelize(nn.Linear(12, 4), "tp=2", plan="megatron")
     loss = model(torch.ones(ROWS, 12)).sum() * (1 + dist.get_rank())
@@ -294,6 +341,18 @@ def test_plans_whose_parts_take_turns_need_the_loss(mesh: str, options: dict[str
         partc.compile(
             model, mesh, (torch.ones(4, 12),), loss=partc.ScriptLoss(model), plan="ddp", **options
         )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "norm"), [("dp=2", "fsdp", "local"), ("tp=2", "megatron", "global")]
+)
+def test_statistics_are_written_before_the_step_waits(mesh: str, plan: str, norm: Any) -> None:
+    model, given = Detector(), (torch.randn(ROWS, 12),)
+    loss = partc.ScriptLoss(model)
+    program = partc.compile(
+        model, mesh, given, loss=loss, plan=plan, batch="local", batch_norm=norm
+    )
+    partc.verify(program, model, given, loss=loss).check()
 
 
 @pytest.mark.parametrize("batch", ["local", "global"])

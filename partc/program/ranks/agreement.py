@@ -203,7 +203,8 @@ class _Comparison:
         found = steps or found  # weights differ because of it
         if found:
             raise disagreement([*reversed(found.values())], self.role, own_rows=self.of.own_rows)
-        if new and not self.role.is_inference:  # who evaluates may give all ranks the same
+        trains = torch.is_grad_enabled() and not self.role.is_inference
+        if new and trains:  # who evaluates may give all ranks the same
             self._look_for_equal_pieces(rows)
 
     @cached_property

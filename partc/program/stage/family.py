@@ -60,7 +60,7 @@ from partc.program.step.script_backward import Evenly, Halfway
 from partc.program.step.step_failures import naming_calls
 from partc.program.step.step_loss import evaluated
 from partc.program.step.uneven_rows import Results, UnevenRows
-from partc.program.wanted import Mode, Wanted
+from partc.program.wanted import NO_GRAD, Mode, Wanted
 from partc.trace.record import Kind
 from partc.trace.returns import EXTRA, gradient_of
 
@@ -208,11 +208,13 @@ class Family:
         asked = replace(Wanted.of(kind, mode, seen, form), autocast=autocast)
         wanted = self.state.varied(self._pieces.whole(asked), self.programs)
         if self._same is not None:
-            each = self._same.differing(wanted.as_text())
+            said = self._said(wanted)
+            each = self._same.differing(said.as_text())
             whole = self._together(each)
             if whole is not None:
+                whole = replace(whole, variant=wanted.variant)
                 return self._with_all_rows(whole, [Wanted.parse(text) for text in each], inputs)
-            wanted = self._agreed(wanted, each)
+            wanted = replace(self._agreed(said, each), variant=wanted.variant)
             if kind != "forward" and not self._may_differ(wanted):
                 self.first.checks.checked(seen, device)
             even = self._even(wanted)
@@ -236,6 +238,13 @@ class Family:
             for name, x in zip(names, inputs, strict=False):
                 if x.requires_grad and gradient_of(name) not in given:
                     raise no_input_gradient(name)
+
+    def _said(self, wanted: Wanted) -> Wanted:
+        """What other ranks are told: a call under ``no_grad`` is no half of a step, whose other
+        half is a backward of all ranks.
+        """
+        alone = wanted.kind == "step" and self.gives_out and not torch.is_grad_enabled()
+        return replace(wanted, variant=NO_GRAD) if alone and not wanted.variant else wanted
 
     def meet(self, call: str, most: int = 0) -> None:
         """RunError on all ranks if some of them run something else than this call, which is one of
