@@ -39,7 +39,8 @@ class ForwardBatch:
             [a for a in tables[next(iter(self.steps))] if a not in MODEL_AXES] if self.steps else []
         )
         whole = [n for n, (shape, _) in self.first.inputs.items() if shape and n not in self.steps]
-        self.usual = all(layout.dim == 0 for layout in self.steps.values()) and not whole
+        alike = all(layout.dim == 0 for layout in self.steps.values())
+        self.usual = alike and not (self.steps and whole)
 
     def layouts(self, wanted: Wanted) -> Layouts | None:
         """The cut of each input, R for a whole one; None where it is as it usually is.
