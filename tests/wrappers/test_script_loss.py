@@ -132,6 +132,12 @@ def test_a_loss_of_the_script_trains_as_in_one_process(
     world.run(trains_alike, mesh, plan, name, num=4 if "," in mesh else 2)
 
 
+def same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    pairs: Any = zip(model.parameters(), reference.parameters(), strict=True)
+    for ours, theirs in pairs:
+        assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-13)
+
+
 def uneven_rows() -> None:
     """The mean of both ranks' losses, of 5 and of 3 rows, as under DDP."""
     torch.manual_seed(0)
@@ -146,9 +152,7 @@ def uneven_rows() -> None:
         reference.zero_grad()
         losses = [F.cross_entropy(reference(x[each]), target[each]) for each in pieces]
         torch.stack(losses).mean().backward()
-        pairs: Any = zip(model.parameters(), reference.parameters(), strict=True)
-        for ours, theirs in pairs:
-            assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-13)
+        same_gradients(model, reference)
 
 
 @pytest.mark.gloo
@@ -166,9 +170,7 @@ def penalised() -> None:
     for each, rows in ((model, mine), (reference, slice(None))):
         loss = F.cross_entropy(each(x[rows]), target[rows])
         (loss + 0.1 * sum(p.pow(2).sum() for p in each.parameters())).backward()
-    pairs: Any = zip(model.parameters(), reference.parameters(), strict=True)
-    for ours, theirs in pairs:
-        assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-13)
+    same_gradients(model, reference)
 
 
 @pytest.mark.gloo

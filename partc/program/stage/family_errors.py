@@ -46,9 +46,10 @@ def loss_is_scripts(call: str) -> RunError:
 def no_input_gradient(name: str) -> RunError:
     return RunError(
         where=f"the input {name}", what="it waits for a gradient (requires_grad)",
-        why="a program computes the gradients of its own parameters, and of no input",
-        do="Pass it detached, x.detach(), if nothing before the model trains; else let one model "
-        "hold both parts, so that one program computes all.",
+        why="the program was compiled without the gradient of this input",
+        do=f"Compile with loss=partc.ScriptLoss(model, [{name!r}]), or take partc.parallelize, "
+        "which does so by itself; or pass it detached, x.detach(), if nothing before the model "
+        "trains.",
     )  # fmt: skip
 
 
