@@ -22,7 +22,17 @@ from collections.abc import Iterator
 
 from torch import Tensor, fx
 
-from partc.graph import Graph, Phase, Value, fake_of, is_tensor, picked, typed, value
+from partc.graph import (
+    Graph,
+    Phase,
+    Value,
+    collectives,
+    fake_of,
+    is_tensor,
+    picked,
+    typed,
+    value,
+)
 from partc.graph.call_text import argument_text, call_text
 from partc.plan.sharding import REPLICATED
 
@@ -77,8 +87,17 @@ def _types(node: fx.Node) -> str:
         return typed(node)
     if not isinstance(fake, list | tuple):
         return type(fake).__name__  # the number of a rank on an axis, a size
-    read = {picked(user)[1]: typed(user) for user in node.users if user.target is operator.getitem}
+    read = {picked(pick)[1]: typed(pick) for pick in _picks(node)}
     return f"({', '.join(read.get(i, _own_type(f)) for i, f in enumerate(fake))})"
+
+
+def _picks(node: fx.Node) -> Iterator[fx.Node]:
+    """The values that are picked from a tuple, those of a bucket behind the wait for it too."""
+    for user in node.users:
+        if user.target is collectives.wait:
+            yield from _picks(user)
+        elif user.target is operator.getitem:
+            yield user
 
 
 def _own_type(fake: Tensor | None) -> str:

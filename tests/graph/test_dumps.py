@@ -187,6 +187,17 @@ def test_calls_keep_their_names_and_transfers_are_named_after_what_they_move(
     assert moved <= before
 
 
+def test_a_bucket_has_the_types_of_its_parts_behind_its_wait_too(tmp_path: Path) -> None:
+    case = small("llama", num_hidden_layers=1)
+    partc.compile(
+        case.model, "dp=2,tp=2", case.inputs, loss=case.loss, plan="fsdp+megatron", dump=tmp_path
+    )
+    for name in ("bucket_collectives", "place_waits", "tidy"):
+        lines = one(tmp_path, name).splitlines()
+        buckets = [line for line in lines if " = all_gather_joined(" in line]
+        assert any("@tp" in line.rpartition(" : ")[2] for line in buckets), name
+
+
 def one(folder: Path, name: str) -> str:
     """The text that a pass has left."""
     (file,) = folder.glob(f"[0-9][0-9]-{name}.txt")
