@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from partc.plan import Plan
@@ -23,6 +24,11 @@ def once(what: str) -> bool:
     new = what not in TOLD
     TOLD.add(what)
     return new
+
+
+def tell_first(text: str, *values: object) -> None:
+    """Tell the user, on the first rank; others tell those who listen."""
+    LOG.log(logging.WARNING if dist.get_rank() == 0 else logging.DEBUG, text, *values)
 
 
 @contextmanager

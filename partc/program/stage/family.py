@@ -7,15 +7,13 @@ stored as the first program stores them. All ranks agree on the program before t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,25 +21,21 @@ from partc.errors import PartcError
 from partc.plan import Plan
 from partc.program import Program
 from partc.program.choices import Choices
-from partc.program.model.habits import LOG, Reseeded, tell_of_input_grads
-from partc.program.ranks.disagreement import refused_elsewhere
+from partc.program.model.habits import tell_first, tell_of_input_grads
 from partc.program.ranks.handshake import check_agreement
 from partc.program.ranks.other_ranks import of_other_ranks
-from partc.program.ranks.same_gradients import SameGradients
 from partc.program.ranks.waiting import waiting
 from partc.program.stage.calls_of_stage import Calls
+from partc.program.stage.common_batch import CommonBatch
+from partc.program.stage.counted_runs import CountedRuns
 from partc.program.stage.family_errors import (
-    CALL,
     REFUSED,
     alone_by_choice,
-    calls_differ,
     inside_autocast,
     loss_is_scripts,
     no_gradients,
     no_input_gradient,
     no_recipe,
-    not_ignored,
-    ranks_differ,
     step_in_eval,
     too_many,
 )
@@ -50,16 +44,15 @@ from partc.program.stage.members import Member
 from partc.program.stage.run_state import Guard
 from partc.program.stage.same_calls import SameCalls
 from partc.program.step.autocast import autocast_now, run_without, without
-from partc.program.step.batch_fit import Pieces, Rows, fill, longest, uneven_error
+from partc.program.step.batch_fit import fill
 from partc.program.step.given import plain_inputs
 from partc.program.step.given_out import waits
 from partc.program.step.loss_backward import check_scale
 from partc.program.step.microbatches_of_island import MicrobatchesOfIsland
 from partc.program.step.results import results_of
-from partc.program.step.script_backward import Evenly, Halfway
-from partc.program.step.step_failures import naming_calls
+from partc.program.step.script_backward import Halfway
 from partc.program.step.step_loss import evaluated
-from partc.program.step.uneven_rows import Results, UnevenRows
+from partc.program.step.uneven_rows import Results
 from partc.program.wanted import NO_GRAD, Mode, Wanted
 from partc.trace.record import Kind
 from partc.trace.returns import EXTRA, gradient_of
@@ -91,14 +84,13 @@ class Family:
         self.islands = IslandTurns(first, self.members, self.state)
         self._plan = Plan.parse(program.plan)
         self._calls = Calls(program, lambda: self.programs.values())
-        forward = program.forward_batch.layouts
-        self._rows = Rows.of(self._plan, program.mesh, program.inputs, forward)
-        self._pieces, self._uneven = Pieces.of(program), UnevenRows.of(program)
         varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
         self.calls_alike = SameCalls(choices.most_programs > 1 or len(self.programs) > 1)
         self._same = self.calls_alike.choice if varies else None
-        self._reseeded = Reseeded()
         self._turns = MicrobatchesOfIsland.here(program)
+        turns = self._turns is not None
+        self._batch = CommonBatch(program, self.programs, choices, in_turns=turns)
+        self._runs = CountedRuns(first, self.islands, guard)
 
     # asked -----------------------------------------------------------------------------------
     @property
@@ -206,29 +198,29 @@ class Family:
             raise
         seen = inputs if turn is None else turn  # what is computed at once
         asked = replace(Wanted.of(kind, mode, seen, form), autocast=autocast)
-        wanted = self.state.varied(self._pieces.whole(asked), self.programs)
+        wanted = self.state.varied(self._batch.pieces.whole(asked), self.programs)
         if self._same is not None:
             said = self._said(wanted)
             each = self._same.differing(said.as_text())
-            whole = self._together(each)
+            whole = self._batch.together(each)
             if whole is not None:
                 whole = replace(whole, variant=wanted.variant)
                 return self._with_all_rows(whole, [Wanted.parse(text) for text in each], inputs)
-            wanted = replace(self._agreed(said, each), variant=wanted.variant)
-            if kind != "forward" and not self._may_differ(wanted):
+            wanted = replace(self._batch.agreed(said, each), variant=wanted.variant)
+            if kind != "forward" and not self._batch.may_differ(wanted):
                 self.first.checks.checked(seen, device)
-            even = self._even(wanted)
+            even = self._batch.even(wanted)
             if even is None:
                 return None
             wanted = even
             if turn is None:
-                inputs = fill(inputs, self._pieces.mine(wanted), self._values(wanted))
+                inputs = fill(inputs, self._batch.pieces.mine(wanted), self._batch.values(wanted))
         else:
             self.calls_alike.check(_CALLED[kind])
         member = self._member(wanted)
         with alone_by_choice(self.choices.most_programs):
             taken = member.checks.taken(inputs, device, turn)
-        return member, partial(self._counted, member, taken)
+        return member, partial(self._runs.run, member, taken)
 
     def _check_input_grads(self, kind: Kind, inputs: Sequence[Tensor]) -> None:
         """RunError for an input whose gradient the script's backward would hand on."""
@@ -259,52 +251,22 @@ class Family:
         else:
             self.first.checks.refuse()
 
-    def _agreed(self, wanted: Wanted, texts: Sequence[str]) -> Wanted:
-        """What all ranks run; where their lengths differ the longest, if they may be filled up.
-
-        ``texts``: what every rank wants, if they differ.
-
-        RunError on every rank, with what each has, if ranks differ in more.
-        """
-        if not texts:
-            return wanted
-        if any(text.startswith(CALL) for text in texts):
-            raise calls_differ(texts)
-        if REFUSED in texts:
-            raise refused_elsewhere([i for i, text in enumerate(texts) if text == REFUSED])
-        each = [Wanted.parse(text) for text in texts]
-        found = longest(each, self._rows)
-        if found is None or not self._may_fill(each, found):
-            mine = [self._pieces.mine(one) for one in each]
-            rows = {tuple(self._rows.sizes(one)) for one in each}
-            raise ranks_differ(mine, rows_differ=bool(self._pieces.of_each) and len(rows) > 1)
-        return found
-
-    def _together(self, texts: Sequence[str]) -> Wanted | None:
-        """The whole batch where ranks have different numbers of its rows, and may gather it."""
-        if not texts or REFUSED in texts or self.choices.partial != "replicate":
-            return None
-        if self._turns is not None or any(text.startswith(CALL) for text in texts):
-            return None
-        each = [Wanted.parse(text) for text in texts]
-        return self._uneven.whole(each) if self._uneven is not None else None
-
     def _with_all_rows(
         self, whole: Wanted, each: Sequence[Wanted], inputs: Sequence[Tensor]
     ) -> tuple[Member, Run]:
         """The program of the whole batch, which gives back this rank's rows of its results."""
-        uneven = self._uneven
+        uneven = self._batch.uneven
         assert uneven is not None
         cuts = self._cuts_of_results(whole)
         member = self._member(whole)
         taken = member.checks.taken(uneven.gathered(inputs, each), self._tensors.device.type)
-        run = partial(self._counted, member, taken)
+        run = partial(self._runs.run, member, taken)
         return member, lambda: uneven.own_rows(run, each, cuts)
 
     def _cuts_of_results(self, whole: Wanted) -> Results:
         """How results are cut where ranks share the rows, of a program with these arguments."""
-        assert self._uneven is not None
-        example, results = self._uneven.example(whole), self.first.program.results
+        assert self._batch.uneven is not None
+        example, results = self._batch.uneven.example(whole), self.first.program.results
         if whole.kind == "forward":
             shared = [w for w in self.programs if (w.kind, w.form) == (whole.kind, whole.form)]
             wanted = next((w for w in shared if not w.replicated), example)
@@ -312,67 +274,6 @@ class Family:
         if any(outer > 1 for cuts in results.values() for *_, outer in cuts):  # of its length
             results = self._member(example).program.results
         return results
-
-    def _may_differ(self, wanted: Wanted) -> bool:
-        """Whether the batch has as many inputs as the first one, of the same dtypes."""
-        first = self.first.program.wanted.inputs
-        return [dtype for _, dtype in wanted.inputs] == [dtype for _, dtype in first]
-
-    def _may_fill(self, each: Sequence[Wanted], to: Wanted) -> bool:
-        """Whether ``pad`` names every input that is filled up on some rank."""
-        values = self._values(to)
-        return all(
-            value is not None or len({one.inputs[i] for one in each}) == 1
-            for i, value in enumerate(values)
-        )
-
-    def _values(self, wanted: Wanted) -> list[float | None]:
-        """The number with which each input is filled up; of a forward, whose inputs have names of
-        their own, and whose result would be longer, none.
-        """
-        if wanted.kind == "forward":
-            return [None] * len(wanted.inputs)
-        names = list(self.first.program.inputs)
-        names += [""] * (len(wanted.inputs) - len(names))
-        return [self.choices.pad.get(name) for name, _ in zip(names, wanted.inputs, strict=False)]
-
-    def _even(self, wanted: Wanted) -> Wanted | None:
-        """The same batch as data ranks can compute it; None if it is to be dropped."""
-        uneven = self._rows.uneven(wanted)
-        if not uneven:
-            return wanted
-        alone = replace(wanted, replicated=True)
-        if all(rows == 1 for rows, _ in uneven) or alone in self.programs:
-            return alone
-        turns = self._turns is not None and wanted.kind == "step"
-        if self.choices.partial is None or (turns and self.choices.partial != "drop"):
-            raise uneven_error(wanted, uneven)
-        if self.choices.partial == "replicate":
-            return alone
-        if self.choices.partial == "pad" and wanted.kind == "forward":
-            return alone  # results of more rows are not what the model returns
-        if self.choices.partial == "drop":
-            self._note("partc leaves out %s: %d rows for %d data ranks", wanted, *uneven[0])
-            return None
-        return self._filled(wanted)
-
-    def _filled(self, wanted: Wanted) -> Wanted:
-        """The batch with more rows, which the loss has been shown to ignore."""
-        to = self._rows.filled(wanted)
-        values = self._values(to)
-        changed = [i for i, one in enumerate(wanted.inputs) if one != to.inputs[i]]
-        why = "not every input has a number in pad"
-        if all(values[i] is not None for i in changed):
-            why = self._why_not(wanted, to)
-        if why:
-            raise not_ignored(wanted, why)
-        return to
-
-    def _why_not(self, wanted: Wanted, to: Wanted) -> str:
-        recipe = self.first.program.recipe
-        if recipe is None:
-            return "the model is not at hand to try it"
-        return recipe.ignores(wanted, to, self.first.program, self._values(to))
 
     # made ------------------------------------------------------------------------------------
     def _member(self, wanted: Wanted) -> Member:
@@ -398,63 +299,11 @@ class Family:
         begun = perf_counter()
         with torch.inference_mode(False):  # where scripts evaluate; the trace needs a graph
             program = recipe.program(wanted, self.first.program)
-        self._note(
+        tell_first(
             "partc compiled a program in %.1f s: %s (%d of at most %d of this stage)",
             perf_counter() - begun, wanted, len(self.programs) + 1, self.choices.most_programs,
         )  # fmt: skip
         return program
-
-    def _note(self, text: str, *values: Any) -> None:
-        """Tell the user, on the first rank; others tell those who listen."""
-        LOG.log(logging.WARNING if dist.get_rank() == 0 else logging.DEBUG, text, *values)
-
-    # run -------------------------------------------------------------------------------------
-    def _counted(self, member: Member, inputs: Sequence[Tensor]) -> Any:
-        """What a program returns. Steps count as taken; evaluations have numbers of their own."""
-        trains = member.program.wanted.kind == "step"
-        counts = trains or self.first.role.is_inference
-        seed, step = self.state.seed
-        if member.draws:  # programs count by themselves, and others have run meanwhile
-            self._reseeded.look(seed, trains=trains)
-            member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
-        self.islands.begin(member, trains=trains)
-        try:
-            with (
-                torch.no_grad(),
-                of_other_ranks("step"),
-                naming_calls(member.role, member.run, inputs),
-                self.state.watch(member.role, member.program.wanted),
-            ):
-                result = self._begun(member, inputs) if trains else member.run(*inputs)
-        finally:
-            waiting().end()
-        self.islands.end(member)
-        if counts:
-            self.state.seed = seed, step + 1
-        else:
-            self.state.num_evaluations += 1
-        return result
-
-    def _begun(self, member: Member, inputs: Sequence[Tensor]) -> Any:
-        """What a step returns; of one that waits for the script, where it has come to."""
-        result = member.run.step(*inputs)
-        if not waits(member.run):
-            return result
-        program, held = member.program, self._tensors
-        data = {axis for cuts in program.dealt.values() for axis, *_ in cuts}
-        own = {n: frozenset(axis for axis, *_ in cuts) for n, cuts in program.results.items()}
-        results = next(result)
-        dealt = Evenly(own, {axis: group for axis, group in held.groups.items() if axis in data})
-        return Halfway(result, member.run, results, dealt, self._same_gradients.check)
-
-    @cached_property
-    def _same_gradients(self) -> SameGradients:
-        from partc.data.share import Division  # which needs numpy
-
-        mesh = self.first.program.mesh
-        division = Division.of(self._plan, mesh)
-        pieces = [division.rank(rank) for rank in range(mesh.num_ranks)]
-        return SameGradients(pieces, self._tensors.device)
 
     # changed ---------------------------------------------------------------------------------
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
