@@ -87,6 +87,13 @@ class RunError(PartcError):
     code = "PTC070"
 
 
+class TransferError(RunError, RuntimeError):
+    """Ranks did not meet in a transfer: one has ended, has failed, or runs something else.
+
+    Also a RuntimeError, which torch raises there.
+    """
+
+
 class UsageError(PartcError):
     """An argument of a command or of a call is unknown or impossible."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from partc.errors import UsageError
 from partc.plan import Plan
+from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, dtype_name, join_pieces
 from partc.program import Program
@@ -33,6 +34,25 @@ def whole_batch(program: Program, given: Given) -> Given:
         raise _other_shapes(shapes, role)
     pairs = zip(given.tensors, role.batch, strict=True)
     return given.with_tensors([_whole(x, of, program.mesh) for x, of in pairs])
+
+
+def own_rows(program: Program, name: str, shape: Sequence[int]) -> Dealt:
+    """How a result of this whole shape is cut into ranks' own rows.
+
+    Where it has as many rows as an input, these lie as those that ranks are given, whatever the
+    program says.
+    """
+    return tuple(
+        (axis, dim, dealt_in(program, shape[dim]).get(axis, outer))
+        for axis, dim, outer in program.results.get(name, ())
+    )
+
+
+def dealt_in(program: Program, rows: int) -> dict[str, int]:
+    """By axis, in how many parts of a batch of so many rows each rank is given a piece."""
+    given = ((shape, cut) for name, (shape, _) in program.inputs.items()
+             for cut in program.dealt.get(name, ()))  # fmt: skip
+    return {axis: outer for shape, (axis, dim, outer) in given if shape[dim] == rows}
 
 
 def _check_kinds(given: Given, role: Role) -> None:

@@ -50,7 +50,7 @@ from partc.verification.late_gradients import LateGradients
 from partc.verification.lossy import SentError, sent_errors, worst
 from partc.verification.meetings import Compared, Meetings, OwnBatches
 from partc.verification.narrow_sums import Narrow, sum_exactly
-from partc.verification.pieces_of_ranks import pieces_of, whole_batch
+from partc.verification.pieces_of_ranks import own_rows, pieces_of, whole_batch
 from partc.verification.precision import Raised, convert, converted, raised_text
 from partc.verification.processes import Processes
 from partc.verification.reference import (
@@ -416,9 +416,9 @@ class _Rank:
 
     def _rows(self, results: Tensors) -> dict[str, Tensor]:
         """The results as this rank gets them: its own rows, or all of them."""
-        cuts = self.job.program.results
+        cuts = {n: own_rows(self.job.program, n, x.shape) for n, x in results.items()}
         return {
-            name: self._take(Shard("", name, tuple(x.shape), x.dtype, cuts.get(name, ())), x)
+            name: self._take(Shard("", name, tuple(x.shape), x.dtype, cuts[name]), x)
             for name, x in results.items()
         }
 

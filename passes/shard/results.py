@@ -7,7 +7,7 @@ Where ranks are given samples of their own (``batch = "local"``), they keep thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import fx
 
@@ -22,11 +22,28 @@ from partc.trace.returns import EXTRA
 def sharding_of_result(
     node: fx.Node, graph: Graph, plan: Plan, *, in_turn: bool = False
 ) -> Sharding:
-    """How a result lies when the step ends, or with ``in_turn`` what one microbatch adds to it."""
+    """How a result lies when the step ends, or with ``in_turn`` what one microbatch adds to it.
+
+    A rank's own rows are those that it was given. Where the model has cut the rows over another
+    axis before, ``f32[8@tp+dp]``, the rank's part of each piece would be rows of other ranks.
+    """
     kept = {MICROBATCH_AXIS} if in_turn else set()
     have, own = value(node).sharding, own_rows(graph, plan)
     kept |= {axis for axis, _ in have.cuts() if axis in own}
-    return have.without([axis for axis in graph.mesh.names if axis not in kept], graph.mesh)
+    cuts = kept | _dealt_before(graph, plan, own)
+    lies = Sharding.of({axis: x for axis, x in have.cuts() if axis in cuts}, graph.mesh)
+    return lies.without([axis for axis in graph.mesh.names if axis not in kept], graph.mesh)
+
+
+def _dealt_before(graph: Graph, plan: Plan, own: Collection[str]) -> set[str]:
+    """The axes that cut samples of inputs before the axes ``own`` do, such as microbatches."""
+    before = set[str]()
+    for name in graph.inputs:
+        cuts = Sharding.of(plan.stored(name, plan.inputs), graph.mesh).cuts()
+        for i, (axis, x) in enumerate(cuts):
+            if axis in own:
+                before |= {b for b, y in cuts[:i] if (y.dim, y.outer) == (x.dim, x.outer)}
+    return before
 
 
 def own_rows(graph: Graph, plan: Plan) -> set[str]:

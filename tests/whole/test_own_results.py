@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,6 +64,27 @@ def test_results_of_a_forward_are_the_ranks_own_rows() -> None:
         program = partc.compile(model, "dp=2,tp=2", (x,), plan="fsdp+megatron", batch="local")
         partc.verify(program, model, (x,)).check()
     assert program.results == {"result": (("dp", 0, 1),)}
+
+
+def test_rows_that_the_model_cuts_over_another_axis_too_come_back_as_they_were_given() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1), nn.Tanh()
+    )  # of few channels: the second layer shares the rows over tp
+    x = torch.randn(4, 3, 8, 8)
+    options: Any = {"plan": "fsdp+megatron", "batch": "local"}
+
+    def loss_of(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = model(x)
+        return (y**2).mean(), {"y": y}
+
+    step = partc.compile(model, "dp=2,tp=2", (x,), loss=loss_of, **options)
+    assert step.results == {"y": (("dp", 0, 1),)}
+    partc.verify(step, model, (x,), loss=loss_of).check()
+    with torch.no_grad():
+        forward = partc.compile(model, "dp=2,tp=2", (x,), **options)
+    partc.verify(forward, model, (x,)).check()
+    partc.compile(model, "dp=2,tp=2", (x,), loss=partc.ScriptLoss(model), **options)
 
 
 class Towers(nn.Module):

@@ -1,4 +1,6 @@
-"""A process that ends by an error before it joined the others tells them, so that nobody waits."""
+"""A process that ends tells the others by what: those that it has not joined yet, so that nobody
+waits for it, and those that wait for it in a transfer, which fails as it ends.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,18 @@ import atexit
 import os
 import sys
 import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from partc.program.ranks import meeting
 
 GLOO_S = 0.1
+AT_ITS_END = "has ended: its script came to its end"
+SAID_S = 2.0  # so long others may take to say that they have ended
 ENDED = (
     "its script has ended without program.module(), which is a call of all ranks (not behind "
     "`if rank == 0`)"
@@ -34,6 +42,45 @@ def has_joined() -> None:
     if not _state["joined"]:
         _state["joined"] = True
         atexit.register(_let_gloo_end)
+        if dist.get_world_size() > 1:
+            atexit.register(_say_end, _store(), dist.get_rank())
+
+
+def _store() -> Any:
+    """Torch's store, by a connection of its own."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    store = store.clone()
+    store.set_timeout(timedelta(seconds=SAID_S))
+    return PrefixStore("partc ends", store)
+
+
+def _say_end(store: Any, rank: int) -> None:
+    """Say by what this process ends, to whom its end surprises in a transfer."""
+    with suppress(Exception):  # the store is gone, with the job
+        meeting.answered(lambda: store.set(str(rank), how_it_ends()), SAID_S)
+
+
+def how_it_ends() -> str:
+    """In a few words, behind the rank's name."""
+    error = getattr(sys, "last_value", None)  # what ended the script
+    if error is None:
+        return AT_ITS_END
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"has failed: {type(error).__name__}: {first}"
+
+
+def ends_of_others() -> dict[int, str]:
+    """By rank what those have said who have ended; waits a moment for the first of them."""
+    found = dict[int, str]()
+    others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
+    until = time.monotonic() + SAID_S
+    with suppress(Exception):
+        store = meeting.answered(_store, SAID_S)
+        while not found and time.monotonic() < until:
+            said = [rank for rank in others if store.check([str(rank)])]
+            found = {rank: store.get(str(rank)).decode() for rank in said}
+            time.sleep(0.0 if found else 0.1)
+    return found
 
 
 def _let_gloo_end() -> None:

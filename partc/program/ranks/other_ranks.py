@@ -6,12 +6,13 @@ something else: ``if rank == 0: save_checkpoint(...)`` waits for ranks that neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from partc.errors import PartcError, RunError
+from partc.errors import PartcError, RunError, TransferError
+from partc.program.ranks.farewell import AT_ITS_END, ends_of_others
 from partc.program.ranks.meeting import OF_OTHERS
 
 TOGETHER = (
@@ -23,9 +24,10 @@ WORDS = (*OF_OTHERS, "Timed out", "timed out")
 
 @contextmanager
 def of_other_ranks(call: str) -> Iterator[None]:
-    """Say of a transfer that fails in a call what it means; the error keeps its class.
+    """Say of a transfer that fails in a call what it means, and which ranks have ended.
 
-    RunError where there is no process group any more. Works as a decorator too.
+    TransferError in the place of torch's; RunError where there is no process group any more. Works
+    as a decorator too.
     """
     try:
         yield
@@ -39,10 +41,32 @@ def of_other_ranks(call: str) -> Iterator[None]:
                 do="Destroy it behind the last call, or make a new stage: program.module().",
             ) from error  # fmt: skip
         if dist.is_initialized() and any(word in str(error) for word in WORDS):
-            error.add_note(
-                f"partc, {call} on rank {dist.get_rank()}: a transfer failed, as another rank has "
-                f"ended, has failed, or runs something else; see what it printed.\n  {TOGETHER} "
-                "are calls of all ranks: each makes them in the same order, and as often as the "
-                "others (no `if rank == 0`; as many batches on every rank)."
-            )
+            raise _failed(call, str(error)) from error
         raise
+
+
+def _failed(call: str, of_torch: str) -> TransferError:
+    ends = ends_of_others()
+    what = "; ".join(f"rank {rank} {end}" for rank, end in [*ends.items()][:4])
+    return TransferError(
+        where=f"rank {dist.get_rank()}, {call}",
+        what=f"a transfer failed: {what or 'another rank has ended, or runs something else'}",
+        why=f"torch says: {(of_torch.strip().splitlines() or [''])[0].split('. ')[0].rstrip('.')}",
+        do=_mended([*ends.values()]),
+    )
+
+
+def _mended(ends: Sequence[str]) -> str:
+    """What to do where other ranks have ended so."""
+    if any(end != AT_ITS_END for end in ends):
+        return "Mend what failed there; this rank only ends because of it."
+    if ends:
+        return (
+            "Give every rank as many batches, as model.loader(dataset) does, or a "
+            "DistributedSampler with DataLoader(drop_last=True); or let all ranks leave the loop "
+            "together."
+        )
+    return (
+        f"See what the other ranks printed. {TOGETHER} are calls of all ranks: each makes them in "
+        "the same order, and as often as the others, without `if rank == 0`."
+    )
