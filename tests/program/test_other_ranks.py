@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from partc.api import compile
-from partc.errors import RunError
+from partc.errors import RunError, TransferError
 from partc.program import load
 from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.ranks import farewell, other_ranks
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.verification.processes import Processes
 
@@ -27,12 +29,10 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def told(words: str) -> str:
-    """What is said beside an error of torch with these words."""
-    try:
-        with of_other_ranks("save_checkpoint"):
-            raise RuntimeError(words)
-    except RuntimeError as error:
-        return "".join(getattr(error, "__notes__", []))
+    """What is said in place of an error of torch with these words; "" if it stays as it is."""
+    with pytest.raises(RuntimeError) as found, of_other_ranks("save_checkpoint"):  # as of torch
+        raise RuntimeError(words)
+    return str(found.value) if isinstance(found.value, TransferError) else ""
 
 
 def apart(folder: Path, call: str, build: Path | None = None) -> str:
@@ -107,12 +107,26 @@ def test_a_transfer_that_other_ranks_left() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         said = told("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-        assert "partc, save_checkpoint on rank 0: a transfer failed, as another rank has" in said
-        assert "no `if rank == 0`" in said
+        assert "rank 0, save_checkpoint: a transfer failed: another rank has ended" in said
+        assert "without `if rank == 0`" in said
         assert told("Timed out waiting 12000ms for send operation")
         assert not told("size mismatch")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_transfer_that_a_rank_left_which_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_value", KeyError("tag"), raising=False)
+    how = farewell.how_it_ends()
+    assert how == "has failed: KeyError: 'tag'"
+    monkeypatch.setattr(other_ranks, "ends_of_others", lambda: {1: how})
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        said = told("Connection closed by peer")
+    finally:
+        dist.destroy_process_group()
+    assert said.startswith("rank 0, save_checkpoint: a transfer failed: rank 1 has failed: Key")
+    assert "Mend what failed there" in said
 
 
 def test_a_stage_whose_process_group_was_destroyed(world: Processes) -> None:

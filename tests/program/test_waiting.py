@@ -57,6 +57,39 @@ def test_a_rank_with_fewer_batches_is_named_and_the_job_ends(tmp_path: Path) -> 
     assert "drop_last=True" in done.stderr
 
 
+LEAVES = """
+import os
+import torch
+from torch import nn
+import partc
+
+rank = int(os.environ["RANK"])
+model = partc.parallelize(
+    nn.Linear(4, 4), "dp=2", plan="ddp", loss=lambda model, x: model(x).square().mean()
+)
+for step in range(3):
+    model.step(torch.ones(2, 4) + rank)
+if rank == 0:
+    model.step(torch.ones(2, 4))
+"""
+
+
+@pytest.mark.gloo
+def test_a_rank_that_has_left_is_named_where_another_fails(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LEAVES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "--log-dir", str(tmp_path), "-r", "3", "train.py"],
+        cwd=tmp_path, capture_output=True, timeout=patience(), check=False,
+    )  # fmt: skip
+    assert done.returncode
+    (log,) = tmp_path.glob("*/attempt_0/0/stderr.log")
+    lines = [line for line in log.read_text().splitlines() if "TransferError" in line]
+    assert lines, log.read_text()
+    assert "rank 1 has ended: its script came to its end" in lines[0]
+    assert "drop_last=True" in lines[0]
+
+
 def ended(folder: Path, **streams: Any) -> Any:
     """The two ranks of ``UNEVEN``, the first of which kills their launcher, once both have ended:
     they hold a file's lock till then.
