@@ -20,6 +20,7 @@ BATCH = "batch"  # in [inputs]: all data axes, and microbatches, whatever their 
 BY_PLACE = (
     "with the rows of all ranks one behind the other, rows are taken by their place: "  # note
 )
+ONE_RANKS = "the loss divides by "  # note
 Dealt = tuple[tuple[str, int, int], ...]  # (axis, dim, outer) in the order they are applied
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import RunError
 from partc.plan import Plan
-from partc.plan.batch import BY_PLACE
+from partc.plan.batch import BY_PLACE, ONE_RANKS
 from partc.plan.decided import BACKENDS
 from partc.plan.mesh import Mesh
 from partc.program import Program
@@ -122,6 +122,10 @@ def _tell_what_is_not_set(program: Program) -> None:
         if note.startswith(BY_PLACE):
             LOG.warning(
                 "partc: %s. Give two views of a sample as two inputs; or batch='global'", note
+            )
+        if note.startswith(ONE_RANKS):
+            LOG.warning(
+                "partc: %s. Divide by what the tensors say, len(x), which is of all ranks", note
             )
         if note.startswith(ASKED):
             LOG.warning("partc: %s", note)

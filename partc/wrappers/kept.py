@@ -10,16 +10,19 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from types import FunctionType, ModuleType
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partc.errors import RunError
+from partc.program.model.habits import once
+from partc.program.tensors.whole_states import is_whole_state
 from partc.wrappers.unread import unread_values
 
 _OWN_REFERENCES = 3  # of a parameter while it is counted: two names and the argument
+_LEFT: WeakSet[nn.Module] = WeakSet()  # models that are trained no more; copies of them may be
 _NO_OBJECTS = (type, FunctionType, ModuleType)  # a script's own variables are followed
 
 
@@ -72,7 +75,9 @@ class Kept:
         for name in alive:
             if (param := self._params[name]()) is not None:
                 self._check_left(name, param, inside[id(param)])
-        if self._model() is not None:
+        if (model := self._model()) is not None:
+            _LEFT.add(model)
+            model.register_load_state_dict_pre_hook(_told_of_load)
             warnings.warn(
                 f"partc: the script keeps the {self._name} that it gave to parallelize, whose "
                 "weights are trained no more from the first step on. Keep what parallelize gave in "
@@ -204,6 +209,19 @@ def _too_late(name: str) -> Callable[[Tensor], None]:
         )
 
     return refused
+
+
+def _told_of_load(module: nn.Module, state: Mapping[str, Any], *others: Any) -> None:
+    """Warn of weights that are loaded into a model which is trained no more, unless these are the
+    trained ones, with which scripts evaluate or save it.
+    """
+    if module in _LEFT and not is_whole_state(state.values()) and once("load of the kept model"):
+        warnings.warn(
+            f"partc: the {type(module).__name__} that parallelize was given gets other weights, "
+            "which the model that it gave does not train on. Load them into that: "
+            "model.load_state_dict(state), on all ranks",
+            stacklevel=4,
+        )
 
 
 def _kept(name: str, by: str) -> RunError:

@@ -24,6 +24,7 @@ from partc.graph.input_only import input_only
 from partc.passes.shard.cut_given import cut_given, wanted_by_readers
 from partc.passes.shard.propagate import AxisWalk
 from partc.passes.shard.reshard import transition_cost
+from partc.passes.shard.rows_in_loss import notes_on_rows
 from partc.plan import Cuts, Plan
 from partc.plan.batch import BATCH, BY_PLACE, data_axes, is_pinned, layout_of
 from partc.plan.mesh import DP, Mesh
@@ -53,7 +54,8 @@ def find_batch(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:
     What the plan pins stays. PlanError if ranks take pieces of their own, and two dims are as good.
     """
     plan = _found(graph, plan, mesh)
-    return plan.changed(notes=(*plan.notes, *_notes_on_places(graph, plan, mesh)))
+    told = [*_notes_on_places(graph, plan, mesh), *notes_on_rows(graph, plan, mesh)]
+    return plan.changed(notes=(*plan.notes, *told))
 
 
 def _found(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:

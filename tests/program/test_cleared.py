@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import partc
+from partc.program.model import habits
 from partc.program.optimizer import cleared
 from partc.program.stage.runtime import Stage
 from tests.mistakes.things import one_rank
@@ -86,3 +87,54 @@ def test_loops_that_train_are_not_told(style: str) -> None:
                 stage.step(*batch_of())
             if style != "skipped" or num % 2:  # as a scaler skips the steps of infinite gradients
                 optimizer.step()
+
+
+def test_a_loop_without_a_backward_is_told_once() -> None:
+    stage = stage_of()
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            stage(*batch_of())
+            optimizer.step()
+    texts = [str(each.message) for each in told]
+    assert len([text for text in texts if "no backward() was called" in text]) == 1
+
+
+def test_a_closure_that_calls_backward_is_told_nothing() -> None:
+    stage = stage_of()
+    optimizer = torch.optim.LBFGS(stage.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = stage(*batch_of())
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            stage(*batch_of())
+            optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("divide", "scale", "is_told"), [(2, None, True), (2, 0.5, False), (10, None, False)]
+)
+def test_losses_that_are_divided_in_vain_are_told_once(
+    divide: int, scale: float | None, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(habits, "TOLD", set())
+    stage = stage_of()
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                loss = stage.step(*batch_of(), scale=scale) / divide
+            optimizer.step()
+    assert loss.isfinite()
+    texts = [str(each.message) for each in told]
+    assert len([text for text in texts if "scale=1 / 2" in text]) == is_told

@@ -344,8 +344,13 @@ def kept_lstm() -> None:
     )
     with pytest.warns(UserWarning, match="the script keeps the LSTM"):
         model.step(torch.randn(3, 2, 4))
-    whole.load_state_dict(model.full_state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole.load_state_dict(model.full_state_dict())
+        copy.deepcopy(whole).load_state_dict(nn.LSTM(4, 8).state_dict())
     assert type(whole(torch.randn(3, 2, 4))[0]) is Tensor
+    with pytest.warns(UserWarning, match="gets other weights, which the model"):
+        whole.load_state_dict(nn.LSTM(4, 8).state_dict())
 
 
 @pytest.mark.gloo

@@ -33,10 +33,23 @@ def numbers_of_steps(params: Collection[Tensor]) -> list[int]:
     """A number of the learning rates, and one of all else, of those that stepped on these tensors
     since the last call; 0 where none did.
     """
-    own = {id(param) for param in params}
-    stepped = [each for each in [*_STEPPED] if any(id(param) in own for param in _params(each))]
+    stepped = _stepped_on(params)
     for each in stepped:
         del _STEPPED[each]
+    return _numbers(stepped)
+
+
+def number_by_now(params: Collection[Tensor]) -> int:
+    """One number of all that ``numbers_of_steps`` gives, which forgets nothing."""
+    return _number(_numbers(_stepped_on(params)))
+
+
+def _stepped_on(params: Collection[Tensor]) -> list[Optimizer]:
+    own = {id(param) for param in params}
+    return [each for each in [*_STEPPED] if any(id(param) in own for param in _params(each))]
+
+
+def _numbers(stepped: Collection[Optimizer]) -> list[int]:
     groups = [plain_values(group) for each in stepped for group in each.param_groups]
     rates = [group.get("lr") for group in groups]
     names = {*HOW, "lr"}

@@ -95,6 +95,7 @@ class Agreement:
         own_rows: bool = False,
     ) -> None:
         self._every, self.num_steps, self.own_rows = EVERY, 0, own_rows
+        self._is_asked = False  # to compare before the next step
         self._holders, self._draws, self.sources = holders, draws, sources
         self.shown = shown  # the parameters that optimizers of the script step on
         watch_steps()
@@ -127,7 +128,12 @@ class Agreement:
         number, self.num_steps = self.num_steps, self.num_steps + 1
         new = id(role) not in self._seen
         self._seen[id(role)] = role
-        due = new or (self.every > 0 and (number % self.every == 0 or number in EARLY))
+        due = (
+            self._is_asked
+            or new
+            or (self.every > 0 and (number % self.every == 0 or number in EARLY))
+        )
+        self._is_asked = False
         if due and role.mesh.num_ranks > 1:
             comparison = _Comparison(self, role, inputs, held, drawn, device)
             refused = True
@@ -146,6 +152,10 @@ class Agreement:
         if role.mesh.num_ranks > 1:
             comparison = _Comparison(self, role, (), held, drawn, device)
             comparison.run(first=False, new=False)
+
+    def ask(self) -> None:
+        """Compare before the next step; on all ranks."""
+        self._is_asked = True
 
     @property
     def shards(self) -> Mapping[str, Shard]:

@@ -21,22 +21,25 @@ class SameChoice:
 
     def __init__(self) -> None:
         self.alone = dist.get_world_size() == 1
+        self.beside_differs = False  # of the last comparison
         self._group: Any = None
         self._host = torch.device("cpu")
         if not self.alone and "gloo" not in dist.get_backend_config():
             self._group = dist.new_group(backend="gloo")
 
-    def differing(self, text: str) -> list[str]:
+    def differing(self, text: str, beside: int = 0) -> list[str]:
         """Every rank's text if they differ, in rank order; empty if all ranks have this one.
 
-        All ranks call this together.
+        ``beside``: a number of 63 bits, which ranks compare on the way (``beside_differs``). All
+        ranks call this together.
         """
         if self.alone:
             return []
         number = _number(text)
-        most = torch.tensor([number, -number])
+        most = torch.tensor([number, -number, beside, -beside])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        high, low = most.tolist()
+        high, low, *others = most.tolist()
+        self.beside_differs = sum(others) != 0
         return [] if high == -low == number else self.texts(text)
 
     def largest(self, numbers: Sequence[float]) -> list[float]:

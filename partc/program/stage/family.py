@@ -19,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import PartcError
 from partc.plan import Plan
+from partc.plan.mesh import ISLAND, PP
 from partc.program import Program
 from partc.program.choices import Choices
 from partc.program.model.habits import tell_first, tell_of_input_grads
+from partc.program.optimizer.same_steps import number_by_now
 from partc.program.ranks.handshake import check_agreement
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.ranks.waiting import waiting
@@ -201,7 +203,9 @@ class Family:
         wanted = self.state.varied(self._batch.pieces.whole(asked), self.programs)
         if self._same is not None:
             said = self._said(wanted)
-            each = self._same.differing(said.as_text())
+            each = self._same.differing(said.as_text(), self._stepped(kind))
+            if self._same.beside_differs:
+                self.guard.agreement.ask()
             whole = self._batch.together(each)
             if whole is not None:
                 whole = replace(whole, variant=wanted.variant)
@@ -237,6 +241,14 @@ class Family:
         """
         alone = wanted.kind == "step" and self.gives_out and not torch.is_grad_enabled()
         return replace(wanted, variant=NO_GRAD) if alone and not wanted.variant else wanted
+
+    def _stepped(self, kind: Kind) -> int:
+        """By which numbers optimizers have stepped, which are alike on all ranks but for those of
+        other stages and islands.
+        """
+        if kind != "step" or not {PP, ISLAND}.isdisjoint(self.first.program.mesh.names):
+            return 0
+        return number_by_now(self.guard.agreement.shown())
 
     def meet(self, call: str, most: int = 0) -> None:
         """RunError on all ranks if some of them run something else than this call, which is one of

@@ -47,6 +47,7 @@ from partc.program.tensors.elsewhere import say_elsewhere, stand_ins
 from partc.program.tensors.loaded import Loaded
 from partc.program.tensors.rank_tensors import RankTensors, Unmatched
 from partc.program.tensors.shown import Shown, register_at
+from partc.program.tensors.whole_states import given_whole
 from partc.program.weights import Source, whole_tensors
 from partc.wrong_calls import check_flag, check_whole_number, known_arguments
 
@@ -269,7 +270,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         names = list(tensors.saved_names(self.shards))
         firsts = dict.fromkeys(map(tensors.first_name, names))
         whole = {first: tensors.whole(first).to("cpu", copy=True) for first in firsts}
-        return {name: whole[tensors.first_name(name)] for name in names}
+        return given_whole({name: whole[tensors.first_name(name)] for name in names})
 
     @property
     def sums(self) -> Mapping[str, Any]:

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import UsageError
 from partc.program import Program
 from partc.program.model.habits import LOG, once, without_inference
-from partc.program.optimizer.cleared import gave_gradients
+from partc.program.optimizer.cleared import awaits_backward, gave_gradients
+from partc.program.optimizer.divided import took_step
 from partc.program.optimizer.no_gradients import gives_late
 from partc.program.ranks.same_factor import SameFactor
 from partc.program.ranks.same_model import check_same_model
@@ -180,6 +181,7 @@ class SeveralPrograms(nn.Module):
                 loss = self._run(ready, scale)
                 if not gives_late(self._tensors, self._rank_step):
                     gave_gradients(self)
+                took_step(scaled=scale is not None)
                 return ready.whole(of_step(loss))
 
     def _run(self, ready: Ready, scale: float | Tensor | None) -> Tensor:
@@ -234,6 +236,7 @@ class SeveralPrograms(nn.Module):
             if found is None:
                 return None
             half, whole, given = found
+            awaits_backward(self)
             return whole(results_with_backward(shown, half, given))
 
     def _with_backward(self, ready: Ready) -> Tensor:
@@ -241,7 +244,11 @@ class SeveralPrograms(nn.Module):
         shown = list(self._shown.values())
         with without_inference():
             loss = loss_with_backward(shown, ready.run, self._factors.check, is_half=ready.is_half)
-        return loss if loss.requires_grad else dropped(loss)
+        if not loss.requires_grad:
+            return dropped(loss)
+        if not gives_late(self._tensors, self._rank_step):
+            awaits_backward(self)
+        return loss
 
     def _apply_to_families(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Let all programs follow ``.to()``, once the stage's tensors have."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import RunError
+from partc.program.optimizer.divided import divided_by
 
 # What scripts do to a loss before they call backward: the result is a loss of a step, too.
 _SCALED = {
@@ -17,6 +18,8 @@ _SCALED = {
     Tensor.__add__, Tensor.__radd__, Tensor.mean, Tensor.sum, torch.mul, torch.div, torch.add,
     torch.mean, torch.sum,
 }  # fmt: skip
+
+_DIVIDED = {Tensor.div, Tensor.__truediv__, torch.div}
 
 
 class _Told(Tensor):
@@ -44,6 +47,8 @@ class StepLoss(_Told):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
+            if func in _DIVIDED:
+                divided_by(args[1] if len(args) > 1 else None)
             if func in _SCALED and type(result) is Tensor and not result.requires_grad:
                 return result.as_subclass(cls)
             return plain(result) if isinstance(result, cls) else result
