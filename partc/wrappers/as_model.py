@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partc.data.share import Division
-from partc.errors import UsageError
+from partc.errors import RunError, UsageError
 from partc.plan.batch import data_axes
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.sharding import cut
@@ -171,6 +171,17 @@ class AsModel(Prepared):
         if self.stage is None:
             raise no_stage_yet("a deep copy")
         return copy.deepcopy(self.stage, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.stage is not None:
+            return self.stage.__reduce_ex__(protocol)
+        raise RunError(
+            where="pickle of a model that parallelize gave",
+            what="it cannot be pickled",
+            why="it is made for the ranks of this job; the model that it was given can be",
+            do="Save model.state_dict(), or behind its first step model.full_state_dict() on all "
+            "ranks; partc.save_checkpoint saves the optimizer, too.",
+        )
 
 
 def _open(mesh: Mesh) -> UsageError:

@@ -392,3 +392,15 @@ def wrong_arguments() -> None:
 def test_wrong_arguments_are_refused_when_they_are_given() -> None:
     with one_rank():
         wrong_arguments()
+
+
+def test_a_pickle_is_refused_before_the_first_step_and_behind_it(tmp_path: Path) -> None:
+    with one_rank():
+        model: Any = partc.parallelize(
+            nn.Linear(4, 4), "dp=1", plan="ddp", loss=lambda m, x: m(x).sum()
+        )
+        with pytest.raises(RunError, match=r"it cannot be pickled.*model.state_dict\(\)"):
+            torch.save(model, tmp_path / "model.pt")
+        model.step(torch.ones(2, 4))
+        with pytest.raises(RunError, match=r"cannot be pickled.*full_state_dict\(\)"):
+            torch.save(model, tmp_path / "model.pt")
