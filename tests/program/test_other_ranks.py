@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,12 @@ def apart(folder: Path, call: str, build: Path | None = None) -> str:
         "load_checkpoint": lambda: load_checkpoint(folder, stage),
         "full_state_dict": stage.full_state_dict,
         "clip_grad_norm_": lambda: stage.clip_grad_norm_(1.0),
+        "aten.linalg_vector_norm of weight": lambda: weight.norm(),
+        "aten.linalg_vector_norm of the gradient of weight": lambda: weight.grad.norm(),
+        "a read of the whole of weight": lambda: weight.full_tensor(),
+        "a read of the whole of bias": lambda: stage.bias[:2].tolist(),
     }
+    weight: Any = stage.weight
     save_checkpoint(folder, stage, step=1)
     try:
         calls[call]() if dist.get_rank() == 0 else stage.step(x)
@@ -68,8 +74,13 @@ def apart(folder: Path, call: str, build: Path | None = None) -> str:
 
 
 @pytest.mark.parametrize(
-    "call", ["save_checkpoint", "load_checkpoint", "full_state_dict", "clip_grad_norm_"]
-)
+    "call",
+    [
+        "save_checkpoint", "load_checkpoint", "full_state_dict", "clip_grad_norm_",
+        "aten.linalg_vector_norm of weight", "aten.linalg_vector_norm of the gradient of weight",
+        "a read of the whole of weight", "a read of the whole of bias",
+    ],
+)  # fmt: skip
 def test_a_call_that_one_rank_makes_alone(world: Processes, tmp_path: Path, call: str) -> None:
     for said in world.run(apart, tmp_path, call, num=2):
         assert f"ranks differ in what they run: ranks 0: {call}; ranks 1: step" in said

@@ -154,6 +154,7 @@ class SeveralPrograms(nn.Module):
         }  # fmt: skip
         for name, part in own.items():  # a model may have tensors of these names
             object.__setattr__(self, name, part)
+        self._tensors.met_by(family.meet)
         self.begin_mode(family.mode_now == "train")
 
     def _follow(self, other: SeveralPrograms) -> None:

@@ -30,6 +30,7 @@ class Home:
     ``groups``: the process groups of all mesh axes. ``join`` makes the whole of the pieces of all
     ranks, ``take`` gives this rank's piece of a whole. ``rank_elements``: of all parameters that
     the ranks with the same stages have. ``has_directions``: gradients arrive as +1 and -1.
+    ``meet``: RunError on all ranks where some of them do not call for what this rank calls for.
     """
 
     shard: Shard
@@ -40,6 +41,7 @@ class Home:
     in_pipeline: bool
     rank_elements: int
     has_directions: bool = False
+    meet: Callable[[str], None] = lambda call: None
 
     @property
     def sharers(self) -> list[Any]:
@@ -209,9 +211,17 @@ def whole_of(value: DTensor) -> Tensor:
         return value.full_tensor()
     if value.copied_view is not None:
         return value.copied_view.of(whole_of(value.copied_view.base))
+    if not all(each.is_replicate() for each in value.placements):
+        meet(value, "a read of the whole")
     if value.parted:
         return value.home.join(value._local_tensor.detach())
     return value.plain.full_tensor()
+
+
+def meet(value: HomeTensor, what: str) -> None:
+    """RunError on all ranks if some do not call for what takes a transfer between them."""
+    of = "the gradient of " if value.of_gradient else ""
+    value.home.meet(f"{what} of {of}{value.home.shard.name}")
 
 
 @torch.no_grad()

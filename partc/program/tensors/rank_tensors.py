@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from partc.program.tensors.homes import Home, HomeTensor, whole_of
 from partc.program.tensors.shown import Layouts
 from partc.program.tensors.stage_tensors import StageTensor
 from partc.program.weights import check_any, check_names, check_shapes, match
+
+FIRST_CALLS = 3  # of each op on a tensor, before which ranks are asked whether all call for it
 
 
 class Unmatched(NamedTuple):
@@ -54,6 +57,7 @@ class RankTensors:
         self.island = every.pop(ISLAND, None)  # the ranks that hold the same pieces of other copies
         self.owners: dict[str, int] = {}  # by parameter its island, where islands own some
         self.groups = every
+        self._ask: WeakMethod[Callable[[str, int], None]] | None = None
         self.holders = Holders.of(program)
         self._model, self._role = program.fingerprint, role
         self._gradients: dict[object, tuple[Any, Home]] = {}  # the layout of each
@@ -303,7 +307,19 @@ class RankTensors:
             self.pipeline is not None,
             self._num_elements,
             self.has_directions,
+            self._meet,
         )
+
+    def met_by(self, ask: Callable[[str, int], None]) -> None:
+        """Let ranks be asked whether all of them call for an op on tensors of all; ``ask`` is a
+        method, which is not held.
+        """
+        self._ask = WeakMethod(ask)
+
+    def _meet(self, call: str) -> None:
+        alone = self.pipeline is not None or self.island is not None  # others have other tensors
+        if not alone and self._ask is not None and (ask := self._ask()) is not None:
+            ask(call, FIRST_CALLS)
 
     def gather(self, piece: Tensor, axis: str) -> list[Tensor]:
         """The shards of all ranks along an axis, by an all-gather."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from partc.errors import RunError
-from partc.program.tensors.homes import HomeTensor, View, check_read, whole_of
+from partc.program.tensors.homes import HomeTensor, View, check_read, meet, whole_of
 from partc.program.tensors.op_facts import Op, home_tensors
 from partc.program.tensors.script_tensors import check_kept, fitting
 from partc.program.tensors.whole_ops import reshape_in_place, run_on_whole, view_of
@@ -130,6 +130,8 @@ class _Results:
             if value is x._plain:
                 return x
         operand = self._operand(number)
+        if any(each.is_partial() for each in value.placements):
+            meet(operand, str(self._op.func).removesuffix(".default"))
         value = _finished(value)
         alone = self._op.is_per_tensor
         return operand.over(
