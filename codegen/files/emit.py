@@ -49,7 +49,7 @@ from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.arranged import arranged
 from partc.codegen.repeats.equal import made_in_step, printing
 from partc.codegen.repeats.layers import FIRST, Layers
-from partc.codegen.repeats.runs import Item, Loop, Run, runs_within
+from partc.codegen.repeats.runs import Item, Loop, Run, runs_within, with_inner
 from partc.codegen.repeats.slots import Interface, interfaces
 from partc.codegen.repeats.totals import unread_zeros
 from partc.codegen.text import Line, Printed, Text, block
@@ -110,7 +110,7 @@ def _emit(
     items = gather_ahead(items)
     check_printed(checked, items)
     loops = [item for item in items if isinstance(item, Loop)]
-    check_same_calls(list(dict.fromkeys(loop.run for loop in loops)))
+    check_same_calls(dict.fromkeys(loop.run for loop in with_inner(loops)))
     with printing(graph):
         # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
         sides = interfaces(graph, loops)
