@@ -55,7 +55,7 @@ from partc.codegen.repeats.totals import unread_zeros
 from partc.codegen.text import Line, Printed, Text, block
 from partc.graph import Graph, Kind, is_tensor, value
 from partc.graph.draws import draws_of
-from partc.graph.given_back import given_out, waits_for_script
+from partc.graph.given_back import given_out, waits_for_script, written_before
 from partc.graph.graph_edits import copied
 from partc.graph.hooked import calls_hooks
 from partc.graph.moves import is_keyed, wire_of
@@ -335,7 +335,7 @@ class RoleText:
             self.final_grads(), device, name_of=self.site_literal, items=self.items,
             classes=self.classes, prefetch=self.prefetch,
         )  # fmt: skip
-        made = {*order, *results, *self._by_calls()}
+        made = {*order, *results, *self._by_calls(), *written_before(graph)}
         lasting = {n for n in kept if is_tensor(n) and n in made}
         statements = free_early(
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)

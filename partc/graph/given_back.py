@@ -57,6 +57,12 @@ def hold_back(graph: Graph) -> Graph:
     return graph
 
 
+def written_before(graph: Graph) -> list[fx.Node]:
+    """The new values of buffers that a step writes before it waits for the script."""
+    waiting: list[Any] = [node for node in graph.calls() if is_given_back(node)]
+    return [x for node in waiting for x in node.args[1]]
+
+
 def start_behind(graph: Graph) -> Graph:
     """Let no transfer be under way while a step waits for the script, which may never go on: what
     is waited for behind that starts behind it.

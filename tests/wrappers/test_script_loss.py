@@ -381,3 +381,19 @@ def test_the_text_waits_for_the_script_once() -> None:
     assert "self.norm_running_mean.copy_(" in before
     assert "yield" not in before
     assert not [word for word in ("copy_(running", "return") if word in behind]
+
+
+def test_statistics_of_a_frozen_trunk_are_kept_until_they_are_written() -> None:
+    """The blocks of its norms have no backward, and nothing else reads what they return."""
+    torch.manual_seed(0)
+    trunk = [
+        module
+        for width in (3, 8, 8)
+        for module in (nn.Conv2d(width, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    ]
+    model = nn.Sequential(*trunk, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    for param in model[:-1].parameters():
+        param.requires_grad_(False)
+    x, loss = torch.randn(2, 3, 2, 2), partc.ScriptLoss(model)
+    program = partc.compile(model, "dp=2", (x,), loss=loss, plan="ddp", batch="local")
+    partc.verify(program, model, (torch.randn(4, 3, 2, 2),), loss=loss).check()
