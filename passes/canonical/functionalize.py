@@ -29,6 +29,7 @@ _RESHAPED = (
     "Take a tensor of the other shape in its place: y = x.reshape(4, 6) of as many numbers, "
     "y = x.flatten()[:n] of fewer; F.pad or torch.cat make a longer one."
 )
+_OF_A_FACTORY = ("dtype", "layout", "device", "pin_memory")
 BATCH_NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 
 
@@ -143,7 +144,9 @@ def _replace_write(rewrite: _Rewrite, node: fx.Node, written: list[str], args: A
     if written == ["out"]:
         changed, (given, named) = node.kwargs["out"], args
         kwargs = {key: each for key, each in named.items() if key != "out"}
-        new, old = call_before(node, _out_of_place(node), *given, **kwargs), fake_of(named["out"])
+        old = fake_of(named["out"])
+        found = _out_of_place(node)
+        new = call_before(node, found, *given, **_factory_options(found, old), **kwargs)
     elif name == "rrelu_with_noise" and written == ["noise"]:
         _draw_slopes(rewrite, node, args[0])
         return
@@ -202,8 +205,15 @@ def _same_arguments(packet: Any, target: Any) -> Any:
 
 
 def _arguments(target: Any) -> list[tuple[str, str]]:
-    """Names and types of an op's arguments, without ``out``."""
-    return [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    """Names and types of an op's arguments, without ``out`` and what a tensor in its place says."""
+    given = (a for a in target._schema.arguments if a.name not in ("out", *_OF_A_FACTORY))
+    return [(a.name, str(a.type)) for a in given]
+
+
+def _factory_options(found: Any, like: torch.Tensor) -> dict[str, Any]:
+    """What a factory (``eye``, ``arange``) is told where it made its numbers in a tensor."""
+    names = {a.name for a in found._schema.arguments}
+    return {"dtype": like.dtype, "device": like.device} if names.issuperset(_OF_A_FACTORY) else {}
 
 
 def _functional(node: fx.Node, name: str, args: Any) -> fx.Node:

@@ -109,6 +109,13 @@ def into_another(y: Tensor) -> Tensor:
     return y * z
 
 
+def made_in_another(y: Tensor) -> Tensor:
+    z = torch.eye(4, 6, out=torch.empty_like(y.detach()))
+    row = torch.arange(0, 6, out=torch.empty(6, dtype=torch.float64))
+    ones = torch.ones(4, 6, out=z.new_empty(4, 6))
+    return y * z + row - torch.full((4, 6), 0.5, out=ones)
+
+
 def some_of_many(y: Tensor) -> Tensor:
     y[y > 0.9] = 0.25
     y[torch.tensor([True, False, False, True])] = -1.0
@@ -117,6 +124,7 @@ def some_of_many(y: Tensor) -> Tensor:
 
 WRITES = [
     into_another,
+    made_in_another,
     some_of_many,
     assign_row,
     write_through_flat_view,
