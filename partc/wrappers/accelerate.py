@@ -106,7 +106,7 @@ class Accelerator(OnMesh):
     def prepare_model(self, model: nn.Module, *args: Any, **named: Any) -> nn.Module:
         """A model that is called as this one, and becomes a stage."""
         check_model(model, "prepare")
-        known = next((p for p in self._prepared if model is p or model is p.model), None)
+        known = next((p for p in self._prepared if model is p or model is p._whole), None)
         if known is None:
             super().prepare_model(model, device_placement=False, evaluation_mode=True)
             self._models.pop()
@@ -194,7 +194,7 @@ class Accelerator(OnMesh):
             )  # fmt: skip
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for prepared in self._prepared:
-            stage, mine = prepared.stage, {id(p) for p in prepared.parameters()}
+            stage, mine = prepared._stage, {id(p) for p in prepared.parameters()}
             if stage is not None and mine == {id(p) for p in given}:
                 self.unscale_gradients()
                 return stage.clip_grad_norm_(max_norm, norm_type)

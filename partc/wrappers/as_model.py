@@ -24,8 +24,8 @@ from partc.wrappers.instead import wrapped_again
 from partc.wrappers.prepared import Prepared
 from partc.wrong_calls import check_whole_number, known_arguments
 
-_OWN = ("module", "model", "how", "device_type", "stage", "evaluated", "moved", "draws",
-        "training", "program", "losses", "batch_dims", "_seen", "_device", "_called")  # fmt: skip
+_OWN = ("module", "training", "program", "_whole", "_how", "_device_type", "_stage", "_evaluated",
+        "_moved", "_draws", "_losses", "_batch_dims", "_seen", "_device", "_called")  # fmt: skip
 
 
 class AsModel(Prepared):
@@ -55,7 +55,7 @@ class AsModel(Prepared):
         """As the program divides its batch; before there is one, over all axes of data."""
         if "program" in vars(self):
             return division_of(self.program)
-        mesh = Mesh.of(self.how.mesh)
+        mesh = Mesh.of(self._how.mesh)
         if mesh.is_open:
             raise _open(mesh)
         return Division(mesh, {axis: cut(0) for axis in data_axes(mesh) if axis != ISLAND})
@@ -66,10 +66,10 @@ class AsModel(Prepared):
         Behind the first step its tensors are copies, of which writes are noticed.
         """
         found = super().state_dict(**named)
-        if self.stage is None:
+        if self._stage is None:
             return found
-        self.stage.writes.check()
-        pairs = ((name, copied(x, name, self.stage.writes)) for name, x in found.items())
+        self._stage.writes.check()
+        pairs = ((name, copied(x, name, self._stage.writes)) for name, x in found.items())
         return OrderedDict(pairs)
 
     @known_arguments
@@ -80,28 +80,28 @@ class AsModel(Prepared):
     @known_arguments
     def full_optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as of one process, as of a ``Stage``."""
-        if self.stage is None:
+        if self._stage is None:
             return optimizer.state_dict()
-        return dict(self.stage.full_optim_state_dict(optimizer))
+        return dict(self._stage.full_optim_state_dict(optimizer))
 
     @known_arguments
     def load_full_optim_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take a state as of one process, as of a ``Stage``."""
-        if self.stage is None:
+        if self._stage is None:
             optimizer.load_state_dict(state)
         else:
-            self.stage.load_full_optim_state_dict(optimizer, state)
+            self._stage.load_full_optim_state_dict(optimizer, state)
 
     @known_arguments
     def step_on_pieces(self, optimizer: Optimizer) -> Optimizer:
         """As of a ``Stage``; an optimizer that follows the model steps so by itself."""
-        return optimizer if self.stage is None else self.stage.step_on_pieces(optimizer)
+        return optimizer if self._stage is None else self._stage.step_on_pieces(optimizer)
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Decide the steps' random numbers, as of a ``Stage``."""
-        self.draws = check_whole_number(seed, "seed", -(2**63)), step
-        if self.stage is not None:
-            self.stage.seed(seed, step)
+        self._draws = check_whole_number(seed, "seed", -(2**63)), step
+        if self._stage is not None:
+            self._stage.seed(seed, step)
 
     def train(self, mode: bool = True) -> Self:
         self._held.train(mode)
@@ -142,7 +142,7 @@ class AsModel(Prepared):
             if name.startswith("_ddp_"):  # which DistributedDataParallel asks for first
                 raise wrapped_again("DistributedDataParallel") from None
             if name == "program" or (
-                self.stage is None and not name.startswith("_") and hasattr(Stage, name)
+                self._stage is None and not name.startswith("_") and hasattr(Stage, name)
             ):
                 raise no_stage_yet(name) from None
             raise
@@ -168,13 +168,13 @@ class AsModel(Prepared):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the stage, of which averages are made; all ranks call this together."""
-        if self.stage is None:
+        if self._stage is None:
             raise no_stage_yet("a deep copy")
-        return copy.deepcopy(self.stage, memo)
+        return copy.deepcopy(self._stage, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.stage is not None:
-            return self.stage.__reduce_ex__(protocol)
+        if self._stage is not None:
+            return self._stage.__reduce_ex__(protocol)
         raise RunError(
             where="pickle of a model that parallelize gave",
             what="it cannot be pickled",

@@ -36,10 +36,10 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
             if {*mine} & {id(p) for p in prepared.parameters()}:
                 self.owner = prepared
                 names = {id(p): name for name, p in prepared.module.named_parameters()}
-                if prepared.stage is not None:
-                    self.move(prepared.stage, names)
+                if prepared._stage is not None:
+                    self.move(prepared._stage, names)
                 else:
-                    prepared.moved.append(self.move)
+                    prepared._moved.append(self.move)
                 return
         if mine and any(True for _ in models):
             raise _of_no_model(self.optimizer, set())
@@ -56,7 +56,7 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters, whole; all ranks call this together."""
-        stage = self.owner.stage if self.owner is not None else None
+        stage = self.owner._stage if self.owner is not None else None
         if stage is None:
             return dict(self.optimizer.state_dict())
         return {**stage.full_optim_state_dict(self.optimizer), DRAWS: list(stage.seeded)}
@@ -66,14 +66,14 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         owner = self.owner
         seed, steps = state_dict.get(DRAWS, (None, None))
         if owner is not None and seed is not None:
-            owner.draws = seed, steps
+            owner._draws = seed, steps
         state = {name: each for name, each in state_dict.items() if name != DRAWS}
-        if owner is None or owner.stage is None:
+        if owner is None or owner._stage is None:
             self.optimizer.load_state_dict(state)
             return
-        owner.stage.load_full_optim_state_dict(self.optimizer, state)
-        if owner.draws:
-            owner.stage.seed(*owner.draws)
+        owner._stage.load_full_optim_state_dict(self.optimizer, state)
+        if owner._draws:
+            owner._stage.seed(*owner._draws)
 
 
 class Scheduler(AcceleratedScheduler):  # type: ignore[misc]

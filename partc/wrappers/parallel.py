@@ -114,19 +114,19 @@ class Parallel(AsModel):
     def __init__(self, model: nn.Module, how: How, device: str | None) -> None:
         super().__init__(model, how, "cpu" if device is None else device)
         self._device = device
-        self.losses: dict[Any, Any] = {}  # by a loss of the script, what steps by it
-        self.moved.append(_follow)
+        self._losses: dict[Any, Any] = {}  # by a loss of the script, what steps by it
+        self._moved.append(_follow)
 
     # steps -----------------------------------------------------------------------------------
     @_disable_dynamo
     def step(self, *inputs: Any, **named: Any) -> Any:
         """One training step, as ``Stage.step``; the first compiles."""
-        return self._stepped(self.how.loss, inputs, named)
+        return self._stepped(self._how.loss, inputs, named)
 
     def eval_step(self, *inputs: Any, **named: Any) -> Any:
         """The loss in eval mode, as ``Stage.eval_step``."""
-        stage = self._of_loss(self.how.loss, inputs, named)
-        args, known = self._filled(inputs, named, self.how.loss)
+        stage = self._of_loss(self._how.loss, inputs, named)
+        args, known = self._filled(inputs, named, self._how.loss)
         return self._alone(stage.eval_step(*args, **known))
 
     @_disable_dynamo
@@ -160,7 +160,7 @@ class Parallel(AsModel):
     # inside ----------------------------------------------------------------------------------
     def _stepped(self, loss: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """A step by a loss; a ``scale`` that is no input of it is not compiled."""
-        mine = _takes_scale(loss or self.model.forward)
+        mine = _takes_scale(loss or self._whole.forward)
         scale = {n: x for n, x in named.items() if n == "scale" and not mine}
         given = {n: x for n, x in named.items() if n not in scale}
         stage = self._of_loss(loss, inputs, given)
@@ -170,23 +170,23 @@ class Parallel(AsModel):
     def _of_loss(self, loss: Any, args: Any, named: Any) -> Any:
         """What steps by a loss: the stage itself, or a loss that shares its tensors."""
         key = loss if loss is not None else self._differentiated(args, named)
-        if key not in self.losses:
+        if key not in self._losses:
             compiled = self._own_loss(key) if loss is None else loss
-            if self.stage is None:
-                self.losses[key] = self._begun(args, named, compiled)
+            if self._stage is None:
+                self._losses[key] = self._begun(args, named, compiled)
             else:
                 given = self._given(args, named, compiled)
                 program = self._as_now().also(given, loss=compiled)
                 self._know_batch(program)
-                self.losses[key] = self.stage.share(program)
-        return self.losses[key]
+                self._losses[key] = self._stage.share(program)
+        return self._losses[key]
 
     def _differentiated(self, args: Any, named: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of inputs that wait for a gradient, where the script computes the loss."""
         every = tensors_of([*args, *named.values()])
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in every):
             return ()
-        given = Given.of_call(self.model, args, named, self._loss_of)
+        given = Given.of_call(self._whole, args, named, self._loss_of)
         pairs = zip(given.names, given.tensors, strict=True)
         return tuple(name for name, x in pairs if x.requires_grad)
 
@@ -195,7 +195,7 @@ class Parallel(AsModel):
         if not inputs:
             own: Callable[..., Any] = self._loss_of
             return own
-        loss_of: Any = returned_loss(self.model, self.how.outputs, inputs)
+        loss_of: Any = returned_loss(self._whole, self._how.outputs, inputs)
         loss_of.__signature__ = inspect.signature(self._loss_of)
         found: Callable[..., Any] = loss_of
         return found
@@ -204,7 +204,7 @@ class Parallel(AsModel):
         """The program, to compile another loss by which trains what the script trains now: a part
         may have been frozen during the first step, as a GAN's critic is.
         """
-        program, stage = self.program, self.stage
+        program, stage = self.program, self._stage
         assert stage is not None
         recipe, shown = program.recipe, dict(stage.named_parameters())
         if not isinstance(recipe, Recipe) or stage.stand_ins():
@@ -217,20 +217,20 @@ class Parallel(AsModel):
         return replace(program, recipe=replace(recipe, trained=now))
 
     def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
-        if self.stage is None:
-            known = {*self.how.inputs, *named}
-            check_names_of_pad(self.how.pad, known)
-            warn_of_pad(self.how.pad, known)
+        if self._stage is None:
+            known = {*self._how.inputs, *named}
+            check_names_of_pad(self._how.pad, known)
+            warn_of_pad(self._how.pad, known)
         return super()._begun(args, named, loss)
 
     def _trained(self, args: Any, named: Any) -> Any:
-        return self._of_loss(self.how.loss, args, named)
+        return self._of_loss(self._how.loss, args, named)
 
     def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
-        first = next(self.model.parameters(), None)
+        first = next(self._whole.parameters(), None)
         here = "cpu" if first is None or first.is_meta else first.device.type
-        self.device_type = here if self._device is None else self._device
-        join(device_of(self.device_type))
+        self._device_type = here if self._device is None else self._device
+        join(device_of(self._device_type))
         return super()._compiled(args, named, loss)
 
     def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:
@@ -239,7 +239,7 @@ class Parallel(AsModel):
         except TraceError as error:
             if loss is None:
                 raise
-            do = _NO_LOSS if self.how.loss is None else _CALLED
+            do = _NO_LOSS if self._how.loss is None else _CALLED
             raise TraceError(
                 where=error.where, what=error.what, why=error.why, do=do
             ) from None  # fmt: skip
@@ -250,15 +250,15 @@ class Parallel(AsModel):
 
     def _leave_model(self, stage: Stage) -> None:
         """Let the model go, which the script has no more use for."""
-        kept = Kept(self.model)
+        kept = Kept(self._whole)
         shown = {**stage.stand_ins(), **dict(stage.named_parameters())}
         kept.follow(shown, stage.like_model)
-        object.__setattr__(self, "model", stage.like_model)
+        object.__setattr__(self, "_whole", stage.like_model)
         kept.leave()
 
     def _alone(self, found: Any) -> Any:
         """What a step returns: without ``loss`` the loss alone, where no other output is asked."""
-        return found[0] if self.how.loss is None and isinstance(found, tuple) else found
+        return found[0] if self._how.loss is None and isinstance(found, tuple) else found
 
 
 class AlsoLoss:
@@ -266,7 +266,7 @@ class AlsoLoss:
 
     def __init__(self, model: Parallel, loss: Callable[..., Any]) -> None:
         self._model, self._loss = model, loss
-        model.how.know(loss, of_loss=True)
+        model._how.know(loss, of_loss=True)
 
     def step(self, *inputs: Any, **named: Any) -> Any:
         """One training step by this loss, as ``Stage.step``; the first compiles."""

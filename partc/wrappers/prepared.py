@@ -51,20 +51,20 @@ class Prepared(nn.Module):
         super().__init__()
         self.module = model
         # not registered: the stage takes its place
-        object.__setattr__(self, "model", model)
-        self.how, self.device_type, self._called = how, device, called_as(model)
+        object.__setattr__(self, "_whole", model)
+        self._how, self._device_type, self._called = how, device, called_as(model)
         # what is compiled: the script's loss, or (loss, {"logits": ...}) of what the model returns
         loss_of = returned_loss(model, how.outputs) if how.loss is None else how.loss
         object.__setattr__(self, "_loss_of", loss_of)  # a loss may be a module, which is no part
         how.know(model.forward, of_loss=False)
         if how.loss is not None:
             how.know(how.loss, of_loss=True)
-        self.stage: Stage | None = None
-        self.evaluated: Stage | None = None  # forwards of a model that has not been trained yet
+        self._stage: Stage | None = None
+        self._evaluated: Stage | None = None  # forwards of a model that has not been trained yet
         self._seen: list[int] = []  # versions of the model's tensors that it has
-        self.moved: list[Callable[[Stage, Mapping[int, str]], None]] = []
-        self.batch_dims: dict[str, int] = {}  # the dims of inputs that data ranks cut
-        self.draws: tuple[int, int] | None = None  # the stage's seed and number of steps
+        self._moved: list[Callable[[Stage, Mapping[int, str]], None]] = []
+        self._batch_dims: dict[str, int] = {}  # the dims of inputs that data ranks cut
+        self._draws: tuple[int, int] | None = None  # the stage's seed and number of steps
         self.training = model.training
 
     def forward(self, *args: Any, **named: Any) -> Any:
@@ -77,9 +77,9 @@ class Prepared(nn.Module):
             args, named = self._filled(args, named)
             return stage(*args, **named)
         stage = self._trained(args, named)
-        args, named = self._filled(args, named, self.how.loss)
+        args, named = self._filled(args, named, self._how.loss)
         found = stage(*args, **named)
-        if self.how.loss is not None or isinstance(found, Tensor) or self.gives_out:
+        if self._how.loss is not None or isinstance(found, Tensor) or self.gives_out:
             return found
         extras = {name: _without_gradient(x, name) for name, x in found[1].items()}
         return Outputs(loss=found[0], **extras)
@@ -90,30 +90,30 @@ class Prepared(nn.Module):
     def eval_loss(self, *args: Any, **named: Any) -> Any:
         """The loss in eval mode of all ranks' rows, without gradients."""
         stage = self._trained(args, named)
-        args, named = self._filled(args, named, self.how.loss)
+        args, named = self._filled(args, named, self._how.loss)
         found = stage.eval_step(*args, **named)
-        return found[0] if self.how.loss is None and isinstance(found, tuple) else found
+        return found[0] if self._how.loss is None and isinstance(found, tuple) else found
 
     @property
     def gives_out(self) -> bool:
         """Whether steps give what the model returns, of which the script computes the loss."""
-        return self.stage is not None and self.stage.gives_out
+        return self._stage is not None and self._stage.gives_out
 
     # compiled --------------------------------------------------------------------------------
     def _trained(self, args: Any, named: Any) -> Any:
         """The stage, which is made of the first step's arguments."""
-        return self._begun(args, named, self._loss_of) if self.stage is None else self.stage
+        return self._begun(args, named, self._loss_of) if self._stage is None else self._stage
 
     def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
         """A stage that trains by this loss; it takes the model's place."""
-        self.evaluated = None
+        self._evaluated = None
         with torch.inference_mode(False), torch.enable_grad():
             made = self._compiled(args, named, loss)
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = {id(p): name for name, p in self._whole.named_parameters()}
         self.module = made
-        object.__setattr__(self, "stage", made)  # is registered once
-        made.seed(*(self.draws or (_first_seed(made), 0)))
-        for move in self.moved:
+        object.__setattr__(self, "_stage", made)  # is registered once
+        made.seed(*(self._draws or (_first_seed(made), 0)))
+        for move in self._moved:
             move(made, names)
         self._leave_model(made)
         made.train(self.training)
@@ -121,47 +121,47 @@ class Prepared(nn.Module):
 
     def _leave_model(self, stage: Stage) -> None:
         """Let go of the model, whose weights are trained no more."""
-        empty_model(self.model)
+        empty_model(self._whole)
 
     def _evaluating(self, args: Any, named: Any) -> Stage:
         """The stage, or one of forwards alone as long as nothing is trained."""
-        if self.stage is not None:
-            return self.stage
-        if self.evaluated is None:
+        if self._stage is not None:
+            return self._stage
+        if self._evaluated is None:
             with torch.inference_mode(False), torch.no_grad():
-                self.evaluated = self._compiled(args, named, None)
+                self._evaluated = self._compiled(args, named, None)
         elif self._versions() != self._seen:
-            self.evaluated.load_full(self.model)
+            self._evaluated.load_full(self._whole)
         self._seen = self._versions()
-        return self.evaluated
+        return self._evaluated
 
     def _versions(self) -> list[int]:
-        return [x._version for x in (*self.model.parameters(), *self.model.buffers())]
+        return [x._version for x in (*self._whole.parameters(), *self._whole.buffers())]
 
     def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
-        how = self.how if loss is not None else self.how.of_forwards()
+        how = self._how if loss is not None else self._how.of_forwards()
         like = self._given(args, named, loss)
-        options = {"backend": group_backend(self.device_type), "batch": "local", **how.options}
-        program = partc.compile(self.model, how.mesh, like, loss=loss, plan=how.plan, **options)
+        options = {"backend": group_backend(self._device_type), "batch": "local", **how.options}
+        program = partc.compile(self._whole, how.mesh, like, loss=loss, plan=how.plan, **options)
         self._keep(program, loss)
         self._know_batch(program)
-        return program.module(self.device_type, partial="replicate")
+        return program.module(self._device_type, partial="replicate")
 
     def _know_batch(self, program: Program) -> None:
         """Take which dims of its inputs are the batch, as nothing else is filled up there."""
         rows = Rows.of(Plan.parse(program.plan), program.mesh, program.inputs)
-        self.batch_dims.update(rows.batch_dims())
+        self._batch_dims.update(rows.batch_dims())
 
     def _keep(self, program: Program, loss: Callable[..., Any] | None) -> None:
         """What is to be done with a program before it runs."""
 
     def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:
         """The arguments of a call as an example to compile for, the largest of all ranks'."""
-        check_names_of_pad(self.how.pad, {*self.how.inputs, *named})
-        if self.how.loss is None and loss is self._loss_of:
-            Given.of_call(self.model, args, named)  # says what the model, not the loss, takes
-        given = Given.of_call(self.model, args, named, loss)
-        shapes = largest([[*x.shape] for x in given.tensors], self.device_type)
+        check_names_of_pad(self._how.pad, {*self._how.inputs, *named})
+        if self._how.loss is None and loss is self._loss_of:
+            Given.of_call(self._whole, args, named)  # says what the model, not the loss, takes
+        given = Given.of_call(self._whole, args, named, loss)
+        shapes = largest([[*x.shape] for x in given.tensors], self._device_type)
         pairs = zip(shapes, given.tensors, strict=True)
         return given.with_tensors([torch.empty(s, dtype=x.dtype, device="meta") for s, x in pairs])
 
@@ -171,16 +171,16 @@ class Prepared(nn.Module):
         """The arguments of a loss, or of the model, those that ``pad`` names filled up. A program
         tells which dim is the batch, so this comes behind the compile.
         """
-        check_names_of_pad(self.how.pad, {*self.how.inputs, *named})
+        check_names_of_pad(self._how.pad, {*self._how.inputs, *named})
         called = self._called if loss is None else loss
         return filled(
-            self.model, called, args, named, self.how.pad, self.device_type, self.batch_dims
+            self._whole, called, args, named, self._how.pad, self._device_type, self._batch_dims
         )
 
     # as of the model -------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Prepared:
         """The mode of the model and of its programs."""
-        self.model.train(mode)
+        self._whole.train(mode)
         super().train(mode)
         return self
 
@@ -194,9 +194,9 @@ class Prepared(nn.Module):
         It is an ``OrderedDict``, as of any module: of those alone accelerate writes a tied tensor
         once, where a dict with two names of one tensor cannot be saved.
         """
-        if self.stage is None:
-            return OrderedDict(self.model.state_dict(**named))
-        return OrderedDict(self.stage.full_state_dict())
+        if self._stage is None:
+            return OrderedDict(self._whole.state_dict(**named))
+        return OrderedDict(self._stage.full_state_dict())
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -209,7 +209,7 @@ class Prepared(nn.Module):
         state = self.state_dict() if state_dict is None else state_dict
         first = not dist.is_initialized() or dist.get_rank() == 0
         named.pop("is_main_process", None)
-        self.model.save_pretrained(folder, is_main_process=first, state_dict=state, **named)
+        self._whole.save_pretrained(folder, is_main_process=first, state_dict=state, **named)
 
     @property
     def _held(self) -> nn.Module:

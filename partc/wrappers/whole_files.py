@@ -16,7 +16,7 @@ class WholeFiles(transformers.Trainer):  # type: ignore[misc]
 
     def _whole_model(self) -> nn.Module:
         """What has the weights: the prepared model once it was trained."""
-        trained = isinstance(self.model_wrapped, Prepared) and self.model_wrapped.stage
+        trained = isinstance(self.model_wrapped, Prepared) and self.model_wrapped._stage
         found: nn.Module = self.model_wrapped if trained else self.model
         return found
 

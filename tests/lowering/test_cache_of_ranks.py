@@ -65,8 +65,8 @@ def parallelized(folder: Path | None) -> list[str]:
         parallel.step(x)
         parallel.zero_grad()
         reference.load_state_dict(parallel.full_state_dict())
-        assert parallel.stage is not None
-        compare_step(parallel.stage, reference, parallel.step(x), squares(reference, x))
+        assert parallel._stage is not None
+        compare_step(parallel._stage, reference, parallel.step(x), squares(reference, x))
         parallel.eval()
         close(parallel(x), reference(x), "results")
     return seen

@@ -199,7 +199,7 @@ def of_columns() -> None:
     uneven = torch.cat([ids[:, :2], ids[:, 3:]], 1)  # 2 and 3 columns, of which all ranks get all
     loss = model.step(mine[:, : 2 + dist.get_rank()])
     close(loss, of_next_words(reference, uneven), "loss of uneven columns")
-    model.how.pad = {}
+    model._how.pad = {}
     with pytest.raises(partc.errors.RunError, match="Where only lengths differ, pad="):
         model.step(mine)
 

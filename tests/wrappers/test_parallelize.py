@@ -84,7 +84,7 @@ def parallel_of(mesh: str, plan: str, model: nn.Module, loss: Any = loss_of) -> 
 
 def clipped(model: Any) -> Any:
     """The norm of the gradients, clipped as in a script for DDP; a pipeline's by the model."""
-    if getattr(model, "stage", None) is not None and "pp" in model.program.mesh.names:
+    if getattr(model, "_stage", None) is not None and "pp" in model.program.mesh.names:
         return model.clip_grad_norm_(0.5)
     return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
@@ -404,3 +404,28 @@ def test_a_pickle_is_refused_before_the_first_step_and_behind_it(tmp_path: Path)
         model.step(torch.ones(2, 4))
         with pytest.raises(RunError, match=r"cannot be pickled.*full_state_dict\(\)"):
             torch.save(model, tmp_path / "model.pt")
+
+
+class OwnNames(nn.Module):
+    """A GAN's generator keeps its layers in ``model``; the others are as likely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.stage = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2)
+        self.losses: list[float] = []
+        self.how, self.draws = "sum", 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.stage(self.model(x))
+        return out
+
+
+def test_a_models_own_names_are_its_own() -> None:
+    with one_rank():
+        model: Any = partc.parallelize(OwnNames(), "dp=1", plan="ddp")
+        model.losses.append(1.0)
+        model.how = "mean"
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.model[0].weight.grad is not None
+        assert isinstance(model.stage, nn.Linear)
+        assert (model.losses, model.how, model.draws) == ([1.0], "mean", 3)
