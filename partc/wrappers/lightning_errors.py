@@ -16,7 +16,9 @@ def manual(module: Any) -> UsageError:
         where=f"{type(module).__name__}, automatic_optimization = False",
         what="manual optimization is not served",
         why="training_step would call optimizers and backward in the middle of what is one program",
-        do="Return the loss from training_step, or write the loop with partc.compile.",
+        do="Return the loss from training_step; or write the loop without a Trainer, with model = "
+        "partc.parallelize(model, mesh) for each model (a GAN's generator and its critic) in the "
+        "place of DistributedDataParallel.",
     )
 
 
