@@ -63,7 +63,7 @@ def disagreement(found: Sequence[Found], role: Role, *, own_rows: bool) -> RunEr
     if own_rows:
         kinds = dict.fromkeys("rows" if kind in ("batch", "piece") else kind for kind in kinds)
     return RunError(
-        where="step",
+        where="forward" if role.is_inference else "step",
         what="; ".join(map(str, found[:MOST])) + more,
         why="these have to be alike, or the ranks train on losses that mean nothing",
         do=" ".join(_DO[kind].format(axes=axes) for kind in kinds),
