@@ -41,6 +41,7 @@ from partc.program.ranks.farewell import tell_at_exit
 from partc.program.stage.check_complete import check_complete, running, trained
 from partc.recipe import made_by
 from partc.rules.table import warn_of_lost_rules
+from partc.trace.default_dtype import float32_default
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.synced_norm import check_synced
 from partc.traced import Traced
@@ -51,6 +52,7 @@ from partc.wrong_calls import as_path, known_arguments
 
 
 @known_arguments
+@float32_default()
 def compile(
     model: nn.Module | Traced,
     mesh: MeshLike,

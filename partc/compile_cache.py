@@ -34,6 +34,7 @@ from partc.program.role import dtype_of
 from partc.rules.table import RULES
 from partc.schedules.named import NAMES
 from partc.trace.arguments import Given
+from partc.trace.default_dtype import default_of_script
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.record import Source
 from partc.trace.step_digest import NoDigest, Seen, seen
@@ -122,7 +123,7 @@ class _Look:
     def key(self) -> str:
         """``LlamaForCausalLM-`` and a digest."""
         name = re.sub(r"\W", "_", type(self.request.first.model).__name__)[:60]
-        text = f"{self.request.text()}\n{self.first.digest}"
+        text = f"{self.request.text()}\n{default_of_script()}\n{self.first.digest}"
         return f"{name}-{sha256(text.encode()).hexdigest()[:40]}"
 
     def notes(self, program: Program) -> dict[str, str]:

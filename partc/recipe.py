@@ -34,6 +34,7 @@ from partc.program.step.autocast import within
 from partc.program.step.forward_batch import example_of, guessed
 from partc.program.wanted import Mode, Wanted, warn_of_mode
 from partc.trace.arguments import Arguments, Given
+from partc.trace.default_dtype import float32_default
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.inputs_refused import check_loss
 from partc.trace.no_model import check_model as check_given
@@ -108,6 +109,7 @@ class Recipe:
         """Pickled as None: another process has not got the model."""
         return _nothing, ()
 
+    @float32_default()
     def program(self, wanted: Wanted, first: Program) -> Program:
         """A program whose parameters are stored as those of ``first``.
 
@@ -193,6 +195,7 @@ class Recipe:
         args, named = arguments.call(tensors, alike=False)
         return Given.of_call(self.model, args, named, None if forward else self.loss)
 
+    @float32_default()
     def ignores(
         self, wanted: Wanted, to: Wanted, first: Program, values: Sequence[float | None]
     ) -> str:

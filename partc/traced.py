@@ -14,6 +14,7 @@ from partc.graph import Graph
 from partc.graph.folds import TracedStages
 from partc.lowering import table, traced
 from partc.passes.runner import State, Table
+from partc.trace.default_dtype import float32_default
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.hooked_modules import hooked_modules
 from partc.trace.inputs_refused import check_loss
@@ -101,6 +102,7 @@ class Traced:
         """
         return self.state(table(), fold=fold, kept=kept).graph
 
+    @float32_default()
     def state(
         self, rows: Table, *, fold: bool = False, kept: TracedStages | None = None,
         hooks: tuple[str, ...] = (),

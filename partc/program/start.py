@@ -37,6 +37,7 @@ from partc.program.ranks.meeting import (
 )
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.stage.runtime import Stage
+from partc.trace.default_dtype import float32_default
 from partc.trace.own_transfers import ASKED
 from partc.wrong_calls import quoted
 
@@ -46,6 +47,7 @@ JOIN_S = 1800.0  # until all ranks are there: some have more to do before it tha
 _JOINS = count()
 
 
+@float32_default()
 def start_stage(
     program: Program, device: str = "cpu", mesh: DeviceMesh | None = None,
     choices: Choices = NO_CHOICES,

@@ -38,6 +38,7 @@ from partc.trace.closed_over import (
 )
 from partc.trace.contents import Contents
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.default_dtype import users_default
 from partc.trace.dense import as_fake, check_dense, check_dense_grads
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
@@ -162,10 +163,11 @@ def run_of(
     if train:
         check_hooks(every.params)
     step = TracedStep(model, inputs, objective, train, every.without(left_out), reach)
-    try:
-        return run(step)
-    except ReadsOwnError:
-        return run(replace(step, with_own=True))
+    with users_default():
+        try:
+            return run(step)
+        except ReadsOwnError:
+            return run(replace(step, with_own=True))
 
 
 @dataclass

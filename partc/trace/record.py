@@ -35,6 +35,7 @@ from partc.rules.strides import keep_order
 from partc.trace.arguments import Given
 from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import Objective, Recording, names_of, record
+from partc.trace.default_dtype import default_of_script, makes_default, name_dtypes
 from partc.trace.dtypes_meet import check_dtypes_meet
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.hooks_ahead import install_ahead
@@ -75,7 +76,6 @@ class Source:
         ``torch.no_grad()`` the forward alone is recorded, with every tensor of the result by name.
         A ``kind`` says which of these it is, whatever the loss and the mode of gradients.
         """
-        _check_default_dtype()
         install_ahead(model)
         kind = kind or kind_of(loss)
         if kind not in get_args(Kind):
@@ -159,19 +159,6 @@ def _decides_and_changes(model: nn.Module, name: str, line: str) -> TraceError:
     )
 
 
-# what is traced ------------------------------------------------------------------------------
-def _check_default_dtype() -> None:
-    """TraceError where ops that name no dtype would not make float32, as they do in a program."""
-    default = torch.get_default_dtype()
-    if default != torch.float32:
-        raise TraceError(
-            where="torch.get_default_dtype()",
-            what=f"the default dtype is {default}",
-            why="a program runs where it is float32, and what names no dtype there is float32",
-            do="Make the model under your default, then set it back to torch.float32 and compile.",
-        )
-
-
 # from the raw graph to a Graph ---------------------------------------------------------------
 def _build(
     recording: Recording, model: nn.Module, inputs: list[str], extras: list[str] | None
@@ -194,7 +181,10 @@ def _build(
         node._rename(name.replace(".", "_"))
         set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
     _lift_constants(graph, recording, len(names.params) + len(names.buffers))
+    untold = name_dtypes(graph.fx) if default_of_script() != torch.float32 else []
     _describe(graph)
+    if untold:
+        raise makes_default(value(untold[0]).source)
     check_dtypes_meet(graph)
     keep_order(graph)
     keep_checks(graph)

@@ -18,6 +18,7 @@ from partc.program.step.step_failures import THEIRS, described
 from partc.trace.arguments import Given
 from partc.trace.capture import named_results
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.default_dtype import users_default
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
 from partc.trace.portable_kernels import modules_of_one_device
@@ -199,7 +200,8 @@ def _trained(
     norms = None
     if pieces.num > 1:
         norms = PieceNorms(pieces, _norms_of_a_piece(model, inputs, objective, pieces, draws))
-    with draws.inside(model), norms.inside(model) if norms else nullcontext():
+    inside = norms.inside(model) if norms else nullcontext()
+    with users_default(), draws.inside(model), inside:
         whole, *others = objective(model, *inputs)
         extras = [each.clone() for each in others]
         inputs = differentiated(whole)
@@ -218,7 +220,8 @@ def _norms_of_a_piece(
     """
     before, found = {n: b.clone() for n, b in model.named_buffers()}, set[Key]()
     try:
-        with torch.no_grad(), draws.inside(model, pieces.first_place()), seen_norms(found):
+        drawn = draws.inside(model, pieces.first_place())
+        with users_default(), torch.no_grad(), drawn, seen_norms(found):
             objective(model, *pieces.first(inputs))
     except (RuntimeError, ValueError, TypeError, IndexError):  # it knows the size of the batch
         return None
@@ -232,7 +235,7 @@ def _norms_of_a_piece(
 def _results(
     model: nn.Module, inputs: Sequence[Tensor], function: Loss, draws: SameDraws
 ) -> dict[str, Tensor]:
-    with draws.inside(model):
+    with users_default(), draws.inside(model):
         return named_results(described_results(function(model, *inputs))[1])
 
 

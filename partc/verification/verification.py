@@ -29,6 +29,7 @@ from partc.program.saved_cost import SavedCost
 from partc.program.start import device_of
 from partc.program.step.given_out import whole_step
 from partc.trace.arguments import Given
+from partc.trace.default_dtype import float32_default
 from partc.trace.no_model import check_model
 from partc.verification.asked import (
     check_carried,
@@ -68,6 +69,7 @@ from partc.wrong_calls import known_arguments
 
 
 @known_arguments
+@float32_default()
 @torch.enable_grad()  # where a script has switched gradients off
 def verify(
     program: Program,

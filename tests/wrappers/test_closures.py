@@ -57,7 +57,7 @@ def test_a_lambda_over_a_module_is_over_that_of_the_stage() -> None:
     torch.manual_seed(0)
     model = partc.parallelize(Block(), "dp=1", loss=loss_of, plan="ddp")
     assert losses(model, batches) == pytest.approx(wanted)
-    assert model.stage is not None
-    twin: Any = model.stage.like_model
+    assert model._stage is not None
+    twin: Any = model._stage.like_model
     assert twin.mlpf.__closure__[0].cell_contents is twin.mlp
     assert twin.mlpf.__kwdefaults__["last"] is twin.mlp["proj"]

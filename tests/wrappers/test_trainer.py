@@ -93,7 +93,7 @@ def train(mesh: str, plan: str, folder: Path, own_loss: bool = False, resume: st
         ]
         trainer.save_model(str(folder / "last"))
         predicted = trainer.predict(rows()[:7])
-        seeded = trainer.model_wrapped.stage.seeded if mesh else None
+        seeded = trainer.model_wrapped._stage.seeded if mesh else None
         torch.distributed.barrier()
         weights = load_file(folder / "last" / "model.safetensors")
         return logged, weights, (predicted.predictions, predicted.label_ids), seeded

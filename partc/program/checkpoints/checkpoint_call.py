@@ -19,9 +19,9 @@ def stage_of(call: str, given: Any) -> Any:
     """The stage of a model that ``parallelize`` gave, or what was given."""
     if not hasattr(type(given), "compile_for"):
         return given
-    if given.stage is None:
+    if given._stage is None:
         raise no_stage_yet(call)
-    return given.stage
+    return given._stage
 
 
 def check_arguments(call: str, stage: object, optimizer: object, loader: object = None) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from threading import RLock
 
 from partc.errors import RunError
+from partc.trace.default_dtype import float32_default
 
 
 class OneThread:
@@ -25,6 +26,7 @@ class OneThread:
                 do="Call the stage from one thread. Loaders that prepare batches may be threads.",
             )  # fmt: skip
         try:
-            yield
+            with float32_default():
+                yield
         finally:
             self._lock.release()

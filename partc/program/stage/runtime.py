@@ -40,7 +40,7 @@ from partc.program.stage.members import Member
 from partc.program.stage.run_state import Guard, RunState
 from partc.program.stage.several_programs import SeveralPrograms
 from partc.program.stage.stage_islands import StageIslands
-from partc.program.step.step_checks import can_be_moved, check_default_dtype
+from partc.program.step.step_checks import can_be_moved
 from partc.program.tensors.assigned_data import serve_assignments
 from partc.program.tensors.copies import Writes, copied
 from partc.program.tensors.elsewhere import say_elsewhere, stand_ins
@@ -49,6 +49,7 @@ from partc.program.tensors.rank_tensors import RankTensors, Unmatched
 from partc.program.tensors.shown import Shown, register_at
 from partc.program.tensors.whole_states import given_whole
 from partc.program.weights import Source, whole_tensors
+from partc.trace.default_dtype import float32_default
 from partc.wrong_calls import check_flag, check_whole_number, known_arguments
 
 FIRST_CLIPS = 3  # calls of clip_grad_norm_ that make sure all ranks are in one
@@ -76,7 +77,6 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         serve_assignments()
         self._role: Role = program.role(dist.get_rank())
         check_compiler(self._role)
-        check_default_dtype()
         self._tensors = RankTensors(program, self._role, mesh, device)
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
         self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
@@ -353,6 +353,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         self._own.islands.drain()
         self._own.state.met = -1
 
+    @float32_default()
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         """A stage of the same program with tensors of its own; all ranks call this together."""
         choices = self._own.choices

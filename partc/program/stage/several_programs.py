@@ -30,6 +30,7 @@ from partc.program.tensors.copies import Writes
 from partc.program.tensors.loaded import Loaded
 from partc.program.tensors.rank_tensors import RankTensors
 from partc.program.tensors.shown import Shown, begin_all, end_all
+from partc.trace.default_dtype import float32_default
 from partc.wrong_calls import known_arguments, quoted
 
 
@@ -83,6 +84,7 @@ class SeveralPrograms(nn.Module):
             return self._own.loss(inputs, named, self._device_type)
 
     @known_arguments
+    @float32_default()
     def share(self, program: Program) -> SharedProgram:
         """Another loss of the same model over this stage's weights, gradients and buffers.
 

@@ -21,6 +21,7 @@ from partc.program.ranks.waiting import waiting
 from partc.program.step.given_out import end
 from partc.program.step.loss_backward import fresh_grads, no_graph
 from partc.program.tensors.shown import Shown
+from partc.trace.default_dtype import float32_default
 from partc.trace.returns import gradient_of
 
 
@@ -100,7 +101,7 @@ class Halfway:
                 raise _changed(name)
         given = [self._given(*each) for each in zip(self.shown.items(), grads, strict=True)]
         self.check(given)
-        with self._own_draws(), torch.no_grad():
+        with float32_default(), self._own_draws(), torch.no_grad():
             found = end(self.running, given)
         return {name: self.dealt.mine(name, grad) for name, grad in found.items()}
 

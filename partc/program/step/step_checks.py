@@ -70,7 +70,6 @@ class StepChecks:
 
     def checked(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
         """The inputs as plain tensors; RunError if they are not as they were compiled."""
-        check_default_dtype()
         plain = plain_inputs(inputs, self.role)
         check_inputs(plain, self.role, device)
         self._check_numbers()
@@ -92,18 +91,6 @@ class StepChecks:
                 why="a program has numbers, and tensors from outside, as they were when compiled",
                 do="Compile again, make it an input of the step, or a buffer.",
             )
-
-
-def check_default_dtype() -> None:
-    """RunError where tensors of a program that name no dtype would not be float32."""
-    default = torch.get_default_dtype()
-    if default != torch.float32:
-        raise RunError(
-            where="torch.get_default_dtype()",
-            what=f"the default dtype is {default}",
-            why="the program was compiled with float32 as the default of what names no dtype",
-            do="Call torch.set_default_dtype(torch.float32) before it is loaded and run.",
-        )
 
 
 def check_world_stands(world: Any) -> None:
