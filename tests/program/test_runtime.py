@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 import partc
-from partc.errors import LoadError, RunError, TraceError
+from partc.errors import LoadError, RunError
 from partc.plan.mesh import Mesh
 from partc.program.stage.runtime import Stage
 from partc.program.tensorfile import write_tensors
