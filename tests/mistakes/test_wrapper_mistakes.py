@@ -60,6 +60,13 @@ class Pair(Labelled):
         return tuple(super().forward(x, labels).values())
 
 
+class Alone(Labelled):
+    """Its loss alone, in a dict."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return {"loss": super().forward(x, labels)["loss"]}
+
+
 def trained(model: nn.Module | None = None, *, labels: bool = True, **named: Any) -> Any:
     """A training step of a prepared model."""
     prepared = accelerator(mesh="dp=1", plan="ddp", **named).prepare(model or Labelled())
@@ -244,7 +251,15 @@ MISTAKES: dict[str, Mistake] = {
         lambda: trainer(mesh="dp=1", options={"plan": "ddp"}), ("beside the options: plan=...",),
     ),
     "a result": (lambda: trained(outputs=["logit"]), ("loss, logits", "Did you mean 'logits'")),
-    "a result that is none": (lambda: trained(outputs=["hidden_states"]), ("output_hidden",)),
+    "a result that is none": (
+        lambda: trained(outputs=["hidden_states"]), ("Take outputs=['logits'], or let", "output_hidden"),
+    ),
+    "a result but the loss": (
+        lambda: trained(Alone(), outputs=["logits"]), ("it returns loss)", "Let the model return it"),
+    ),
+    "the loss as a result": (
+        lambda: trained(outputs=["loss", "logits"]), ("in any case", "Leave it out: outputs=['logits']"),
+    ),
     "no labels, and results by name": (
         lambda: trained(labels=False, outputs=["logits"]),
         ("it returns logits, and no loss", "labels"),
