@@ -276,11 +276,8 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh, *, is_input: bool) -> 
         num = mesh.size(axis)
         taken[axis] = layout
         typed = f"{DTYPE_NAMES.get(known.dtype, known.dtype)}{list(known.shape)}".replace(" ", "")
-        if layout.dim >= len(known.shape):
-            what = f"{typed} has no dim {layout.dim}"
-            why = f"it has {counted(len(known.shape), 'dim')}"
-            do = f"Write a dim from 0 to {len(known.shape) - 1}, or leave it out of the plan."
-        elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
+        check_has_dim(known.name, typed, len(known.shape), layout)
+        if Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
             size = known.shape[layout.dim]
             what = f"dim {layout.dim} of {typed} cannot be cut by {axis}={num}"
             if axis == MICROBATCH_AXIS:
@@ -298,6 +295,16 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh, *, is_input: bool) -> 
         else:
             continue
         raise ShardingError(where=known.name, what=what, why=why, do=do)
+
+
+def check_has_dim(name: str, typed: str, num: int, layout: Layout) -> None:
+    """ShardingError where a plan cuts a tensor of ``num`` dims along one that it has not."""
+    if layout.dim >= num:
+        within = f"Write a dim from 0 to {num - 1}, or leave" if num else "Leave"
+        raise ShardingError(
+            where=name, what=f"{typed} has no dim {layout.dim}",
+            why=f"it has {counted(num, 'dim')}", do=f"{within} it out of the plan.",
+        )  # fmt: skip
 
 
 def _for_input(name: str, size: int, layout: Layout) -> str:

@@ -252,13 +252,16 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a result": (lambda: trained(outputs=["logit"]), ("loss, logits", "Did you mean 'logits'")),
     "a result that is none": (
-        lambda: trained(outputs=["hidden_states"]), ("Take outputs=['logits'], or let", "output_hidden"),
+        lambda: trained(outputs=["hidden_states"]),
+        ("Take outputs=['logits'], or let", "output_hidden"),
     ),
     "a result but the loss": (
-        lambda: trained(Alone(), outputs=["logits"]), ("it returns loss)", "Let the model return it"),
+        lambda: trained(Alone(), outputs=["logits"]),
+        ("it returns loss)", "Let the model return it"),
     ),
     "the loss as a result": (
-        lambda: trained(outputs=["loss", "logits"]), ("in any case", "Leave it out: outputs=['logits']"),
+        lambda: trained(outputs=["loss", "logits"]),
+        ("in any case", "Leave it out: outputs=['logits']"),
     ),
     "no labels, and results by name": (
         lambda: trained(labels=False, outputs=["logits"]),
