@@ -18,7 +18,14 @@ from partc.cost.memory_limit import TOLERANCE, Peak, check_memory, fits, memory_
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
 from partc.errors import MemoryLimitError, PartcError, PlanError
-from partc.given_plan import backend_at_hand, check_texts, read_plan, warn_of_idle, with_told
+from partc.given_plan import (
+    backend_at_hand,
+    check_texts,
+    read_plan,
+    warn_of_idle,
+    warn_of_no_training,
+    with_told,
+)
 from partc.graph.graph_edits import copied
 from partc.idle_keys import said
 from partc.key_readers import TELLS
@@ -32,6 +39,7 @@ from partc.passes.search.plans.infeasible import NothingFitsError, too_large
 from partc.passes.search.plans.next_best import PASSED_OVER, Attempts
 from partc.passes.search.plans.plans_by_hand import by_hand
 from partc.passes.search.plans.search_plans import Taken
+from partc.passes.shard.tied_entries import by_first_name
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.plan import Plan
 from partc.plan.field_kinds import check_fields
@@ -236,11 +244,15 @@ class Job:
         if plan.mesh is not None:
             mesh = mesh.settled(plan.mesh)
         if plan.preset == AUTO_PLAN:
-            return with_told(plan, self.with_search(mesh, plan, microbatches, objective))
+            found = with_told(plan, self.with_search(mesh, plan, microbatches, objective))
+            if self.printed is not None:
+                warn_of_no_training(self.step)
+            return found
         self.tells = bool(said(plan))
         found = self.with_plan(mesh.settled(plan.mesh), plan)
         if self.printed is not None:  # else another process has compiled it
-            warn_of_idle(plan, self.printed, self.step)
+            warn_of_idle(plan, self.printed)
+            warn_of_no_training(self.step)
         return found
 
     def with_search(
@@ -252,6 +264,7 @@ class Job:
         state = self._traced(mesh, plan)
         graph = state.graph
         plan = run(state, "find_batch").plan
+        plan = by_first_name(plan, graph)
         if graph.loss is None or not can_search(mesh, plan):
             return self.with_plan(mesh.settled(plan.mesh), plan, state)
         state.made |= {"microbatches": microbatches, "objective": objective}

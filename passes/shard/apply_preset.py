@@ -26,6 +26,7 @@ from partc.passes.shard.preset_words import (
     sharded_axes,
     words_of_auto,
 )
+from partc.passes.shard.tied_entries import by_first_name
 from partc.passes.shard.value_names import value_names
 from partc.passes.shard.wrong_values import check_values
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
@@ -73,7 +74,7 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
     if plan.of_another:
         plan = _known_entries(plan, graph)
     _check_names(plan, graph)
-    plan = _by_first_name(plan, graph)
+    plan = by_first_name(plan, graph)
     axes = named_axes(mesh, plan.microbatches)
     plan = plan.changed(inputs={n: spread_batch(c, axes) for n, c in plan.inputs.items()})
     _check_axes(plan, axes)
@@ -235,16 +236,6 @@ def _known_entries(plan: Plan, graph: Graph) -> Plan:
         for _, table, names in _named(plan, graph)
     )
     return plan.changed(params=params, inputs=inputs, values=values)
-
-
-def _by_first_name(plan: Plan, graph: Graph) -> Plan:
-    """The same plan with entries of tied parameters under the name that the graph uses."""
-    params = dict(plan.params)
-    for second, first in graph.aliases.items():
-        named = next((cuts for pattern, cuts in params.items() if fits(pattern, second)), None)
-        if named is not None and not any(fits(pattern, first) for pattern in params):
-            params[first] = named
-    return plan.changed(params=params)
 
 
 def _near(name: str, names: list[str]) -> list[str]:

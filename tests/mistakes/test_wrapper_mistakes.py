@@ -86,6 +86,17 @@ def stepped(*, models: bool, optimizers: bool) -> None:
     stepping.step()
 
 
+@pytest.mark.parametrize(("precision", "num_told"), [("fp16", 1), ("bf16", 0), ("no", 0)])
+def test_float16_on_cpus_is_told(precision: str, num_told: int) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        made = accelerator(mesh="dp=1", cpu=True, mixed_precision=precision)
+    said = [str(each.message) for each in told if "says nothing on CPUs" in str(each.message)]
+    assert len(said) == num_told
+    assert all('Take mixed_precision="bf16"' in text for text in said)
+    assert made.native_amp == (precision == "bf16")
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_a_backward_past_the_accelerator(factor: float) -> None:
     made = accelerator(mesh="dp=1", plan="ddp", cpu=True, gradient_accumulation_steps=2)

@@ -38,7 +38,7 @@ def test_the_pin_in_the_way_is_named_with_what_fits_without_it() -> None:
     assert error.what == "nothing fits 11.00 MB on a device"
     assert "without microbatches=1: " in error.do
     least = min(each.estimate.peak_bytes for each in search.ascending())
-    assert f"the least is {amount(round(least), 'B')} by estimate: " in error.why
+    assert f"the least is {amount(round(least), 'B')}: " in error.why
 
 
 def test_more_devices_are_named_where_no_pin_but_memory_helps() -> None:

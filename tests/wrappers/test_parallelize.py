@@ -339,7 +339,8 @@ def closure_and_model() -> None:
 def test_torch_compile_of_a_parallel_model_is_told() -> None:
     """It copies what stands for the model into its functions, which keep no model all the same."""
     model: Any = partc.parallelize(Tagger(), "dp=1", loss=loss_of, plan="ddp", batch="global")
-    compiled, batch = torch.compile(model), data()[:BATCH]
+    compiled: Any = torch.compile(model)
+    batch = data()[:BATCH]
     with one_rank(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         compiled(*batch)

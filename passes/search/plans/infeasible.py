@@ -68,7 +68,7 @@ def nothing_fits(search: Search) -> PlanError:
     error = NothingFitsError(
         where=f"plan 'auto' on {search.mesh}",
         what=f"nothing fits {amount(round(search.limit), 'B')} on a device",
-        why=f"the least is {needs} by estimate: {least.candidate} ({held})",
+        why=f"by estimate the least is {needs}: {least.candidate} ({held})",
         do=f"{helps}Take more devices, a smaller batch, or more memory.",
     )
     error.least, error.search = least, search
