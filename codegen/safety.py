@@ -55,12 +55,19 @@ OF_TORCH = {  # modules of torch itself that do more than compute
 }  # fmt: skip
 
 
+_PRINTED = (
+    "If a backend or a pass of yours prints this line, let it print calls of torch, or of a helper "
+    'that it takes by helpers.use("..."). Else it is a fault in partc: report it with the plan.'
+)
+
+
 class _Unfit(Exception):
     """A line of a program does something else than compute."""
 
-    def __init__(self, line: int, what: str) -> None:
+    def __init__(self, line: int, what: str, meant: str = "") -> None:
         super().__init__(what)
         self.line, self.what = line, what
+        self.meant = meant  # the names that who edited the line may have meant
 
 
 def check_source(text: str, file: str = "") -> ast.Module:
@@ -73,11 +80,9 @@ def check_source(text: str, file: str = "") -> ast.Module:
     except _Unfit as error:
         raise CheckError(
             where=f"{file}:{error.line}" if file else f"generated program, line {error.line}",
-            what=error.what,
+            what=error.what + (f". {error.meant}" if file and error.meant else ""),
             why="programs only compute with torch",
-            do="Undo the edit of this line."
-            if file
-            else "This is a fault in partc or in a pass of yours; report it with the plan.",
+            do="Undo the edit of this line." if file else _PRINTED,
         ) from None
 
 
@@ -126,14 +131,14 @@ def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> Non
     if isinstance(node, ast.Attribute) and node.attr in OF_TORCH and _is_torch(node.value):
         raise _Unfit(line, f"it reaches for torch.{node.attr}")
     if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in known):
-        raise _Unfit(line, f"it reads the name {node.id}{_unset(node.id, known)}")
+        meant = did_you_mean(node.id, sorted(known - BUILTINS)) if _is_unset(node.id, known) else ""
+        unset = ", which no line sets" * _is_unset(node.id, known)
+        raise _Unfit(line, f"it reads the name {node.id}{unset}", meant)
 
 
-def _unset(name: str, known: set[str]) -> str:
-    """What to say of a name that no line of the program sets, and that Python has not either."""
-    if _is_private(name) or name in known or hasattr(builtins, name):
-        return ""
-    return f", which no line sets. {did_you_mean(name, sorted(known - BUILTINS))}".rstrip()
+def _is_unset(name: str, known: set[str]) -> bool:
+    """Whether no line of the program sets a name, and Python has it not either."""
+    return not (_is_private(name) or name in known or hasattr(builtins, name))
 
 
 def _is_torch(node: ast.expr) -> bool:

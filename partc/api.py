@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,15 @@ from partc.compile_cache import Request, cache_of
 from partc.cost.memory_limit import TOLERANCE, Peak, check_memory, fits, memory_limits
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
-from partc.errors import MemoryLimitError, PlanError
-from partc.given_plan import backend_at_hand, check_texts, read_plan, warn_of_idle, with_told
+from partc.errors import MemoryLimitError, PartcError, PlanError
+from partc.given_plan import (
+    backend_at_hand,
+    check_texts,
+    read_plan,
+    warn_of_idle,
+    warn_of_no_training,
+    with_told,
+)
 from partc.graph.graph_edits import copied
 from partc.idle_keys import said
 from partc.key_readers import TELLS
@@ -27,10 +35,11 @@ from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.own_passes import check_replay
 from partc.passes.runner import State, Table, run
 from partc.passes.search.plans.choose_plan import AUTO_PLAN, Choice, can_search
-from partc.passes.search.plans.infeasible import too_large
+from partc.passes.search.plans.infeasible import NothingFitsError, too_large
 from partc.passes.search.plans.next_best import PASSED_OVER, Attempts
 from partc.passes.search.plans.plans_by_hand import by_hand
 from partc.passes.search.plans.search_plans import Taken
+from partc.passes.shard.tied_entries import by_first_name
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.plan import Plan
 from partc.plan.field_kinds import check_fields
@@ -237,11 +246,15 @@ class Job:
         if plan.mesh is not None:
             mesh = mesh.settled(plan.mesh)
         if plan.preset == AUTO_PLAN:
-            return with_told(plan, self.with_search(mesh, plan, microbatches, objective))
+            found = with_told(plan, self.with_search(mesh, plan, microbatches, objective))
+            if self.printed is not None:
+                warn_of_no_training(self.step)
+            return found
         self.tells = bool(said(plan))
         found = self.with_plan(mesh.settled(plan.mesh), plan)
         if self.printed is not None:  # else another process has compiled it
-            warn_of_idle(plan, self.printed, self.step)
+            warn_of_idle(plan, self.printed)
+            warn_of_no_training(self.step)
         return found
 
     def with_search(
@@ -253,10 +266,14 @@ class Job:
         state = self._traced(mesh, plan)
         graph = state.graph
         plan = run(state, "find_batch").plan
+        plan = by_first_name(plan, graph)
         if graph.loss is None or not can_search(mesh, plan):
             return self.with_plan(mesh.settled(plan.mesh), plan, state)
         state.made |= {"microbatches": microbatches, "objective": objective}
-        choice: Choice = run(state, "choose_plan").made["choice"]
+        try:
+            choice: Choice = run(state, "choose_plan").made["choice"]
+        except NothingFitsError as error:
+            raise self._with_enough(error, mesh, plan) from None
         attempts = Attempts(choice)
         for one in attempts:
             at, each = choice.way(one.candidate, graph, mesh, plan, attempts.notes())
@@ -267,6 +284,22 @@ class Job:
                 attempts.failed(one, error)
                 state = self._traced(mesh, plan)
         raise attempts.error()
+
+    def _with_enough(self, error: NothingFitsError, mesh: Mesh, plan: Plan) -> PlanError:
+        """The error with a limit that is enough: estimates are below what a program needs, so the
+        candidate of least memory is compiled without one.
+        """
+        least, search = error.least, error.search
+        if not plan.memory_bytes or least is None or search is None:
+            return error
+        search = replace(search, memory_bytes=0)
+        state, free = self._traced(mesh, plan), plan.changed(memory_bytes=0)
+        with suppress(PartcError):
+            way = Choice((least,), search).way(least.candidate, state.graph, mesh, free)
+            self.with_plan(*way, state, Taken(search, least.candidate, True))
+            if self.printed is not None:
+                return error.needing(max(each.num_bytes for each in printed_peaks(self.printed)))
+        return error
 
     def with_plan(
         self, mesh: Mesh, plan: Plan, state: State | None = None, taken: Taken | None = None

@@ -153,16 +153,15 @@ def _cuts_something(plan: Plan) -> bool:
     )
 
 
-_UNFREEZE = (
-    "Unfreeze what is to be trained before compiling, model.requires_grad_(True); or compile the "
-    "forward alone, under torch.no_grad() and without loss=."
+_UNFREEZE = "Unfreeze what is to be trained before compiling, model.requires_grad_(True)"
+_REGISTER = (
+    "Register layers in __init__, self.fc = nn.Linear(...), and lists of them as nn.ModuleList"
 )
+_FORWARD = "or compile the forward alone, under torch.no_grad() and without loss=."
 
 
-def warn_of_idle(asked: Plan, state: State, step: Traced) -> None:
-    """Warn of axes whose ranks all compute the same, of keys of the plan that nothing reads, and of
-    a step that trains nothing.
-    """
+def warn_of_idle(asked: Plan, state: State) -> None:
+    """Warn of axes whose ranks all compute the same, and of keys of the plan that nothing reads."""
     made = state.plan
     for note in made.notes:
         if IDLE in note:
@@ -174,11 +173,18 @@ def warn_of_idle(asked: Plan, state: State, step: Traced) -> None:
         )  # fmt: skip
     for text in idle_keys(Compiled(asked, state)):
         warnings.warn(text, stacklevel=5)
+
+
+def warn_of_no_training(step: Traced) -> None:
+    """Warn of a step that trains nothing: all of the model is frozen, or it has no parameter."""
     params = list(step.model.parameters())
-    if params and step.trains and not any(param.requires_grad for param in params):
-        name = type(step.model).__name__
-        text = f"{name}: no parameter has requires_grad, so that a step trains nothing. {_UNFREEZE}"
-        warnings.warn(text, stacklevel=5)
+    if step.trains and not any(param.requires_grad for param in params):
+        name, none = type(step.model).__name__, "" if params else ", as the model has none"
+        warnings.warn(
+            f"{name}: no parameter has requires_grad{none}, so that a step trains nothing. "
+            + f"{_UNFREEZE if params else _REGISTER}; {_FORWARD}",
+            stacklevel=5,
+        )
 
 
 def with_told(asked: Plan, found: Program) -> Program:

@@ -333,7 +333,7 @@ def with_model(
             "Pass with_model(program, model, loss).",
         )  # fmt: skip
     check_given(model, "with_model")
-    check_model(None, program.fingerprint, model)
+    check_model(None, program.fingerprint, model, program.model)
     check_loss(loss)
     _check_takes(program, model, loss)
     again = compile_again(Plan.parse(program.plan).left_out, cache_of(cache, model), strict=False)

@@ -8,7 +8,7 @@ first; where the model does not run so, one rank's step tells which dims are the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from partc.errors import PartcError, PlanError
 from partc.graph import Graph
 from partc.passes.runner import Table
+from partc.passes.shard.apply_preset import check_has_dim
 from partc.passes.shard.find_batch import Found, batch_of, entries, notes_on
 from partc.plan import Cuts, Plan
 from partc.plan.batch import BATCH, is_pinned, layout_of, spread_batch
 from partc.plan.mesh import Mesh
-from partc.plan.sharding import R, cut
+from partc.plan.sharding import R, cut, dtype_name
 from partc.trace.record import Source
 from partc.traced import Traced
 
@@ -90,7 +91,7 @@ class _Pieces:
                 return self._of(for_all), self._planned(for_all, ())
             found = self._found(self._graph(self._of({})), usual)
             if found is None:
-                raise _not_along(usual, error) from error
+                raise self._not_along(usual, error) from error
         else:
             found = self._found(graph, usual)
             if found is None:
@@ -99,10 +100,39 @@ class _Pieces:
         try:
             graph = self._graph(step)
         except PartcError as error:  # as of a mask with as many rows as there are samples
-            raise _not_along(found, error) from error
+            raise self._not_along(found, error) from error
         # Again on the right shapes: [0, 35] of flat targets has the number of steps in it.
         cuts = self._found(graph, usual) or found
         return step, self._planned(cuts, notes_on(cuts))
+
+    def _not_along(self, cuts: Mapping[str, Cuts], error: PartcError) -> PlanError:
+        """The refusal of inputs that were joined along these dims, to all ranks' samples."""
+        whole = [n for n, each in cuts.items() if is_pinned(n, self.plan) and not each]
+        dims = {n: x.dim for n, each in cuts.items() for x in each.values() if x != R}
+        joined = [f"{name} along dim {dim}" for name, dim in dims.items()]
+        joined += [f"{name} whole, by the plan" for name in whole]
+        given = zip(self.source.given.names, self.source.given.tensors, strict=True)
+        do = _advice(cuts, {name: x.shape for name, x in given})
+        if self._runs_without_pins():
+            names = ", ".join(f'"{name}"' for name in self.plan.inputs)
+            do = f"Take {names} out of the plan's [inputs]: without it the model runs on them."
+        return PlanError(
+            where="inputs",
+            what="the model runs on one rank's samples, but not on those of all ranks "
+            f"({', '.join(joined)})",
+            why=str(error).partition("\n")[0],
+            do=do,
+        )
+
+    def _runs_without_pins(self) -> bool:
+        """Whether what the plan says of inputs stands in the way."""
+        if not self.plan.inputs:
+            return False
+        try:
+            replace(self, plan=self.plan.changed(inputs={})).step()
+        except PartcError:
+            return False
+        return True
 
     def _with_one_for_all(self, usual: Mapping[str, Cuts]) -> dict[str, Cuts] | None:
         """The entries where what has one row, as a mask ``bool[1,5,5]``, is for all samples; None
@@ -168,15 +198,17 @@ class _Pieces:
         """The step with inputs of all ranks that these cuts tell apart."""
         given = self.source.given
         whole = [
-            _times(x, cuts.get(name, {}), self.mesh)
+            _times(name, x, cuts.get(name, {}), self.mesh)
             for name, x in zip(given.names, given.tensors, strict=True)
         ]
         return Traced(self.model, given.with_tensors(whole), self.loss)
 
 
-def _times(x: Tensor, cuts: Cuts, mesh: Mesh) -> Tensor:
+def _times(name: str, x: Tensor, cuts: Cuts, mesh: Mesh) -> Tensor:
     """A tensor without data for all ranks' pieces together, its dims in the same memory order."""
     shape = [*x.shape]
+    for layout in cuts.values():
+        check_has_dim(name, f"{dtype_name(x.dtype)}{shape}", x.dim(), layout)
     for axis, layout in spread_batch(cuts, mesh).items():
         if layout != R and axis in mesh.names:
             shape[layout.dim] *= mesh.size(axis)
@@ -197,16 +229,19 @@ def axes_open(mesh: Mesh) -> PlanError:
     )
 
 
-def _not_along(cuts: Mapping[str, Cuts], error: PartcError) -> PlanError:
-    """The refusal of inputs that were joined along these dims, to all ranks' samples."""
+def _advice(cuts: Mapping[str, Cuts], given: Mapping[str, Sequence[int]]) -> str:
+    """What to change where inputs of these shapes do not join along these dims."""
     dims = {n: x.dim for n, each in cuts.items() for x in each.values() if x != R}
-    first = next((name for name, dim in reversed(dims.items()) if dim == 0), "x")
-    joined = ", ".join(f"{name} along dim {dim}" for name, dim in dims.items())
-    return PlanError(
-        where="inputs",
-        what=f"the model runs on one rank's samples, but not on those of all ranks ({joined})",
-        why=str(error).partition("\n")[0],
-        do="Say in the plan what is no batch, and is given to every rank alike: "
-        f'[inputs] "{first}" = {{}}; and which dim is the batch: "{first}" = {{ batch = 1 }}. '
-        "Or give examples of several samples.",
-    )
+    rows = {given[name][dim] for name, dim in dims.items()}
+    of_one, say = "", "Say"
+    if len(rows) == 1 and rows != {1}:
+        of_one = f"If the model or its loss has {min(rows)}, one rank's rows, as a number, take it "
+        of_one, say = of_one + f"from a tensor, len({next(iter(dims))}). ", "Else say"
+    wide = [name for name, dim in dims.items() if dim == 0 and len(given[name]) > 1]
+    first = [*wide, *([] if wide else dims), "x"][len(wide) - 1 if wide else 0]
+    which = f'; and which dim is the batch: "{first}" = {{ batch = 1 }}' if wide else ""
+    return (
+        f"{of_one}{say} in the plan what is no batch (a mask, a table) and given to every rank "
+        + f'alike: [inputs] "{first}" = {{}}{which}. '
+        + "Or give examples of several samples." * (1 in rows)
+    ).strip()

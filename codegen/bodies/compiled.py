@@ -36,6 +36,7 @@ from partc.graph import (
     update,
     value,
 )
+from partc.graph.given_back import is_given_back
 from partc.program.role import COMPILES
 from partc.quoting import docstring
 
@@ -133,15 +134,16 @@ def _shared(place: Place, stretch: _Stretch) -> Iterator[fx.Node]:
 def _stretches(nodes: Sequence[fx.Node], apart: Collection[fx.Node]) -> Iterator[_Stretch]:
     """Cut calls into stretches.
 
-    A stretch ends where a transfer starts or is waited for, and where a call of the function would
-    read a call that stays outside and itself reads the function's results.
+    A stretch ends where a transfer starts or is waited for, where the step waits for the script's
+    gradients, and where a call of the function would read a call that stays outside and itself
+    reads the function's results.
     """
     here, inside = _Stretch(), set()
     results = {node for node in nodes if node.target is operator.getitem}
     for node in nodes:
         if _call_of(node) in inside:
             continue
-        if _is_transfer(node):
+        if _is_transfer(node) or is_given_back(node):
             yield here
             here = _Stretch()
         elif _is_computed(node, apart):

@@ -26,8 +26,8 @@ def target_of(
     with progress(f"building {args.model}"):
         if values and args.model.startswith("hf:"):  # another, larger one is refused without values
             known = find_model(args.model, sizes).model
-            check_model(Path(folder), program.fingerprint, known)
+            check_model(Path(folder), program.fingerprint, known, program.model)
         target = find_model(args.model, sizes, values=values)
         target = target.for_inference() if program.role(0).is_inference else target
-    check_model(Path(folder), program.fingerprint, target.model)
+    check_model(Path(folder), program.fingerprint, target.model, program.model)
     return target

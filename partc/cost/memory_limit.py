@@ -77,18 +77,20 @@ def check_memory(
         where=f"memory_bytes={limit_bytes}, {worst.rank}",
         what=f"the step needs {worst.num_bytes:,} bytes at its peak, {limit_bytes:,} are allowed",
         why=why,
-        do=_advice(worst),
+        do=_advice(worst, exact=not margin),
     )
 
 
-def _advice(peak: Peak) -> str:
+def _advice(peak: Peak, *, exact: bool) -> str:
+    """What to change; ``exact``: a limit of so many bytes is enough."""
+    more = f"raise memory_bytes to {peak.num_bytes}" if exact else "raise memory_bytes"
     state = sum(size for _, size in peak.state)
     if 2 * state >= peak.num_bytes:
         return (
             "Cut what is held through all steps over more ranks (plan fsdp, more tp or pp ranks), "
-            "or raise memory_bytes."
+            f"or {more}."
         )
     return (
         "Take more and smaller microbatches, more ranks, a schedule with fewer microbatches in "
-        "flight, sequence parallelism (megatron-sp), or raise memory_bytes."
+        f"flight, sequence parallelism (megatron-sp), or {more}."
     )

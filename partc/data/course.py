@@ -110,5 +110,6 @@ class Course:
                 where="load_state_dict",
                 what=f"the position was saved with {name}={saved}, here it is {here}",
                 why="other rows would follow: some would come twice and some never",
-                do=f"Resume with {name}={saved}, or begin an epoch: set_epoch(...).",
+                do=f"Resume with {name}={saved}; or leave the position out (no loader= in "
+                "load_checkpoint), and begin an epoch: set_epoch(...).",
             )

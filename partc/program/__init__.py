@@ -340,7 +340,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
         check_second_of_load(model)
     manifest = Manifest.read(folder)
     if model is not None:
-        check_model(folder, manifest.fingerprint, model)
+        check_model(folder, manifest.fingerprint, model, manifest.model)
         check_touched(folder, folder / PLAN, manifest.fingerprint, model)
         warn_of_mode(manifest.wanted, model)
     return replace(_program(folder, manifest), origin=Origin(model))
@@ -397,11 +397,21 @@ def _other(folder: Path, first: Manifest) -> Program:
     return other
 
 
-def check_model(folder: Path | None, fingerprint: Fingerprint, model: nn.Module) -> None:
-    """LoadError if the fingerprint of a program, saved in a folder, is not that of a model."""
-    differences = fingerprint.differences(Fingerprint.of(model))
+def check_model(
+    folder: Path | None, fingerprint: Fingerprint, model: nn.Module, first: str = "model"
+) -> None:
+    """LoadError if the fingerprint of a program, saved in a folder, is not that of a model;
+    ``first``: the class of the model that it was compiled for.
+    """
+    here = Fingerprint.of(model)
+    differences = fingerprint.differences(here)
     if differences:
         again = "Compile again" + (f', with plan="{folder / PLAN}"' if folder else " for this one")
+        if here.tensors.keys() != fingerprint.tensors.keys():  # the plan names tensors
+            again = (
+                f"Give the {first or 'model'} that it was compiled for (--model of a command); or "
+                'compile this one by a plan of its own, such as plan="fsdp"'
+            )
         raise LoadError(
             where=str(folder or "program"),
             what=f"this program was compiled for another model than {type(model).__name__}",

@@ -67,11 +67,11 @@ def _check_product(graph: Graph, node: fx.Node) -> None:
     told = f": {', '.join(named)}" if named else ""
     raise _refusal(
         graph, node, f"a product of {dtype_name(dtypes[0])} and {dtype_name(other)}{told}",
-        "torch multiplies tensors of one dtype", _alike(operands),
+        "torch multiplies tensors of one dtype", _alike(graph, operands),
     )  # fmt: skip
 
 
-def _alike(operands: list[fx.Node]) -> str:
+def _alike(graph: Graph, operands: list[fx.Node]) -> str:
     """How the operands of a product become of one dtype: that of the weights, where it has some."""
     dtypes = {x: fake_of(x).dtype for x in operands}
     weights = [x for x in operands if _origin(x).kind == "param"]
@@ -79,12 +79,27 @@ def _alike(operands: list[fx.Node]) -> str:
     cast = _CASTS.get(wanted, f"to({wanted})")
     odd = (_origin(x) for x in operands if dtypes[x] != wanted)
     name = next((each.name for each in odd if each.kind == "input"), "")
-    do = f"Give {name or 'inputs'} in the dtype of the weights, {name or 'x'}.{cast}"
+    do = f"Give {name} in the dtype of the weights, {name}.{cast}"
+    if weights and not name:  # of what the model computes: no input would change it
+        computed = next(dtypes[x] for x in operands if dtypes[x] != wanted)
+        layer = _cast_of_layer(graph, _origin(weights[0]).name, wanted, computed)
+        do = f"Cast {layer}in this line what is multiplied with the weights, x.{cast}"
     if not weights:
         do = f"Cast one of them, {name or 'x'}.{cast}"
     if {*dtypes.values()} <= _AUTOCAST:  # it casts no other dtypes
         do += ", or compute under torch.autocast"
     return f"{do}."
+
+
+def _cast_of_layer(graph: Graph, name: str, dtype: torch.dtype, wanted: torch.dtype) -> str:
+    """How a layer whose weights are of another dtype than most of the model is cast; "" else."""
+    like = [fake_of(x).dtype == dtype for x in graph.params.values()]
+    layer = name.rpartition(".")[0]
+    if not layer or 2 * sum(like) > len(like) or wanted not in _CASTS:
+        return ""
+    named = all(part.isidentifier() for part in layer.split("."))
+    reached = f"model.{layer}" if named else f'model.get_submodule("{layer}")'
+    return f"the layer, {reached}.{_CASTS[wanted]}, or "
 
 
 def _origin(node: fx.Node) -> Value:

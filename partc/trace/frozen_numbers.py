@@ -73,6 +73,14 @@ class Number(NamedTuple):
             return True
 
 
+# What to do where a number has to change between steps; functions such as dropout take no tensor.
+CHANGING = (
+    "Leave it as it was; or make it an input of the step, or a buffer (dropout by a tensor p is "
+    "x * (torch.rand_like(x) >= p) / (1 - p)); or save a checkpoint, and load it into a model that "
+    "is compiled with the new value."
+)
+
+
 @dataclass(eq=False)
 class FrozenNumbers:
     """The numbers of a traced step; a copy in another process has none."""

@@ -135,7 +135,7 @@ def verify(
     check_model(model, "verify")
     inputs = whole_batch(program, Given.of(model, inputs, loss))
     if program.fingerprint.tensors and other_shapes(program, model):
-        check_same_model(None, program.fingerprint, model)
+        check_same_model(None, program.fingerprint, model, program.model)
     rounded = weights_of(program) if reference is None else None
     if reference is None:
         pieces = pieces_of(program)

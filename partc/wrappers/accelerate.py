@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -36,6 +37,11 @@ from partc.wrappers.undivided import Watched
 from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
 
 OTHER_WAYS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "deepspeed_plugins")
+_NO_FLOAT16 = (
+    'partc: mixed_precision="fp16" says nothing on CPUs: accelerate has float16 on GPUs alone, and '
+    'the steps are computed in float32. Take mixed_precision="bf16", TrainingArguments(bf16=True), '
+    "or leave it out"
+)
 KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -91,6 +97,8 @@ class Accelerator(OnMesh):
         backend = self.state.dynamo_plugin.backend
         if self.distributed_type not in KINDS or backend != DynamoBackend.NO:
             raise _other_ways(self.distributed_type.value, backend.value)
+        if self.mixed_precision == "fp16" and not self.native_amp:
+            warnings.warn(_NO_FLOAT16, stacklevel=3)
 
     # prepare ---------------------------------------------------------------------------------
     def prepare(self, *args: Any, **named: Any) -> Any:

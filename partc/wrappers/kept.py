@@ -117,6 +117,29 @@ class Kept:
         return found
 
 
+def attributes_of_copies(model: nn.Module, how: Any) -> list[dict[str, Any]]:
+    """The attributes of functions that have those of what stands for a model, as
+    ``functools.wraps`` copies them: torch.compile wraps a module so.
+    """
+    found = [each for each in gc.get_referrers(model) if type(each) is dict]
+    return [each for each in found if each.get("_whole") is model and each.get("_how") is how]
+
+
+def warn_of_dynamo() -> None:
+    """A warning where torch.compile of what parallelize gave takes the first step."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if type(frame.f_locals.get("self")).__name__ == "OptimizedModule":
+            warnings.warn(
+                "partc: torch.compile leaves what parallelize gave as it is, a program. Take it "
+                'out; parallelize(model, ..., compile="inductor") has TorchInductor compile the '
+                "program",
+                stacklevel=2,
+            )
+            return
+        frame = frame.f_back
+
+
 def _holders(held: Container[int], own: Container[int]) -> Iterator[str]:
     """Attributes and variables of functions whose values have these ids; ``own``: the ids of what
     the model's modules have themselves.

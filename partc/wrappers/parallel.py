@@ -26,7 +26,7 @@ from partc.trace.trees import tensors_of
 from partc.whole_batch import axes_open
 from partc.wrappers.as_model import AsModel
 from partc.wrappers.how import How
-from partc.wrappers.kept import Kept, check_not_stepping
+from partc.wrappers.kept import Kept, attributes_of_copies, check_not_stepping, warn_of_dynamo
 from partc.wrappers.longest import check_names_of_pad, warn_of_pad
 from partc.wrappers.moved import move, optimizers_over
 from partc.wrappers.results import returned_loss
@@ -253,6 +253,9 @@ class Parallel(AsModel):
         kept = Kept(self._whole)
         shown = {**stage.stand_ins(), **dict(stage.named_parameters())}
         kept.follow(shown, stage.like_model)
+        for held in attributes_of_copies(self._whole, self._how):
+            held["_whole"] = stage.like_model
+        warn_of_dynamo()
         object.__setattr__(self, "_whole", stage.like_model)
         kept.leave()
 

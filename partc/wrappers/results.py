@@ -82,10 +82,12 @@ def picked(results: Any, name: str) -> Any:
             do="Let it return a dict, or give loss=fn(model, *inputs) that returns (loss, extras).",
         )  # fmt: skip
     known = [str(each) for each in results]
+    others = [each for each in known if each != "loss"]  # which is returned in any case
     raise UsageError(
         where=f"outputs=[{name!r}]", what="the model returns no such result in a training step",
-        why=f"it returns {', '.join(known)}", do=did_you_mean(name, known)
-        or "Take one of these, or let the model return it (output_hidden_states=True and alike).",
+        why=f"it returns {', '.join(known)}", do=did_you_mean(name, others)
+        or f"{f'Take outputs={quoted(others)}, or let' if others else 'Let'} the model return it "
+        "(output_hidden_states=True and alike).",
     )  # fmt: skip
 
 

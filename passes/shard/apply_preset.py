@@ -26,6 +26,7 @@ from partc.passes.shard.preset_words import (
     sharded_axes,
     words_of_auto,
 )
+from partc.passes.shard.tied_entries import by_first_name
 from partc.passes.shard.value_names import value_names
 from partc.passes.shard.wrong_values import check_values
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
@@ -73,7 +74,7 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
     if plan.of_another:
         plan = _known_entries(plan, graph)
     _check_names(plan, graph)
-    plan = _by_first_name(plan, graph)
+    plan = by_first_name(plan, graph)
     axes = named_axes(mesh, plan.microbatches)
     plan = plan.changed(inputs={n: spread_batch(c, axes) for n, c in plan.inputs.items()})
     _check_axes(plan, axes)
@@ -237,16 +238,6 @@ def _known_entries(plan: Plan, graph: Graph) -> Plan:
     return plan.changed(params=params, inputs=inputs, values=values)
 
 
-def _by_first_name(plan: Plan, graph: Graph) -> Plan:
-    """The same plan with entries of tied parameters under the name that the graph uses."""
-    params = dict(plan.params)
-    for second, first in graph.aliases.items():
-        named = next((cuts for pattern, cuts in params.items() if fits(pattern, second)), None)
-        if named is not None and not any(fits(pattern, first) for pattern in params):
-            params[first] = named
-    return plan.changed(params=params)
-
-
 def _near(name: str, names: list[str]) -> list[str]:
     from difflib import get_close_matches
 
@@ -276,11 +267,8 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh, *, is_input: bool) -> 
         num = mesh.size(axis)
         taken[axis] = layout
         typed = f"{DTYPE_NAMES.get(known.dtype, known.dtype)}{list(known.shape)}".replace(" ", "")
-        if layout.dim >= len(known.shape):
-            what = f"{typed} has no dim {layout.dim}"
-            why = f"it has {counted(len(known.shape), 'dim')}"
-            do = f"Write a dim from 0 to {len(known.shape) - 1}, or leave it out of the plan."
-        elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
+        check_has_dim(known.name, typed, len(known.shape), layout)
+        if Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
             size = known.shape[layout.dim]
             what = f"dim {layout.dim} of {typed} cannot be cut by {axis}={num}"
             if axis == MICROBATCH_AXIS:
@@ -298,6 +286,16 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh, *, is_input: bool) -> 
         else:
             continue
         raise ShardingError(where=known.name, what=what, why=why, do=do)
+
+
+def check_has_dim(name: str, typed: str, num: int, layout: Layout) -> None:
+    """ShardingError where a plan cuts a tensor of ``num`` dims along one that it has not."""
+    if layout.dim >= num:
+        within = f"Write a dim from 0 to {num - 1}, or leave" if num else "Leave"
+        raise ShardingError(
+            where=name, what=f"{typed} has no dim {layout.dim}",
+            why=f"it has {counted(num, 'dim')}", do=f"{within} it out of the plan.",
+        )  # fmt: skip
 
 
 def _for_input(name: str, size: int, layout: Layout) -> str:

@@ -15,6 +15,7 @@ from partc.codegen.safety import check_source
 from partc.errors import CheckError, PlanError, RunError
 from partc.program import Program
 from partc.verification.verification import verify
+from partc.wrappers.results import returned_loss
 from tests.codegen.emitted import emitted_of, loaded
 from tests.codegen.mlps import toy
 from tests.patience import patience
@@ -100,6 +101,20 @@ def test_inductor_computes_the_same_on_real_ranks() -> None:
 
 def test_golden(golden: Callable[..., None]) -> None:
     golden(compiled("fsdp").source(), ".py")
+
+
+def test_a_step_waits_for_the_script_between_functions(graphs: list[fx.GraphModule]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh())
+    batch, loss = (torch.randn(8, 4),), returned_loss(model, [])
+    program = partc.compile(model, "dp=1", batch, loss=loss, plan="ddp", compile="inductor")
+    functions, step = program.source().split("class ")
+    assert "_forward(" in functions
+    assert "_backward(" in functions
+    assert "yield" not in functions
+    assert "= yield {" in step
+    verify(program, model, batch, loss=loss).check(1e-6)
+    assert graphs
 
 
 def test_the_plan_replays() -> None:

@@ -270,6 +270,17 @@ def test_unsafe_source_is_refused(text: str) -> None:
         check_source(text)
 
 
+def test_a_name_that_a_backend_prints_and_nothing_defines_is_told() -> None:
+    with pytest.raises(
+        CheckError, match=r"it reads the name my_reduce, which no line sets"
+    ) as told:
+        check_source("reduced = 1\nmy_reduce(reduced)\n")
+    assert "Did you mean" not in str(told.value)
+    assert "If a backend or a pass of yours prints this line" in told.value.do
+    with pytest.raises(CheckError, match=r"which no line sets\. Did you mean 'reduced'"):
+        check_source("reduced = 1\nx = reduce\n", "stage0.py")
+
+
 def test_tracebacks_show_generated_lines() -> None:
     model, inputs = toy()
     graph = traced(model, inputs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from tests.mistakes.things import Net, batch_of, loss_of
 
 SIZE = 4  # what no model is
@@ -23,3 +25,7 @@ def nothing() -> None:
 
 def alone() -> Net:
     return Net()
+
+
+def unlike() -> Any:
+    return nn.Sequential(nn.Linear(4, 4)), batch_of(), loss_of

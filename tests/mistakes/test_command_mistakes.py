@@ -37,6 +37,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nothing": (("compile", MODELS + "nothing", *COMPILE[2:]), ("it gives None",)),
     "no inputs": (("compile", MODELS + "alone", *COMPILE[2:]), ("(model, inputs, loss)",)),
     "another model": (("verify", "BUILD", "--model", MODELS + "other"), ("up.weight", "Compile")),
+    "a model with other names": (
+        ("verify", "BUILD", "--model", MODELS + "unlike"),
+        ("than Sequential", "Give the Net that it was compiled for (--model", 'plan="fsdp"'),
+    ),
     "a hub's name": (
         ("compile", "meta-llama/Llama-2-7b", *COMPILE[2:]),
         ("AutoConfig.from_pretrained('meta-llama/Llama-2-7b')", "hf:Llama-2-7b/config.json"),

@@ -255,9 +255,31 @@ def test_ranks_that_divide_nothing_are_told() -> None:
         compiled(model=wider(7), mesh="tp=2", plan="megatron")
 
 
-def test_a_step_that_trains_nothing_is_told() -> None:
-    with pytest.warns(UserWarning, match=r"requires_grad.* model\.requires_grad_\(True\).*no_grad"):
-        compiled(model=Net().requires_grad_(False))
+class Unregistered(nn.Module):
+    """Its layer is in a list, which registers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "auto"])
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Net().requires_grad_(False), r"requires_grad.* model\.requires_grad_\(True\).*no_grad"),
+        (
+            Unregistered(),
+            r"Unregistered: no parameter has requires_grad, as the model has none.*nn\.ModuleList",
+        ),
+    ],
+)
+def test_a_step_that_trains_nothing_is_told(model: nn.Module, said: str, plan: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        compiled(model=model, plan=plan)
 
 
 def test_the_axes_of_a_mesh_are_pairs() -> None:

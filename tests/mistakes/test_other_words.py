@@ -60,6 +60,12 @@ def load_as(second: Any) -> Callable[[], Any]:
     return lambda: anything.load("no-such-folder", second)
 
 
+def half_a_layer() -> Net:
+    model = Net()
+    model.down.half()
+    return model
+
+
 LOADER = DataLoader(TensorDataset(X, Y), batch_size=4)
 anything: Any = partc
 MISTAKES: dict[str, Mistake] = {
@@ -69,6 +75,15 @@ MISTAKES: dict[str, Mistake] = {
     "a dataset": given("DataLoader(dataset, batch_size=16)", inputs=LOADER.dataset),
     "doubles": given("x is float64, up.weight is float32", "x.float().", inputs=(X.double(), Y)),
     "half a model": given("x.half(), or compute under torch.autocast", model=Net().half()),
+    "half a layer": given(
+        "down.weight is float16", "Cast the layer, model.down.float(), or in this line what is "
+        "multiplied with the weights, x.half(), or compute under torch.autocast.",
+        model=half_a_layer(),
+    ),
+    "a whole table beside halves": given(
+        "Cast in this line what is multiplied with the weights, x.half(), or compute",
+        model=Net().half(), loss=lambda m, x, y: loss_of(m, x + 1.0 * m.up.bias.float().sum(), y),
+    ),
     "a loss for each row": given("32 numbers", "loss.mean()", loss=lambda m, x, y: m(x) - y),
     "layers that do not fit": given(
         "[8, 8] X [7, 4]", "1 has weight [4, 7], bias [4]", "correct one of the two",

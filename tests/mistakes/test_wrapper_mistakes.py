@@ -60,6 +60,13 @@ class Pair(Labelled):
         return tuple(super().forward(x, labels).values())
 
 
+class Alone(Labelled):
+    """Its loss alone, in a dict."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return {"loss": super().forward(x, labels)["loss"]}
+
+
 def trained(model: nn.Module | None = None, *, labels: bool = True, **named: Any) -> Any:
     """A training step of a prepared model."""
     prepared = accelerator(mesh="dp=1", plan="ddp", **named).prepare(model or Labelled())
@@ -77,6 +84,17 @@ def stepped(*, models: bool, optimizers: bool) -> None:
     loss = used.train()(x, y)["loss"]
     made.backward(loss)
     stepping.step()
+
+
+@pytest.mark.parametrize(("precision", "num_told"), [("fp16", 1), ("bf16", 0), ("no", 0)])
+def test_float16_on_cpus_is_told(precision: str, num_told: int) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        made = accelerator(mesh="dp=1", cpu=True, mixed_precision=precision)
+    said = [str(each.message) for each in told if "says nothing on CPUs" in str(each.message)]
+    assert len(said) == num_told
+    assert all('Take mixed_precision="bf16"' in text for text in said)
+    assert made.native_amp == (precision == "bf16")
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
@@ -244,7 +262,18 @@ MISTAKES: dict[str, Mistake] = {
         lambda: trainer(mesh="dp=1", options={"plan": "ddp"}), ("beside the options: plan=...",),
     ),
     "a result": (lambda: trained(outputs=["logit"]), ("loss, logits", "Did you mean 'logits'")),
-    "a result that is none": (lambda: trained(outputs=["hidden_states"]), ("output_hidden",)),
+    "a result that is none": (
+        lambda: trained(outputs=["hidden_states"]),
+        ("Take outputs=['logits'], or let", "output_hidden"),
+    ),
+    "a result but the loss": (
+        lambda: trained(Alone(), outputs=["logits"]),
+        ("it returns loss)", "Let the model return it"),
+    ),
+    "the loss as a result": (
+        lambda: trained(outputs=["loss", "logits"]),
+        ("in any case", "Leave it out: outputs=['logits']"),
+    ),
     "no labels, and results by name": (
         lambda: trained(labels=False, outputs=["logits"]),
         ("it returns logits, and no loss", "labels"),

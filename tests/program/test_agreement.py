@@ -74,6 +74,8 @@ def step_with(of: Program, fault: str) -> str:
         if fault in stage.pieces():
             _, piece = stage.pieces()[fault]
             piece.data.view(-1)[0] += 1e-3
+        if fault == "frozen":
+            next(stage.parameters()).requires_grad_(False)
     return outcome(lambda: stage.step(*batch))
 
 
@@ -91,9 +93,15 @@ def test_another_batch_or_seed(world: Processes, layout: str, contract: str) -> 
 
 @pytest.mark.parametrize("layout", ["ddp", "tp", "fsdp+tp", "pp+dp"])
 def test_another_weight(world: Processes, layout: str) -> None:
-    """Of a weight that is whole on several ranks, and of one of which ranks of tp have copies."""
+    """Of a weight that is whole on several ranks, and of one of which ranks of tp have copies; and
+    what ranks freeze.
+    """
     of = program(layout, "local")
     num, last = of.mesh.num_ranks, of.mesh.num_ranks - 1
+    for said in world.run(step_with, of, "frozen", num=num):
+        assert re.search(rf"rank {last}: another requires_grad of [\w.]+ \(False, not True\)", said)
+        assert "Freeze and unfreeze the same parameters on all ranks" in said
+        assert "Load the same weights" not in said
     for name in ("head.weight", "down.bias"):
         (shard,) = (x for x in of.role(last).params if x.name == name)
         alone = {axis for axis, *_ in shard.cuts} == {*of.mesh.names}  # nobody else has this piece

@@ -83,6 +83,7 @@ def test_a_number_that_the_script_changes_stops_the_step(alone: None) -> None:
         ) as caught:
             stage.step(*BATCH)
         assert caught.value.what == f"model.{text}"
+        assert "x * (torch.rand_like(x) >= p) / (1 - p)" in caught.value.do
         with pytest.raises(TraceError, match="not as it was when its step was traced"):
             partc.compile(step, "dp=1", plan="ddp")
         setattr(module, name, before)
@@ -95,6 +96,38 @@ def test_a_number_that_the_script_changes_stops_the_step(alone: None) -> None:
     gc.collect()
     assert gone() is None
     stage.step(*BATCH)
+
+
+class Dropped(nn.Module):
+    """Dropout by a tensor, as the error for a rate that has changed writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(BATCH[0].shape[1], BATCH[1].shape[1])
+        self.register_buffer("p", torch.tensor(0.5))
+        self.p: Tensor
+
+    def forward(self, x: Tensor, p: Tensor | None = None) -> Tensor:
+        p = self.p if p is None else p
+        y: Tensor = self.linear(x)
+        return y * (torch.rand_like(y) >= p) / (1 - p)
+
+
+def test_a_dropout_rate_changes_as_a_buffer_or_an_input(alone: None) -> None:
+    model = Dropped()
+
+    def by_input(model: nn.Module, x: Tensor, y: Tensor, p: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model(x, p), y)
+
+    stage: Any = partc.compile(model, "dp=1", BATCH, loss=loss_of, plan="ddp").module()
+    given = (*BATCH, torch.tensor(0.5))
+    other: Any = partc.compile(model, "dp=1", given, loss=by_input, plan="ddp").module()
+    losses = []
+    for rate in (0.5, 0.1):
+        stage.p.fill_(rate)
+        losses += [(stage.step(*BATCH), other.step(*BATCH, torch.tensor(rate)))]
+    assert all(one.equal(two) for one, two in losses)
+    assert losses[0][0] != losses[1][0]
 
 
 def test_hooks_that_the_script_adds_or_removes_stop_the_step(alone: None) -> None:

@@ -139,6 +139,9 @@ def resume_other_data(path: Path, folder: Path) -> str:
     loader = stage.loader(TensorDataset(*rows_of()[:60]), shuffle=False)
     with pytest.raises(LoadError) as refused:
         partc.load_checkpoint(folder, stage, optimizer, loader=loader)
+    partc.load_checkpoint(folder, stage, optimizer)  # without the position, as the error says
+    loader.set_epoch(1)
+    assert list(loader)
     partc.save_checkpoint(folder, stage, step=9)
     with pytest.raises(LoadError) as empty:
         partc.load_checkpoint(folder, stage, loader=loader)

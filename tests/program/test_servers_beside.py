@@ -214,6 +214,31 @@ def test_other_parameters_are_refused(
     threads.end()
 
 
+@pytest.mark.parametrize(
+    ("made", "options", "said"),
+    [
+        (Server, {"max_steps_late": -1}, "Server(max_steps_late=...): -1 is no whole number"),
+        (Worker, {"max_steps_late": -1}, "Worker(max_steps_late=...): -1 is no whole number"),
+        (Worker, {"max_steps_late": 65}, "from 0 to 64"),
+        (Worker, {"max_steps_late": 0.5}, "0.5 is no whole number"),
+        (Server, {"replicas": 2}, "Server(replicas=...): 2 is above 1"),
+        (Server, {"replicas": -1}, "-1 is no whole number, 0 or more"),
+        (Server, {"version": -1}, "Server(version=...)"),
+        (Server, {"deadline_s": 0}, "Server(deadline_s=...): it is 0"),
+        (Worker, {"deadline_s": float("inf")}, "Give a number above 0"),
+        (Worker, {"deadline_s": "60"}, "Worker(deadline_s=...): it is '60'"),
+        (IslandWorker, {"deadline_s": -1}, "IslandWorker(deadline_s=...): it is -1"),
+        (IslandWorker, {"seed": 0.5}, "IslandWorker(seed=...)"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(
+    store: Any, made: Any, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        made(model_alone(), store, **options)
+    assert said in str(refused.value)
+
+
 def test_a_push_without_gradients_is_refused(store: Any) -> None:
     threads, served = Threads(), list[Any]()
     threads.start(serve, store, 0, served)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import partc
 from partc.amounts import amount
@@ -36,7 +38,7 @@ def test_the_pin_in_the_way_is_named_with_what_fits_without_it() -> None:
     assert error.what == "nothing fits 11.00 MB on a device"
     assert "without microbatches=1: " in error.do
     least = min(each.estimate.peak_bytes for each in search.ascending())
-    assert f"raise memory_bytes to {amount(round(least), 'B')}" in error.do
+    assert f"the least is {amount(round(least), 'B')}: " in error.why
 
 
 def test_more_devices_are_named_where_no_pin_but_memory_helps() -> None:
@@ -60,6 +62,19 @@ def test_the_error_reaches_the_user() -> None:
         model = tower()
     with pytest.raises(PlanError, match="By estimate it fits without the axes dp=4: "):
         partc.compile(model, "dp=4", batch(4), loss=loss_of, memory_bytes=1_500_000)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"), [("auto", "memory_bytes = "), ("ddp", "memory_bytes to ")]
+)
+def test_the_memory_that_is_told_is_enough(plan: str, said: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 24))
+    like = batch(8, 16)
+    with pytest.raises(PlanError) as caught:
+        partc.compile(model, "dp=2", like, loss=loss_of, plan=plan, memory_bytes=16)
+    found = re.search(rf"{said}(\d+)\b(?!\.\d)", caught.value.do)
+    assert found, caught.value.do
+    partc.compile(model, "dp=2", like, loss=loss_of, plan=plan, memory_bytes=int(found[1]))
 
 
 def test_a_plan_by_hand_is_told_what_would_fit() -> None:

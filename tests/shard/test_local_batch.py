@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import partc
 from partc.audit.audit import audit
-from partc.errors import CheckError, PlanError
+from partc.errors import CheckError, PlanError, ShardingError
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Sharding, cut
@@ -143,6 +144,36 @@ def test_unknown_words_are_refused() -> None:
     model, batch, loss = tokens()
     with pytest.raises(PlanError, match="batch = 'mine' means nothing"):
         partc.compile(model, "dp=2", batch, loss=loss, plan="ddp", batch="mine")
+
+
+@pytest.mark.parametrize("entry", ['"y" = {}', '"x" = { dp = 1 }', '"y" = {}\n"x" = { batch = 1 }'])
+def test_an_entry_in_the_way_is_named(entry: str) -> None:
+    batch, plan = (torch.ones(4, 6), torch.zeros(4, dtype=torch.long)), 'preset = "ddp"\n[inputs]\n'
+    model, loss = torch.nn.Linear(6, 3), torch.nn.functional.cross_entropy
+
+    def loss_of(model: Any, x: Any, y: Any) -> Any:
+        return loss(model(x), y)
+
+    names = ", ".join(line.partition(" =")[0] for line in entry.splitlines())
+    with pytest.raises(PlanError, match=re.escape(f"Take {names} out of the plan's [inputs]")):
+        partc.compile(model, "dp=2", batch, loss=loss_of, plan=plan + entry, batch="local")
+    partc.compile(model, "dp=2", batch, loss=loss_of, plan="ddp", batch="local")
+    wrong = f'{plan}"y" = {{ batch = 1 }}'
+    with pytest.raises(ShardingError, match=r"y: int64.* has no dim 1"):
+        partc.compile(model, "dp=2", batch, loss=loss_of, plan=wrong, batch="local")
+
+
+def test_the_number_of_one_ranks_rows_is_named() -> None:
+    def contrastive(model: Any, x: Any, num: int | None = None) -> Any:
+        found = model(x)
+        labels = torch.arange(len(found) if num is None else num)
+        return torch.nn.functional.cross_entropy(found @ found.T, labels)
+
+    model, x = torch.nn.Linear(6, 3), (torch.ones(4, 6),)
+    said = re.escape("has 4, one rank's rows, as a number, take it from a tensor, len(x)")
+    with pytest.raises(PlanError, match=said):
+        partc.compile(model, "dp=2", (*x, 4), loss=contrastive, plan="ddp", batch="local")
+    partc.compile(model, "dp=2", x, loss=contrastive, plan="ddp", batch="local")
 
 
 def test_samples_that_do_not_join_are_refused() -> None:

@@ -4,6 +4,7 @@ same.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -20,7 +21,7 @@ from partc.graph.moves import kind_of
 from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
-from partc.plan.sharding import cut
+from partc.plan.sharding import Layout, cut
 from partc.verification.reference import eager
 from tests.short_models import short
 from tests.zoo import FAMILIES
@@ -180,6 +181,24 @@ def test_a_tied_weight_may_be_pinned_by_either_name() -> None:
     for name in ("head.weight", "embed.weight"):
         full, _ = partitioned("tp=2", Plan(params={name: {"tp": cut(1)}}), model)
         assert full.stored("embed.weight") == {"tp": cut(1)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("embed.weight", "head.weight"), ("embed.*", "head.w*")]
+)
+def test_a_tied_weight_has_one_entry(one: str, other: str) -> None:
+    model = blocks()
+    model.head.weight = model.embed.weight  # type: ignore[union-attr]
+    said = re.escape(f"plan, '{one}' and '{other}': they say different things of one parameter")
+    for params in ({one: {"tp": cut(0)}, other: {"tp": cut(1)}}, {one: {}, other: {"tp": cut(1)}}):
+        with pytest.raises(PlanError, match=said):
+            partitioned("tp=2", Plan(params=params), model)
+    alike, _ = partitioned("tp=2", Plan(params={one: {"tp": cut(0)}, other: {"tp": cut(0)}}), model)
+    assert alike.stored("embed.weight") == {"tp": cut(0)}
+    for pattern in ("*", "*.weight"):  # of all parameters: the entry of a name says more
+        pins: dict[str, dict[str, Layout]] = {pattern: {}, "head.weight": {"tp": cut(1)}}
+        found, _ = partitioned("tp=2", Plan(params=pins), model)
+        assert found.stored("embed.weight") == {"tp": cut(1)}
 
 
 def test_what_does_not_divide_stays_whole_or_is_refused_if_pinned() -> None:

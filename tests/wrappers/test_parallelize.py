@@ -336,6 +336,20 @@ def closure_and_model() -> None:
         again.step(*batch)
 
 
+def test_torch_compile_of_a_parallel_model_is_told() -> None:
+    """It copies what stands for the model into its functions, which keep no model all the same."""
+    model: Any = partc.parallelize(Tagger(), "dp=1", loss=loss_of, plan="ddp", batch="global")
+    compiled: Any = torch.compile(model)
+    batch = data()[:BATCH]
+    with one_rank(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        compiled(*batch)
+    said = [str(each.message) for each in told if "partc" in str(each.message)]
+    assert len(said) == 1, said
+    assert "torch.compile leaves what parallelize gave as it is" in said[0]
+    assert 'parallelize(model, ..., compile="inductor")' in said[0]
+
+
 def kept_lstm() -> None:
     """Its modules have lists of their parameters."""
     whole = nn.LSTM(4, 8)

@@ -14,7 +14,7 @@ from partc.program.model.closures import closed_over, over_others
 from partc.program.model.parametrized import class_of_copy
 from partc.program.model.read_numbers import ReadNumbers
 from partc.program.tensors.elsewhere import Table
-from partc.trace.frozen_numbers import Number
+from partc.trace.frozen_numbers import CHANGING, Number
 
 TABLES = ("_parameters", "_buffers", "_modules")
 AT_ONCE = 100  # things that one step looks at, which takes some 10 us
@@ -256,7 +256,7 @@ def _changed(name: str, what: str, has: str = "numbers") -> RunError:
         where=name,
         what=what,
         why=f"a program has the {has} of the model as they were when it was compiled",
-        do="Change it in the model and compile again, make it an input of the step, or a buffer.",
+        do=CHANGING,
     )
 
 

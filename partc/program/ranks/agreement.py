@@ -10,7 +10,7 @@ one finds the tensors, and all ranks raise.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
@@ -54,10 +54,11 @@ class Sources:
 class Alike:
     """Things of one kind that the same ranks hold alike.
 
-    ``kind``: input, parameter, buffer, source, optimizer or random. A source is the whole tensor
-    that a rank took its piece from, as pieces say nothing of each other; 0 where it is not known.
-    ``apart``: the mesh axes along which ranks have different pieces. ``places``: the coordinates on
-    ``pp`` of the ranks that have them. ``everywhere``: whether islands have them alike too.
+    ``kind``: input, parameter, frozen (whether a parameter is), buffer, source, optimizer or
+    random. A source is the whole tensor that a rank took its piece from, as pieces say nothing of
+    each other; 0 where it is not known. ``apart``: the mesh axes along which ranks have different
+    pieces. ``places``: the coordinates on ``pp`` of the ranks that have them. ``everywhere``:
+    whether islands have them alike too.
     """
 
     kind: str
@@ -89,7 +90,7 @@ class Agreement:
         self,
         holders: Holders,
         sources: Callable[[], Sources],
-        shown: Callable[[], Collection[Tensor]],
+        shown: Callable[[], Mapping[str, Tensor]],
         *,
         draws: bool,
         own_rows: bool = False,
@@ -173,6 +174,8 @@ class Agreement:
             apart = frozenset(axis for axis, *_ in self._holders.shards[name].cuts)
             kind = "parameter" if name in self._holders.params else "buffer"
             kinds.setdefault((kind, apart, places), []).append(name)
+            if kind == "parameter":
+                kinds.setdefault(("frozen", frozenset(), places), []).append(name)
             if apart or len(every) > 1:
                 kinds.setdefault(("source", frozenset(), every), []).append(name)
         kinds["optimizer", frozenset({PP}), every] = [*NAMES]  # its groups are of a rank's stages
@@ -209,8 +212,8 @@ class _Comparison:
         unlike = [each for each, i in columns if [*self._odd(each, [row[i] for row in rows])]]
         every = [one for each in unlike for one in self._found(each, first)]
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
-        steps = {key: x for key, x in found.items() if x.kind == "optimizer"}
-        found = steps or found  # weights differ because of it
+        causes = {key: x for key, x in found.items() if x.kind in ("optimizer", "frozen")}
+        found = causes or found  # weights differ because of these
         if found:
             raise disagreement([*reversed(found.values())], self.role, own_rows=self.of.own_rows)
         trains = torch.is_grad_enabled() and not self.role.is_inference
@@ -232,7 +235,7 @@ class _Comparison:
 
     @cached_property
     def _steps(self) -> list[int]:
-        return numbers_of_steps(self.of.shown())
+        return numbers_of_steps(self.of.shown().values())
 
     @cached_property
     def _hashes(self) -> dict[tuple[str, str], int]:
@@ -250,6 +253,9 @@ class _Comparison:
             return [each & (1 << 63) - 1 for each in self.drawn]
         if of.kind == "optimizer":
             return self._steps
+        if of.kind == "frozen":
+            shown = self.of.shown()
+            return [1 + shown[n].requires_grad if n in shown else 0 for n in of.names]
         if of.kind == "source":
             told = self._sources
             return [*(told.numbers.get(name, 0) for name in of.names), told.num_loads]
@@ -297,6 +303,9 @@ class _Comparison:
                     there = sketches[usual][2 * i : 2 * i + 2]
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]
                 values = (rows[usual][i], rows[odd[0]][i]) if of.kind == "random" else None
+                if of.kind == "frozen":
+                    name, odd = f"requires_grad of {name}", [r for r in odd if numbers[r]]
+                    values = (numbers[usual] > 1, numbers[usual] < 2)
                 if odd:
                     none = of.kind == "optimizer" and 0 in (numbers[usual], numbers[odd[0]])
                     yield Found(of.kind, STEPS if none else name, tuple(odd), usual, values)

@@ -23,6 +23,8 @@ _DO = {
     "out samples by the rank's place on {axes}, not by its number.",
     "parameter": "Load the same weights on all ranks (stage.load_full, stage.load_state_dict), and "
     "let all take the same optimizer steps.",
+    "frozen": "Freeze and unfreeze the same parameters on all ranks: call requires_grad_(...) on "
+    "every rank, also where one rank alone decides on it.",
     "source": "Load the same weights on all ranks: each takes its piece of the model or state dict "
     "that it is given (stage.load_full, stage.load_state_dict).",
     "buffer": "Load the same buffers on all ranks (stage.load_full, stage.load_state_dict).",
@@ -36,8 +38,8 @@ _DO = {
 class Found:
     """One thing that differs: ``odd`` ranks have another one than rank ``usual``.
 
-    ``kind``: input, parameter, buffer, source, optimizer or random. ``values`` of the two, where
-    they say something.
+    ``kind``: input, parameter, frozen, buffer, source, optimizer or random. ``values`` of the two,
+    where they say something.
     """
 
     kind: str

@@ -15,7 +15,9 @@ from partc.program.servers.lead import Lead, Mean
 from partc.program.servers.link import trained
 from partc.program.servers.log import Update, line_of
 from partc.program.servers.messages import END, FIRST, HELD, MEAN, REPLICA, Served, take_lead
+from partc.program.servers.numbers import check_deadline, check_late, check_replicas
 from partc.program.servers.pairs import Message, Pair, PairBrokenError
+from partc.wrong_calls import check_whole_number
 
 PATIENT = 3  # times the deadline of workers: a server waits for these, and its replica for both
 
@@ -45,6 +47,10 @@ class Server:
         workers; longer than a step takes. ``version``: where a training goes on. ``log_file``: gets
         a line for each update.
         """
+        check_late(max_steps_late, "Server")
+        check_replicas(replicas, "Server")
+        check_deadline(deadline_s, "Server")
+        check_whole_number(version, "Server(version=...)")
         named, store = trained([*model.named_parameters()]), store.clone()
         self.params = [*named.values()]
         self.store, self.max_late, self.deadline_s = store, max_steps_late, deadline_s

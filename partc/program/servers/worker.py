@@ -13,6 +13,8 @@ from partc.plan import Plan
 from partc.plan.servers import SERVERS
 from partc.program.servers.flats import Flats, flat, parts
 from partc.program.servers.link import Link, trained
+from partc.program.servers.numbers import check_deadline, check_late
+from partc.wrong_calls import check_whole_number
 
 if TYPE_CHECKING:
     from partc.program.stage.runtime import Stage
@@ -34,6 +36,8 @@ class Worker:
         """``store``: a TCPStore that all processes have. ``deadline_s``: how long it waits for the
         server; longer than a step takes.
         """
+        check_late(max_steps_late, "Worker")
+        check_deadline(deadline_s, "Worker")
         self.params = trained([*model.named_parameters()])
         self._link = Link(self.params, store, max_steps_late, deadline_s)
 
@@ -99,6 +103,8 @@ class IslandWorker:
         """``store``: a TCPStore that all processes have, which the first rank asks. ``seed``: of
         random numbers, which follow from it, the worker's number and the step's.
         """
+        check_whole_number(seed, "IslandWorker(seed=...)")
+        check_deadline(deadline_s, "IslandWorker")
         how = Plan.parse(stage._program.plan).servers
         if how is None or how.max_steps_late is None:
             raise UsageError(

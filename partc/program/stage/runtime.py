@@ -101,7 +101,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         agreement = Agreement(
             self._tensors.holders,
             self._tensors.sources,
-            lambda: [shown.param for shown in self._shown.values()],
+            lambda: {name: shown.param for name, shown in self._shown.items()},
             draws=bool(program.draws) or residuals.draws(program.plan),
             own_rows=Plan.parse(program.plan).batch == "local",
         )

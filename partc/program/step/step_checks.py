@@ -16,7 +16,7 @@ from partc.program.role import Role
 from partc.program.step.decided import Decided
 from partc.program.step.given import check_inputs, plain_inputs
 from partc.program.tensors.rank_tensors import RankTensors
-from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.frozen_numbers import CHANGING, FrozenNumbers
 
 FIRST_STEPS = 3  # that look at all numbers of the model
 
@@ -89,7 +89,7 @@ class StepChecks:
                 where="step",
                 what="; ".join(changes[:4]),
                 why="a program has numbers, and tensors from outside, as they were when compiled",
-                do="Compile again, make it an input of the step, or a buffer.",
+                do=CHANGING,
             )
 
 

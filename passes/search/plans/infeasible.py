@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 
 from partc.amounts import amount, time_text
 from partc.errors import MemoryLimitError, PlanError
@@ -31,6 +32,20 @@ class Release:
         return f"without {self.pin}: {_text(self.ranked)}"
 
 
+class NothingFitsError(PlanError):
+    """No candidate fits; ``least`` needs least memory, by the estimate of ``search``."""
+
+    least: Ranked | None = None
+    search: Search | None = None
+
+    def needing(self, num_bytes: int) -> PlanError:
+        """The same with the limit under which a program of ``least`` was counted to fit."""
+        assert self.least is not None
+        enough = max(num_bytes, ceil(self.least.estimate.peak_bytes))
+        do = self.do.removesuffix(".") + f": with memory_bytes = {enough} a program fits."
+        return PlanError(where=self.where, what=self.what, why=self.why, do=do)
+
+
 def nothing_fits(search: Search) -> PlanError:
     """The error that says why no candidate fits, and which change would help."""
     tried = list(search.ascending())
@@ -50,12 +65,14 @@ def nothing_fits(search: Search) -> PlanError:
     holders = sorted(least.estimate.bytes.items(), key=lambda item: -item[1])
     held = ", ".join(f"{what} {amount(round(size), 'B')}" for what, size in holders[:HOLDERS])
     needs = amount(round(least.estimate.peak_bytes), "B")
-    return PlanError(
+    error = NothingFitsError(
         where=f"plan 'auto' on {search.mesh}",
         what=f"nothing fits {amount(round(search.limit), 'B')} on a device",
-        why=f"the least is {needs}: {least.candidate} ({held})",
-        do=f"{helps}Take more devices, a smaller batch, or raise memory_bytes to {needs}.",
+        why=f"by estimate the least is {needs}: {least.candidate} ({held})",
+        do=f"{helps}Take more devices, a smaller batch, or more memory.",
     )
+    error.least, error.search = least, search
+    return error
 
 
 def releases(search: Search) -> Iterator[Release]:

@@ -28,7 +28,7 @@ class Attempts:
 
     Whoever tries one tells how it ``failed``. Candidates that differ from it only in what cannot
     matter are then left out. Once one has needed the whole batch, there are only those of a single
-    microbatch, pipelines among them.
+    microbatch, pipelines among them. Where all were too large, the last one needs least.
     """
 
     choice: Choice
@@ -39,6 +39,15 @@ class Attempts:
         self.search = self.choice.search
 
     def __iter__(self) -> Iterator[Ranked]:
+        yield from self._by_cost()
+        # Whoever is still here has seen all of them fail.
+        if all(isinstance(error, MemoryLimitError) for _, error in self.failures):
+            every = filter(self.search.fits, self.search.ascending())
+            least = min(every, key=lambda each: each.estimate.peak_bytes, default=None)
+            if least is not None and not self._is_like_a_failure(least.candidate):
+                yield least
+
+    def _by_cost(self) -> Iterator[Ranked]:
         for one in chain(self.choice.ranked, self._ascending()):
             if self._one_piece():
                 break
