@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +24,7 @@ from partc.program import Program
 from partc.program.start import group_backend
 from partc.trace.no_model import check_model
 from partc.traced import Traced
+from partc.users_line import warn
 from partc.wrong_calls import quoted
 
 LOG = logging.getLogger("partc")
@@ -166,19 +166,19 @@ def warn_of_idle(asked: Plan, state: State, step: Traced) -> None:
     made = state.plan
     for note in made.notes:
         if IDLE in note:
-            warnings.warn(note, stacklevel=5)
+            warn(note)
     if made.mesh is not None and not made.preset and not _cuts_something(made):
-        warnings.warn(
+        warn(
             f"the plan names no preset and cuts nothing over {made.mesh}, {IDLE}. Write "
-            'preset = "ddp", or another.', stacklevel=5,
+            'preset = "ddp", or another.'
         )  # fmt: skip
     for text in idle_keys(Compiled(asked, state)):
-        warnings.warn(text, stacklevel=5)
+        warn(text)
     params = list(step.model.parameters())
     if params and step.trains and not any(param.requires_grad for param in params):
         name = type(step.model).__name__
         text = f"{name}: no parameter has requires_grad, so that a step trains nothing. {_UNFREEZE}"
-        warnings.warn(text, stacklevel=5)
+        warn(text)
 
 
 def with_told(asked: Plan, found: Program) -> Program:

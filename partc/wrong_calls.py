@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from partc.errors import UsageError
+from partc.users_line import is_users
 
 if TYPE_CHECKING:
     from inspect import Signature
@@ -273,19 +274,13 @@ def failed_at(error: Exception, function: Callable[..., Any] | None = None) -> s
     frames = extract_tb(error.__traceback__)
     own = [
         each for each in frames
-        if (_is_users(each.filename) if code is None else each.filename == code.co_filename)
+        if (is_users(each.filename) if code is None else each.filename == code.co_filename)
     ]  # fmt: skip
     if not own:
         return said
     line = f": {own[-1].line}" if own[-1].line else ""
     file = Path(own[-1].filename).name.strip("<>").removeprefix("partc ")
     return f"{said}, at {file}:{own[-1].lineno}{line}"
-
-
-def _is_users(file: str) -> bool:
-    """Whether a file is neither partc's nor Python's own, nor installed."""
-    others = (str(Path(__file__).parent), str(Path(os.__file__).parent))
-    return "site-packages" not in file and not file.startswith((*others, "<"))
 
 
 def as_path(given: Any, where: str) -> Path:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partc.errors import RunError
+from partc.users_line import warn
 from partc.wrappers.unread import unread_values
 
 _OWN_REFERENCES = 3  # of a parameter while it is counted: two names and the argument
@@ -72,13 +73,13 @@ class Kept:
         for name in alive:
             if (param := self._params[name]()) is not None:
                 self._check_left(name, param, inside[id(param)])
-        if self._model() is not None:
-            warnings.warn(
+        model = self._model()
+        if model is not None and sys.getrefcount(model) - 2 > inside[id(model)]:
+            warn(
                 f"partc: the script keeps the {self._name} that it gave to parallelize, whose "
                 "weights are trained no more from the first step on. Keep what parallelize gave in "
                 "its place: model = partc.parallelize(model, ...); another loss of it is "
-                "model.also(loss)",
-                stacklevel=2,
+                "model.also(loss)"
             )
 
     def _check_left(self, name: str, param: nn.Parameter, inside: int) -> None:
@@ -95,7 +96,9 @@ class Kept:
         """
         parts = [part() for path, part in self._modules.items() if name.startswith(f"{path}.")]
         held = {id(each) for each in (self._params[name](), *parts) if each is not None}
-        return next(_holders(held, self._own), "")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries, whose objects warn when looked at
+            return next(_holders(held, self._own), "")
 
     @cached_property
     def _scripted(self) -> set[int]:
@@ -104,11 +107,15 @@ class Kept:
         return {id(param) for each in scripts for param in each.parameters()}
 
     def _references(self) -> Counter[int]:
-        """How often the model and what no line reads again have each parameter, by its id."""
+        """How often the model and what no line reads again have each parameter, and the model
+        itself, by its id.
+        """
         unread = unread_values((nn.Module, nn.Parameter))
         held = [self._model(), *(each for each in unread if isinstance(each, nn.Module))]
         found = _references_in([each for each in held if each is not None])
-        found.update(id(each) for each in unread if isinstance(each, nn.Parameter))
+        parts = {id(p): p for each in held if each is not None for p in each.modules()}
+        found.update(id(x) for p in parts.values() for x in vars(p).values() if x is self._model())
+        found.update(map(id, unread))
         return found
 
 

@@ -7,7 +7,6 @@ step itself gave as zeros, as those before a layer that starts at 0 are, are not
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from partc.users_line import warn
 
 LOOKED_AT = 3  # steps of a stage; a loop clears in all of them or in none
 # By stage the parameters, by id, whose gradients were not 0; no optimizer has stepped since.
@@ -53,9 +54,8 @@ def _with_gradients(params: Sequence[Tensor]) -> set[int]:
 
 
 def _warn(optimizer: Optimizer) -> None:
-    warnings.warn(
+    warn(
         f"partc: {type(optimizer).__name__}.step() finds no gradient: they were cleared behind "
         "model.step(), which computes them at once, so that nothing is trained. Call zero_grad() "
-        "before model.step(), or keep loss = model(...) and loss.backward()",
-        stacklevel=4,
+        "before model.step(), or keep loss = model(...) and loss.backward()"
     )
