@@ -57,6 +57,11 @@ _ALSO = {  # other words for these
     "gradient_clip_val": "max_grad_norm", "gradient_checkpointing": "checkpointing",
     "activation_checkpointing": "checkpointing", "checkpoint_activations": "checkpointing",
     "accumulate_grad_batches": "gradient_accumulation_steps",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "grad_accumulation": "gradient_accumulation_steps",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "num_microbatches": "gradient_accumulation_steps",
+    "micro_batches": "gradient_accumulation_steps",
     "accumulation_steps": "gradient_accumulation_steps",
     "grad_accum": "gradient_accumulation_steps",
     "sharding": "strategy", "sharding_strategy": "strategy", "parallelism": "strategy",
@@ -68,6 +73,17 @@ _OF_REPORTS = "what it gives compares with one: partc.verify(...).check(toleranc
 _INSTEAD = {  # the same, where one call has another word for it
     ("load", "mesh"): "a program is that of one mesh, and partc.compile makes one for another",
     ("load", "plan"): "a program is that of one plan, and partc.compile makes one for another",
+    (
+        "plan",
+        "gradient_accumulation_steps",
+    ): "microbatches = 4 computes a batch in four pieces, one "
+    "after the other; gradients add up over steps until optimizer.zero_grad()",
+    ("plan", "checkpointing"): 'recompute = "block" computes activations again in the backward',
+    ("plan", "strategy"): 'preset = "fsdp" says how tensors are sharded, and [mesh] dp = 4 over '
+    "how many ranks",
+    ("plan", "world_size"): "[mesh] dp = 4 says how many ranks there are, and along which axes",
+    ("plan", "batch_size"): "the example inputs of the compile say how many rows a step takes",
+    ("plan", "local_batch"): 'batch = "local" says that a step takes each rank\'s own rows',
     ("verify", "tol"): _OF_REPORTS,
     ("verify", "tolerance"): _OF_REPORTS,
     ("sampler", "batch_size"): "rows_per_step=... counts the rows of all data ranks together, and "
@@ -189,8 +205,8 @@ def told_elsewhere(name: str, unknown: str) -> str:
             f'it is a table of a plan, which has to be allowed, plan=\'preset = "ddp"\\n'
             f'allow = ["{unknown}"]\\n[{unknown}]\\n{entry}\''
         )
-    said = _TOLD.get(unknown if "." in name else _ALSO.get(unknown, unknown))
-    return _INSTEAD.get((name, unknown)) or said or _READ.get(name, "")
+    word = unknown if "." in name else _ALSO.get(unknown, unknown)
+    return _INSTEAD.get((name, word)) or _TOLD.get(word) or _READ.get(name, "")
 
 
 def help_on(call: Callable[..., Any]) -> str:
