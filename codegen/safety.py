@@ -55,12 +55,19 @@ OF_TORCH = {  # modules of torch itself that do more than compute
 }  # fmt: skip
 
 
+_LOOKS = {"print", "open", "breakpoint", "input", "logging", "logger", "log"}
+_TO_LOOK = (
+    " To look at a value, name its module in the plan, hooks = [...], and print in hooks.py; or "
+    "return it beside the loss, (loss, extras)."
+)
+
+
 class _Unfit(Exception):
     """A line of a program does something else than compute."""
 
-    def __init__(self, line: int, what: str) -> None:
+    def __init__(self, line: int, what: str, instead: str = "") -> None:
         super().__init__(what)
-        self.line, self.what = line, what
+        self.line, self.what, self.instead = line, what, instead
 
 
 def check_source(text: str, file: str = "") -> ast.Module:
@@ -75,7 +82,7 @@ def check_source(text: str, file: str = "") -> ast.Module:
             where=f"{file}:{error.line}" if file else f"generated program, line {error.line}",
             what=error.what,
             why="programs only compute with torch",
-            do="Undo the edit of this line."
+            do=f"Undo the edit of this line.{error.instead}"
             if file
             else "This is a fault in partc or in a pass of yours; report it with the plan.",
         ) from None
@@ -126,7 +133,8 @@ def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> Non
     if isinstance(node, ast.Attribute) and node.attr in OF_TORCH and _is_torch(node.value):
         raise _Unfit(line, f"it reaches for torch.{node.attr}")
     if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in known):
-        raise _Unfit(line, f"it reads the name {node.id}{_unset(node.id, known)}")
+        instead = _TO_LOOK if node.id in _LOOKS else ""
+        raise _Unfit(line, f"it reads the name {node.id}{_unset(node.id, known)}", instead)
 
 
 def _unset(name: str, known: set[str]) -> str:

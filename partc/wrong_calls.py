@@ -328,9 +328,12 @@ def check_whole_number(given: Any, where: str, least: int = 0) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or given < least:
         above = f", {least} or more" if least >= 0 else ""  # below 0 nobody comes near the bound
         text = isinstance(given, str) and given.strip().lstrip("-").isdigit()
+        why = "it is a text" if isinstance(given, str) else ""
+        if isinstance(given, int) and not isinstance(given, bool):
+            why = f"the least is {least}"
         raise UsageError(
             where=where, what=f"{quoted(given)} is no whole number{above}",
-            why="it is a text" if text else "it counts, or seeds, or numbers something",
+            why=why,
             do=f"Write {int(given)}, without quotation marks." if text
             else f"Give a whole number{above}.",
         )  # fmt: skip

@@ -180,7 +180,7 @@ class SeveralPrograms(nn.Module):
                 loss = self._run(ready, scale)
                 if not gives_late(self._tensors, self._rank_step):
                     gave_gradients(self)
-                return ready.whole(of_step(loss))
+                return ready.whole(of_step(loss, is_half=ready.is_half))
 
     def _run(self, ready: Ready, scale: float | Tensor | None) -> Tensor:
         """The loss of a step, whose gradients are then in every ``.grad``."""
