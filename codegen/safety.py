@@ -59,15 +59,21 @@ _PRINTED = (
     "If a backend or a pass of yours prints this line, let it print calls of torch, or of a helper "
     'that it takes by helpers.use("..."). Else it is a fault in partc: report it with the plan.'
 )
+_LOOKS = {"print", "open", "breakpoint", "input", "logging", "logger", "log"}
+_TO_LOOK = (
+    " To look at a value, name its module in the plan, hooks = [...], and print in hooks.py; or "
+    "return it beside the loss, (loss, extras)."
+)
 
 
 class _Unfit(Exception):
     """A line of a program does something else than compute."""
 
-    def __init__(self, line: int, what: str, meant: str = "") -> None:
+    def __init__(self, line: int, what: str, meant: str = "", instead: str = "") -> None:
         super().__init__(what)
         self.line, self.what = line, what
-        self.meant = meant  # the names that who edited the line may have meant
+        # for who edited the line: the names that it may mean, and what to do instead
+        self.meant, self.instead = meant, instead
 
 
 def check_source(text: str, file: str = "") -> ast.Module:
@@ -82,7 +88,7 @@ def check_source(text: str, file: str = "") -> ast.Module:
             where=f"{file}:{error.line}" if file else f"generated program, line {error.line}",
             what=error.what + (f". {error.meant}" if file and error.meant else ""),
             why="programs only compute with torch",
-            do="Undo the edit of this line." if file else _PRINTED,
+            do=f"Undo the edit of this line.{error.instead}" if file else _PRINTED,
         ) from None
 
 
@@ -133,7 +139,8 @@ def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> Non
     if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in known):
         meant = did_you_mean(node.id, sorted(known - BUILTINS)) if _is_unset(node.id, known) else ""
         unset = ", which no line sets" * _is_unset(node.id, known)
-        raise _Unfit(line, f"it reads the name {node.id}{unset}", meant)
+        instead = _TO_LOOK if node.id in _LOOKS else ""
+        raise _Unfit(line, f"it reads the name {node.id}{unset}", meant, instead)
 
 
 def _is_unset(name: str, known: set[str]) -> bool:

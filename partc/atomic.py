@@ -5,6 +5,7 @@ one step of the file system. A process that is killed meanwhile leaves that fold
 one that writes to the same target deletes it.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -200,9 +201,20 @@ def _said(path: str | Path) -> Iterator[None]:
             where=repr(str(path)) if "\0" in str(path) else str(path),
             what="cannot be written",
             why=why if at is None or Path(str(at)) == Path(path) else f"{why}: {at}",
-            do="Name a place where you may write, with room on its disk. What was there before is "
-            "as it was.",
+            do=f"{what_helps(error)} What was there before is as it was.",
         ) from error
+
+
+def what_helps(error: Exception) -> str:
+    """What to do about an error of the system that kept something from being written."""
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "Make room on its disk, or name a place on another one."
+    if number in (errno.EEXIST, errno.ENOTDIR):
+        return "A file stands where a folder is needed: move it away, or name another folder."
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Name a place where you may write."
+    return "Name a place where you may write, with room on its disk."
 
 
 def refusal(target: Path, why: str) -> UsageError:

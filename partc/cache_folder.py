@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic, sleep, time
 from typing import IO, Any
 
-from partc.atomic import atomic_directory
+from partc.atomic import atomic_directory, what_helps
 from partc.errors import LoadError, PartcError
 from partc.program import Program, load
 from partc.program.written import written_files
@@ -42,7 +42,7 @@ class CacheFolder:
     """The entries of a folder, each a saved program by its key."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path, self._told = Path(path), False
 
     def read(self, key: str) -> Found | None:
         """The program of a key with its notes; None if there is none, or it is damaged."""
@@ -69,7 +69,8 @@ class CacheFolder:
                 (entry / SIGN).write_text(json.dumps(dict(noted)), encoding="utf-8")
             self._prune()
         except (OSError, PartcError) as error:
-            note("the program is not kept in the cache: %s", error)
+            if not self._told:  # of the folder, before
+                note("the program is not kept in the cache: %s", error)
 
     def clear_way(self, key: str, wanted: Callable[[Found], bool]) -> None:
         """Delete the entry of a key if it is there and not what is wanted."""
@@ -88,7 +89,8 @@ class CacheFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / f"lock-{int(key[-8:], 16) % LOCKS}").open("a")
         except OSError as error:
-            note("the cache cannot be written: %s", error)
+            self._told = True
+            note("the cache %s cannot be written: %s", self.path, _why(self.path, error))
             yield
             return
         with lock:
@@ -121,6 +123,12 @@ class CacheFolder:
 def _written(entry: Path) -> set[str]:
     """The files of an entry."""
     return {SIGN, *(f"{PROGRAM}/{name}" for name in written_files(entry / PROGRAM))}
+
+
+def _why(path: Path, error: OSError) -> str:
+    if path.is_file():
+        return "it is a file, and programs are kept in a folder. Name a folder, cache=..."
+    return f"{error.strerror or error}: {error.filename}. {what_helps(error)}"
 
 
 def _age_s(path: Path) -> float:

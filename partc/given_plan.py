@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +24,7 @@ from partc.program import Program
 from partc.program.start import group_backend
 from partc.trace.no_model import check_model
 from partc.traced import Traced
+from partc.users_line import warn
 from partc.wrong_calls import quoted
 
 LOG = logging.getLogger("partc")
@@ -165,14 +165,14 @@ def warn_of_idle(asked: Plan, state: State) -> None:
     made = state.plan
     for note in made.notes:
         if IDLE in note:
-            warnings.warn(note, stacklevel=5)
+            warn(note)
     if made.mesh is not None and not made.preset and not _cuts_something(made):
-        warnings.warn(
+        warn(
             f"the plan names no preset and cuts nothing over {made.mesh}, {IDLE}. Write "
-            'preset = "ddp", or another.', stacklevel=5,
+            'preset = "ddp", or another.'
         )  # fmt: skip
     for text in idle_keys(Compiled(asked, state)):
-        warnings.warn(text, stacklevel=5)
+        warn(text)
 
 
 def warn_of_no_training(step: Traced) -> None:
@@ -180,10 +180,9 @@ def warn_of_no_training(step: Traced) -> None:
     params = list(step.model.parameters())
     if step.trains and not any(param.requires_grad for param in params):
         name, none = type(step.model).__name__, "" if params else ", as the model has none"
-        warnings.warn(
+        warn(
             f"{name}: no parameter has requires_grad{none}, so that a step trains nothing. "
-            + f"{_UNFREEZE if params else _REGISTER}; {_FORWARD}",
-            stacklevel=5,
+            + f"{_UNFREEZE if params else _REGISTER}; {_FORWARD}"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from partc.atomic import what_helps
 from partc.errors import UsageError
 from partc.wrong_calls import as_path, check_whole_number, failed_at, known_arguments, quoted
 
@@ -73,7 +74,7 @@ class JsonLines:
             raise UsageError(
                 where=str(self.path), what="no line can be added to this file",
                 why=error.strerror or str(error),
-                do="Name a file in a folder where you may write, with room on its disk.",
+                do=what_helps(error),
             ) from None  # fmt: skip
 
 

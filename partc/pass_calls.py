@@ -5,7 +5,6 @@ Each is one row of the table in ``partc/lowering.py``; parameters are asked for 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, TypeVar
@@ -39,6 +38,7 @@ from partc.trace import record as recording
 from partc.trace import scan_blocks as scanning
 from partc.trace.record import Source
 from partc.trace.returns import EXTRA
+from partc.users_line import warn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -134,7 +134,7 @@ def use_local_statistics(plan: Plan, graph: Graph) -> Plan:
             "so losses differ from those of the whole batch. Take one microbatch, or another norm "
         )
         rest += "(GroupNorm, LayerNorm); batch_norm='local' says that it is meant so"
-        warnings.warn(f"microbatches={plan.microbatches}: {note}, {rest}", stacklevel=2)
+        warn(f"microbatches={plan.microbatches}: {note}, {rest}")
     return plan.changed(batch_norm="local", notes=(*plan.notes, note))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from partc.errors import UsageError
+from partc.users_line import is_users
 
 if TYPE_CHECKING:
     from inspect import Signature
@@ -56,6 +57,11 @@ _ALSO = {  # other words for these
     "gradient_clip_val": "max_grad_norm", "gradient_checkpointing": "checkpointing",
     "activation_checkpointing": "checkpointing", "checkpoint_activations": "checkpointing",
     "accumulate_grad_batches": "gradient_accumulation_steps",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "grad_accumulation": "gradient_accumulation_steps",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "num_microbatches": "gradient_accumulation_steps",
+    "micro_batches": "gradient_accumulation_steps",
     "accumulation_steps": "gradient_accumulation_steps",
     "grad_accum": "gradient_accumulation_steps",
     "sharding": "strategy", "sharding_strategy": "strategy", "parallelism": "strategy",
@@ -67,6 +73,17 @@ _OF_REPORTS = "what it gives compares with one: partc.verify(...).check(toleranc
 _INSTEAD = {  # the same, where one call has another word for it
     ("load", "mesh"): "a program is that of one mesh, and partc.compile makes one for another",
     ("load", "plan"): "a program is that of one plan, and partc.compile makes one for another",
+    (
+        "plan",
+        "gradient_accumulation_steps",
+    ): "microbatches = 4 computes a batch in four pieces, one "
+    "after the other; gradients add up over steps until optimizer.zero_grad()",
+    ("plan", "checkpointing"): 'recompute = "block" computes activations again in the backward',
+    ("plan", "strategy"): 'preset = "fsdp" says how tensors are sharded, and [mesh] dp = 4 over '
+    "how many ranks",
+    ("plan", "world_size"): "[mesh] dp = 4 says how many ranks there are, and along which axes",
+    ("plan", "batch_size"): "the example inputs of the compile say how many rows a step takes",
+    ("plan", "local_batch"): 'batch = "local" says that a step takes each rank\'s own rows',
     ("verify", "tol"): _OF_REPORTS,
     ("verify", "tolerance"): _OF_REPORTS,
     ("sampler", "batch_size"): "rows_per_step=... counts the rows of all data ranks together, and "
@@ -188,8 +205,8 @@ def told_elsewhere(name: str, unknown: str) -> str:
             f'it is a table of a plan, which has to be allowed, plan=\'preset = "ddp"\\n'
             f'allow = ["{unknown}"]\\n[{unknown}]\\n{entry}\''
         )
-    said = _TOLD.get(unknown if "." in name else _ALSO.get(unknown, unknown))
-    return _INSTEAD.get((name, unknown)) or said or _READ.get(name, "")
+    word = unknown if "." in name else _ALSO.get(unknown, unknown)
+    return _INSTEAD.get((name, word)) or _TOLD.get(word) or _READ.get(name, "")
 
 
 def help_on(call: Callable[..., Any]) -> str:
@@ -273,19 +290,13 @@ def failed_at(error: Exception, function: Callable[..., Any] | None = None) -> s
     frames = extract_tb(error.__traceback__)
     own = [
         each for each in frames
-        if (_is_users(each.filename) if code is None else each.filename == code.co_filename)
+        if (is_users(each.filename) if code is None else each.filename == code.co_filename)
     ]  # fmt: skip
     if not own:
         return said
     line = f": {own[-1].line}" if own[-1].line else ""
     file = Path(own[-1].filename).name.strip("<>").removeprefix("partc ")
     return f"{said}, at {file}:{own[-1].lineno}{line}"
-
-
-def _is_users(file: str) -> bool:
-    """Whether a file is neither partc's nor Python's own, nor installed."""
-    others = (str(Path(__file__).parent), str(Path(os.__file__).parent))
-    return "site-packages" not in file and not file.startswith((*others, "<"))
 
 
 def as_path(given: Any, where: str) -> Path:
@@ -317,9 +328,12 @@ def check_whole_number(given: Any, where: str, least: int = 0) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or given < least:
         above = f", {least} or more" if least >= 0 else ""  # below 0 nobody comes near the bound
         text = isinstance(given, str) and given.strip().lstrip("-").isdigit()
+        why = "it is a text" if isinstance(given, str) else ""
+        if isinstance(given, int) and not isinstance(given, bool):
+            why = f"the least is {least}"
         raise UsageError(
             where=where, what=f"{quoted(given)} is no whole number{above}",
-            why="it is a text" if text else "it counts, or seeds, or numbers something",
+            why=why,
             do=f"Write {int(given)}, without quotation marks." if text
             else f"Give a whole number{above}.",
         )  # fmt: skip

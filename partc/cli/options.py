@@ -77,7 +77,7 @@ class _Parser(argparse.ArgumentParser):
             meant = "A program runs by torchrun: torchrun --nproc-per-node 2 FOLDER/run.py."
         if word and (size := re.fullmatch(r"([0-9]+) ?([KMGT])i?B?", word[-1])):
             meant = f"Write {int(size[1]) * 1000 ** ('KMGT'.index(size[2]) + 1)}."
-        self.refuse(f"{message}. {meant}")
+        self.refuse(f"{message}. {meant or _number_meant(message, word)}")
 
     def refuse(self, text: str) -> NoReturn:
         """End with what is wrong and what to do about it, in one line."""
@@ -101,6 +101,17 @@ class _Parser(argparse.ArgumentParser):
         from partc.cli.other_options import meant
 
         return meant(self.prog, word, known)
+
+
+def _number_meant(message: str, words: list[str]) -> str:
+    """How a number is written that somebody gave in percent, or with a comma; "" for others."""
+    if not message.endswith("is no number") or not words:
+        return ""
+    plain = re.fullmatch(r"([0-9]+(?:[.,][0-9]+)?) ?(%?)", words[-1])
+    if plain is None:
+        return "Write it with digits: 0.001, or 1e-3."
+    number = float(plain[1].replace(",", ".")) / (100 if plain[2] else 1)
+    return f"Write {number:g}."
 
 
 def _as_written(needed: argparse.Action) -> str:

@@ -36,7 +36,10 @@ def plan_command(args: argparse.Namespace) -> int:
     text = str(draft)
     if args.out:
         atomic_write(Path(args.out), text)
-    for what, keys in (("no plan says", draft.left_out), ("unknown", draft.unknown)):
+    for key, meant in draft.meant.items():
+        print(visible(f"{key}: the plan has nothing of it. {meant}"), file=sys.stderr)
+    unknown = [key for key in draft.unknown if key not in draft.meant]
+    for what, keys in (("no plan says", draft.left_out), ("unknown", unknown)):
         if keys:
             print(visible(f"{what}: {', '.join(keys)}"), file=sys.stderr)
     told = {

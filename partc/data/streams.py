@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -27,6 +26,7 @@ from partc.data.seeds import Generators, seed_of, seed_process
 from partc.data.share import Share
 from partc.data.wrapped import Wrapped
 from partc.errors import RunError, UsageError
+from partc.users_line import warn
 
 Collate = Callable[[list[Any]], Any]
 
@@ -227,10 +227,10 @@ def check_length(dataset: Any) -> None:
 def _warn_of_no_step(dataset: Any, per_step: int) -> None:
     """Tell that an epoch of a stream has no step, as its length is known at its end alone."""
     of = getattr(dataset, "_inside", dataset)
-    warnings.warn(
+    warn(
         f"partc: the {type(of).__name__} gave no step in this epoch, as a step takes "
         f"{per_step} rows of all data ranks. Look at what reads it, or take fewer rows in a step: "
-        "rows_per_step=...", stacklevel=3,
+        "rows_per_step=..."
     )  # fmt: skip
 
 

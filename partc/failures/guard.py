@@ -24,6 +24,8 @@ from partc.program.stage.runtime import Stage
 from partc.wrong_calls import check_whole_number, known_arguments, quoted
 
 RULES = ("raise", "skip", "rollback")
+_OF_GRADIENTS = 2  # what is bad is known by its gradient alone
+_ASK = "pass the batch, guard.passes(step, loss, *batch), and what is not finite first is named"
 FEWEST = 10  # accepted losses before one can be a spike
 Spike = float | Callable[[float, Sequence[float]], bool]
 Optimizer = torch.optim.Optimizer
@@ -145,11 +147,12 @@ class StepGuard:
             (*found, rank) for rank, found in enumerate(ranks.exchange(mine)) if found is not None
         ]
         if not each and not (batch or named):
-            return "pass the batch, and the first module is looked for"
+            return _ASK
         if not each:
             return "it was finite when it was computed again"
-        *_, text, rank = min(each)
-        return f"rank {rank}: {text}"
+        level, _, text, rank = min(each)
+        ask = f"; {_ASK}" if level == _OF_GRADIENTS and not (batch or named) else ""
+        return f"rank {rank}: {text}{ask}"
 
     def _own_origin(
         self, stage: Stage, batch: Sequence[Any], named: Mapping[str, Any]
@@ -163,7 +166,11 @@ class StepGuard:
             return (0, 0, f"{before} itself is not finite")
         if found is not None:
             return (1, found.order, found.text)
-        return None if gradient is None else (2, 0, f"the gradient of {gradient} is not finite")
+        return (
+            None
+            if gradient is None
+            else (_OF_GRADIENTS, 0, f"the gradient of {gradient} is not finite")
+        )
 
     def _again(self, stage: Stage, batch: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Run the step once more with the same random numbers; where it goes wrong on this rank."""

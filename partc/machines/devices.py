@@ -74,6 +74,7 @@ class Device:
                 f"{where}, flops_per_s",
                 "f32 is missing",
                 "dtypes without a figure take that of f32",
+                "Write flops_per_s = { f32 = 9.1e13 }, with the figure of the data sheet.",
             )
         check_keys(f"{where}, efficiency", self.efficiency, WORK)
         for work, points in self.efficiency.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
@@ -19,7 +19,7 @@ from partc.machines.topology_checks import (
     check_whole,
     refusal,
 )
-from partc.wrong_calls import known_arguments, known_fields
+from partc.wrong_calls import did_you_mean, known_arguments, known_fields
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 APART_S = 1e-2  # of computing between two meetings of ranks; beyond it delays even out
@@ -70,13 +70,15 @@ class Level:
                 f"{where}, oversubscription",
                 f"{self.oversubscription!r} means nothing",
                 "links carry at most what enters them",
+                "Write a number from 1 on: 2 where they carry half of it.",
             )
         if self.in_network != 0:
             check_number(f"{where}, in_network", self.in_network, 1.0)
             check_number(f"{where}, in_network_s", self.in_network_s, 1.0)
         if not isinstance(self.direct, bool) or (self.direct and self.size == 1):
             why = "it is true or false, and true only where there are pairs"
-            raise refusal(f"{where}, direct", f"{self.direct!r} cannot be", why)
+            do = "Write direct = true or false; leave it out where size = 1."
+            raise refusal(f"{where}, direct", f"{self.direct!r} cannot be", why, do)
         check_keys(f"{where}, factors", self.factors, COLLECTIVES)
         for kind, pair in self.factors.items():
             check_pair(f"{where}, factors.{kind}", pair, 1e3)
@@ -154,6 +156,7 @@ class Topology:
                 where,
                 f"{sizes} units are not {self.num_devices} devices",
                 "the sizes of all levels multiply to the number of devices",
+                _sizes_said(self.groups, self.levels),
             )
         if self.start_s != 0:
             check_number(f"{where}, start_s", self.start_s, 1.0)
@@ -163,12 +166,14 @@ class Topology:
         if self.sharing < 1:
             raise refusal(
                 f"{where}, sharing", f"{self.sharing} is less than 1",
-                "a device is no slower where others wait",
+                "a device is no slower where others wait", "Write a number from 1 on.",
             )  # fmt: skip
         if self.library not in LIBRARIES:
             raise refusal(
-                f"{where}, library", f"{self.library!r} is unknown", f"known are {LIBRARIES}"
-            )
+                f"{where}, library", f"{self.library!r} is unknown",
+                f"known are {', '.join(LIBRARIES)}",
+                did_you_mean(self.library, LIBRARIES) or "Take one of these.",
+            )  # fmt: skip
 
     @classmethod
     @known_arguments
@@ -276,3 +281,13 @@ class Topology:
             why=why,
             do="Ask for a multiple of that, or write a mesh.toml of your own.",
         )
+
+
+def _sizes_said(groups: Sequence[tuple[Device, int]], levels: Sequence[Level]) -> str:
+    """Which entries say how many devices there are, and where one of them decides, what it says."""
+    counts = " and ".join(f"{device.name} count = {count}" for device, count in groups)
+    sizes = " and ".join(f"{level.name} size = {level.size}" for level in levels)
+    total = sum(count for _, count in groups)
+    inner = prod(level.size for level in levels[:-1])
+    last = f", such as {levels[-1].name} size = {total // inner}" if total % inner == 0 else ""
+    return f"Make them agree{last}: [[devices]] has {counts}, [[levels]] {sizes}."

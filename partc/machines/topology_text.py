@@ -188,7 +188,9 @@ def _brackets(key: str) -> str:
 def _texts(table: Mapping[str, Any], key: str) -> Sequence[str]:
     texts = table.get(key, [])
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise refusal(key, "it is not a list of texts", "notes are for readers")
+        raise refusal(
+            key, "it is not a list of texts", "notes are for readers", 'Write notes = ["..."].'
+        )
     return texts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from partc.errors import UsageError
@@ -55,6 +56,13 @@ def _check(folder: str, steps: int, warmup: int, device: str) -> None:
         raise UsageError(
             where=f"--device {device}", what="there is no such device",
             why="ranks run on CPUs or on GPUs", do="Give cpu or cuda.",
+        )  # fmt: skip
+    if device != "cpu" and not torch.cuda.is_available():
+        raise UsageError(
+            where=f"--device {device}", what="torch sees no GPU on this machine",
+            why="torch.cuda.is_available() is false",
+            do=f"Leave --device out, partc bench {folder}, for ranks on the CPU; or run it on a "
+            "machine with GPUs, with a torch for them.",
         )  # fmt: skip
     if device != "cpu" and "RANK" not in os.environ:
         raise UsageError(

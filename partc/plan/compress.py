@@ -109,6 +109,19 @@ def _is_rank(given: Any) -> str:
     return "" if is_whole(given) and 1 <= given <= MOST_RANK else f"it is from 1 to {MOST_RANK:,}"
 
 
+_SHARE = "Write share = 0.01, the part of the numbers that are sent."
+_OTHER_WORDS = {
+    **dict.fromkeys(
+        ("k", "topk", "top_k", "ratio", "compress_ratio", "density", "fraction", "percent"), _SHARE
+    ),
+    "sparsity": "Write share = 0.01, the part that is sent: 1 - sparsity.",
+    **dict.fromkeys(("scheme", "dtype", "type", "method", "kind"), 'Write wire = "int8".'),
+    **dict.fromkeys(
+        ("matrix_approximation_rank", "r"), "Write rank = 4, that of the products that are sent."
+    ),
+    "start_powersgd_iter": "Write start_step = 1000, from which step on sums are compressed.",
+    "use_error_feedback": "Write error_feedback = true.",
+}
 _ENTRIES = Entries(
     COMPRESS, Compress,
     {
@@ -116,5 +129,5 @@ _ENTRIES = Entries(
         "threshold": _is_threshold, "rank": _is_rank, "error_feedback": of_flag,
         "start_step": of_steps,
     },
-    'wire = "int8"', "it does not say in which numbers", {"wire": WIRES},
+    'wire = "int8"', "it does not say in which numbers", {"wire": WIRES}, _OTHER_WORDS,
 )  # fmt: skip

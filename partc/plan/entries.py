@@ -20,6 +20,7 @@ class Entries:
 
     ``flaws``: by entry, in order. ``example``: what to write at least. ``lacking``: what a table
     that lacks its first entry does not say. ``words``: of entries that are one of several.
+    ``told``: what other tools call an entry, and what to write here.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Entries:
     example: str
     lacking: str
     words: Mapping[str, Iterable[str]] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def first(self) -> str:
@@ -38,7 +40,7 @@ class Entries:
         """The table as an object of its class; PlanError for an unknown or wrong entry."""
         for name, given in table.items():
             if name not in self.flaws:
-                do = did_you_mean(name, self.flaws)
+                do = self._instead(name, table)
                 why = f"entries are {', '.join(self.flaws)}"
                 raise self.wrong(where, f"there is no entry {name!r}", why, do)
             if why := self.flaws[name](given):
@@ -47,6 +49,12 @@ class Entries:
         if self.first not in table:
             raise self.wrong(where, self.lacking, self.flaws[self.first](None))
         return self.made(**table)
+
+    def _instead(self, name: str, table: Mapping[str, Any]) -> str:
+        """What to write for an unknown entry; "" where the table has none of those it needs."""
+        if said := self.told.get(name.lower()) or did_you_mean(name, self.flaws):
+            return said
+        return "Take one of these, or leave it out." if self.first in table else ""
 
     def wrong(self, where: str, what: str, why: str, do: str = "") -> PlanError:
         """The refusal of a table."""

@@ -200,4 +200,8 @@ _ENTRIES = Entries(
     },
     "period = 16", "it does not say how often islands meet",
     {"outer": OUTER, "wire": OUTER_WIRES, "partners": PARTNERS},
+    dict.fromkeys(
+        ("every", "sync_every", "h", "local_steps", "inner_steps", "steps", "interval"),
+        "Write period = 16, after how many steps islands meet.",
+    ) | {"outer_optimizer": 'Write outer = "nesterov".'},
 )  # fmt: skip

@@ -18,7 +18,7 @@ from partc.plan.field_kinds import FIELDS, check_fields, check_places, plan_erro
 from partc.plan.mesh import Mesh
 from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
-from partc.wrong_calls import RENAMED, did_you_mean
+from partc.wrong_calls import RENAMED, did_you_mean, told_elsewhere
 
 _EACH_MICROBATCH = ("zero2", "fsdp", "hsdp")  # presets that sum gradients once per microbatch
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
@@ -44,10 +44,9 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
             where, f"there is no field {old!r}", f"it is called {new!r}", f"Write {new} = ..."
         )
     if unknown:
-        raise plan_error(
-            where, f"there is no field {unknown[0]!r}", f"fields are {', '.join(sorted(FIELDS))}",
-            _no_table(table[unknown[0]], unknown[0]) or did_you_mean(unknown[0], FIELDS),
-        )  # fmt: skip
+        do = _no_table(table[unknown[0]], unknown[0]) or _told(unknown[0])
+        why = "" if do else f"fields are {', '.join(sorted(FIELDS))}"
+        raise plan_error(where, f"there is no field {unknown[0]!r}", why, do)
     check_places(table, where)
     check_fields(table, where)
     _check_reduce(table, where)
@@ -65,6 +64,12 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     for name in OWN_TABLES.keys() & table.keys():
         table[name] = OWN_TABLES[name].read(table[name], where)
     return {**table, "mesh": mesh, **lists, **read_decided(table), **_read_passes(text)}
+
+
+def _told(name: str) -> str:
+    """What to write for a key that is another tool's, or misspelt; "" for one that says nothing."""
+    told = told_elsewhere("plan", name.lower())
+    return f"Leave it out: {told}." if told else did_you_mean(name, FIELDS)
 
 
 def _check_reduce(table: Mapping[str, Any], where: str) -> None:

@@ -105,4 +105,11 @@ _ENTRIES = Entries(
     SERVERS, Servers,
     {"count": _is_count, "compute": of_flag, "max_steps_late": _is_late, "replicas": _is_replicas},
     "count = 1", "it does not say how many islands own parameters",
+    told=dict.fromkeys(
+        ("number", "num_servers", "servers", "num"),
+        "Write count = 1, how many islands are servers.",
+    ) | dict.fromkeys(
+        ("staleness", "delay", "steps", "bound"),
+        "Write max_steps_late = 1, how late a worker's gradients may be.",
+    ),
 )  # fmt: skip

@@ -59,4 +59,8 @@ _ENTRIES = Entries(
     STALE, Stale,
     {"steps": _is_steps, "compensation": _is_compensation, "start_step": of_steps},
     "steps = 1", "it does not say how many steps late gradients are",
+    told=dict.fromkeys(
+        ("delay", "staleness", "late", "max_steps_late", "bound"),
+        "Write steps = 1, how many steps late gradients are.",
+    ),
 )  # fmt: skip

@@ -131,4 +131,8 @@ _ENTRIES = Entries(
     UNEVEN, Uneven,
     {"microbatches": _is_microbatches, "dims": _is_dims},
     "microbatches = [11, 5]", "it does not say how many microbatches each island computes",
+    told=dict.fromkeys(
+        ("ratio", "ratios", "shares", "weights", "counts", "batch", "batches", "rows"),
+        "Write microbatches = [11, 5], how many each island computes.",
+    ),
 )  # fmt: skip

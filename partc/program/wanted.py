@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -16,6 +15,7 @@ from partc.plan.sharding import Layout, dtype_name
 from partc.program.step.autocast import check_autocast
 from partc.trace.arguments import Given
 from partc.trace.record import Kind
+from partc.users_line import warn
 
 if TYPE_CHECKING:
     from partc.graph import Graph
@@ -142,10 +142,9 @@ def warn_of_mode(wanted: Wanted, model: nn.Module) -> None:
     """Warn where a model is lent to a program of the other mode, whose dropout is another."""
     mine = "train" if model.training else "eval"
     if mine != wanted.mode:
-        warnings.warn(
+        warn(
             f"partc: {type(model).__name__} is in {mine} mode, and the program is in {wanted.mode} "
             "mode, in which it was compiled: dropout and batch norms are the program's. If that is "
             f"meant, call model.{'train' if wanted.mode == 'train' else 'eval'}() before; else "
-            "compile again",
-            stacklevel=4,
+            "compile again"
         )

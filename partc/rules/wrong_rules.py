@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from partc.errors import RuleError, UsageError
 from partc.rules.notation import ELLIPSIS, Notation, parse
+from partc.users_line import warn
 from partc.wrong_calls import did_you_mean, quoted
 
 _TORCHS = ("aten", "prims")  # whose ops are all there before a rule can be written
@@ -177,10 +177,9 @@ def warn_if_lost(op: str) -> None:
     each = sorted(_ops_of(namespace) if found is None else found.overloads())
     near = did_you_mean(packet if found is None else overload, each)
     has = f"torch.ops.{namespace} has {', '.join(each[:6])}" if each else "no library has these"
-    warnings.warn(
+    warn(
         f"partc: rule({op!r}, ...) is never read: there is no such op ({has}). "
-        + (near or "Correct the name, or import before partc.compile what defines the op."),
-        stacklevel=4,
+        + (near or "Correct the name, or import before partc.compile what defines the op.")
     )
 
 

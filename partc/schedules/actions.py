@@ -140,16 +140,26 @@ def _check_complete(schedule: Schedule, seen: set[Action]) -> None:
             kinds = {k for k in "FBIW" if Action(stage, k, microbatch) in seen}  # type: ignore[arg-type]
             if kinds not in ({"F"} if forward_only else {"F", "B"}, {"F", "I", "W"}):
                 raise _refused(
-                    schedule, rank, Action(stage, "F", microbatch),
+                    schedule, rank, None,
                     f"stage {stage} runs {', '.join(sorted(kinds)) or 'nothing'} for microbatch "
                     f"{microbatch}",
-                    "it must run F and B, or F, I and W",
+                    "it must run F and B, or F, I and W" + _counted(schedule, microbatch),
                 )  # fmt: skip
 
 
-def _refused(schedule: Schedule, rank: int, action: Action, what: str, why: str) -> PlanError:
+def _counted(schedule: Schedule, microbatch: int) -> str:
+    """What to say where no stage runs the first microbatch, as of those who count from 1."""
+    each = {action.microbatch for order in schedule.orders for action in order}
+    is_from_1 = microbatch == 0 and 0 not in each and schedule.microbatches - 1 in each
+    return "; microbatches and stages are counted from 0: 0F0 is the first action" * is_from_1
+
+
+def _refused(
+    schedule: Schedule, rank: int, action: Action | None, what: str, why: str
+) -> PlanError:
+    at = "" if action is None else f", action {action}"
     return PlanError(
-        where=f"schedule {schedule.name}, pipeline rank {rank}, action {action}",
+        where=f"schedule {schedule.name}, pipeline rank {rank}{at}",
         what=what,
         why=why,
         do="Correct the schedule, or name one that partc makes, for example schedule='1f1b'.",

@@ -122,4 +122,5 @@ def _reasons(module: nn.Module, path: str) -> Iterator[tuple[str, str]]:
     held = (*module._parameters.values(), *module._buffers.values())
     if any(x is not None and nn.parameter.is_lazy(x) for x in held):
         why = "its parameters get their shapes from the first batch"
-        yield why, "Run the model on a batch once before, without partc: model(*inputs)."
+        do = "Run it on a batch once before, without partc: loss(model, *inputs), or model(x) with"
+        yield why, f"{do} what its forward takes."

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from partc.trace.states import FIXED, FUNCTIONS, SAMPLED_BYTES, Unknown, shown, 
 from partc.trace.tensor_caches import no_fakes_cached
 
 STATELESS = (type, ModuleType, nn.Module, Tensor, partial, *FUNCTIONS)
+LENGTH = "len("  # so the name of the state of a list begins
 _COPIED = (list, dict, deque, set)
 _WEAK = (WeakKeyDictionary, WeakValueDictionary)
 
@@ -39,7 +40,8 @@ class Reach:
 
     ``attributes``: the names of attributes that its functions read of any object. ``classes``: the
     user's classes of the objects that it reaches, ``watched`` those of which all reads are known.
-    ``unseen``: what a step may reach that nobody looked at.
+    ``unseen``: what a step may reach that nobody looked at. ``lines``: of hooks and lambdas, by the
+    end of the names of what they reach.
     """
 
     places: tuple[Place, ...]
@@ -47,6 +49,7 @@ class Reach:
     classes: frozenset[type] = frozenset()
     watched: frozenset[type] = frozenset()
     unseen: tuple[str, ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -67,7 +70,13 @@ class Reach:
             SimpleNamespace,
         }  # which are read by names that a script makes up
         names, unseen = frozenset(walk.names), tuple(walk.unseen)
-        return cls(tuple(walk.found), names, frozenset(own), watched, unseen)
+        return cls(tuple(walk.found), names, frozenset(own), watched, unseen, walk.lines)
+
+    def line_of(self, name: str) -> str:
+        """The line of the hook or lambda that reaches a state, in brackets; "" of another one."""
+        inner = name.removeprefix(LENGTH).removesuffix(")")
+        found = next((line for of, line in self.lines.items() if inner.endswith(of)), "")
+        return found and f" ({found})"
 
     def states(self) -> dict[str, State]:
         """The states of numbers, arrays and iterators, and the lengths of lists, by name."""
@@ -83,7 +92,9 @@ class Reach:
 def told(place: Place) -> str:
     """The name of the state of a place's value: of a list its length."""
     return (
-        f"len({place.name})" if isinstance(place.value, list | tuple | dict | deque) else place.name
+        f"{LENGTH}{place.name})"
+        if isinstance(place.value, list | tuple | dict | deque)
+        else place.name
     )
 
 

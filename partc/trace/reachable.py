@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from partc.trace.code_names import names_in
 from partc.trace.owners import ABSENT, DEFAULTS, entries, getattr_dict, in_class, slots, static
 from partc.trace.ran import Ran
+from partc.trace.source_lines import line_text
 from partc.trace.states import FIXED, MOST
 
 MOST_PLACES = 20_000
@@ -107,6 +108,7 @@ class Walk:
     functions: set[int] = field(default_factory=set)
     codes: set[CodeType] = field(default_factory=set)
     unseen: list[str] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)  # of hooks and lambdas, by such an end
     makes_up: bool = False  # whether a script reads attributes by names that stand nowhere
 
     def step(self, model: nn.Module, objective: Callable[..., Any]) -> None:
@@ -241,14 +243,17 @@ class Walk:
                 self._later(Place(f"{name}.{key}{of}", value, module, key, outer), of)
         for hooks in _HOOKS:
             for hook in list(own[hooks].values()):
-                self._function(hook, "")
+                self._function(hook, "", f", a {hooks.strip('_s').replace('_', ' ')} of {name}")
         self._class(type(module))
         if not is_library(type(module).__module__):
             self.holders.append(_Holder(name, module, of, outer))
 
     # functions -------------------------------------------------------------------------------
-    def _function(self, function: Any, of: str) -> None:
-        """The variables of a function from outside of it, and of those that it was made of."""
+    def _function(self, function: Any, of: str, as_what: str = "") -> None:
+        """The variables of a function from outside of it, and of those that it was made of.
+
+        ``as_what``: what follows its name where it stands with no name that a line has.
+        """
         function = function_in(function) or function
         if isinstance(function, partial):
             self._partial(function)
@@ -264,7 +269,10 @@ class Walk:
             return
         self.functions.add(id(function))
         ours = is_ours(function)
-        of = of if ours else f" of {function.__name__}".replace("<lambda>", "a lambda")
+        of = of if ours else f" of {function.__name__}{as_what}".replace("<lambda>", "a lambda")
+        if not ours and (as_what or "a lambda" in of):
+            code = function.__code__
+            self.lines[of] = line_text(code.co_filename, code.co_firstlineno)
         self._closed_over(function, of)
         if self._follows(function):
             self._read_by(function.__code__, function.__globals__, of)

@@ -28,7 +28,7 @@ from partc.graph.fake_calls import as_torch_has_it
 from partc.trace.contents import Call, Contents
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_values import UnknownValueError, computed, needs_values
-from partc.trace.places import Reach, State
+from partc.trace.places import LENGTH, Reach, State
 from partc.trace.process_state import process_states
 from partc.trace.python_random import Lines, generators
 from partc.trace.ran import Ran
@@ -37,6 +37,11 @@ from partc.trace.source_lines import source_here
 from partc.trace.states import NUMBERS
 
 Outcome = tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]]
+_COUNTED = "count in a buffer, or change it outside of the step."
+_COLLECTED = (
+    "clear it where the step begins, and return what it collects beside the loss, (loss, extras); "
+    "or remove the hook or the line that adds to it."
+)
 Run = Callable[[TorchDispatchMode], Outcome]  # results, gradients, buffers behind the step
 
 
@@ -149,7 +154,7 @@ class History:
         if first != second:
             raise self._differs(again, "")
         behind = self._reach()
-        _check_states(states, behind.states())
+        _check_states(states, behind.states(), behind.line_of)
         _check_process(process, process_states())
         self.left = [place.name for place in self._written(behind) if not _of_rnn(place)]
 
@@ -244,20 +249,22 @@ class Again(TorchDispatchMode):
             self.where, self.stale = source_here() or str(func), call.stale
 
 
-def _check_states(before: dict[str, State], after: dict[str, State]) -> None:
+def _check_states(
+    before: dict[str, State], after: dict[str, State], line_of: Callable[[str], str]
+) -> None:
     """TraceError if a number, an array or an iterator is in another state behind the second run."""
     for name, now in after.items():
         then = before.get(name, now)
         if then.state != now.state:
             told = f"{then.text} behind one step, {now.text} behind the next"
             raise TraceError(
-                where=name,
+                where=name + line_of(name),
                 what="it changes with every step",
                 why=told
                 if then.text and now.text
                 else "it is not behind the next step as behind the one before",
-                do="A program runs no Python of the model: count in a buffer, or change it outside "
-                "of the step.",
+                do="A program runs no Python of the model: "
+                + (_COLLECTED if now.text and name.startswith(LENGTH) else _COUNTED),
             )
 
 
@@ -266,7 +273,7 @@ def _check_process(before: dict[str, str], after: dict[str, str]) -> None:
     for name in {**before, **after}:
         then, now = before.get(name, "absent"), after.get(name, "absent")
         if then != now:
-            _check_states({name: State(then, then)}, {name: State(now, now)})
+            _check_states({name: State(then, then)}, {name: State(now, now)}, lambda _: "")
 
 
 def _random(line: str, now: dict[str, Any], before: dict[str, Any]) -> TraceError:
@@ -275,5 +282,6 @@ def _random(line: str, now: dict[str, Any], before: dict[str, Any]) -> TraceErro
         where=line or "the step",
         what=f"it draws from {name}",
         why="the number drawn while tracing would be that of every step",
-        do="Draw with torch, or draw outside of the step and give the number as an input.",
+        do="Draw with torch, and choose by torch.where(torch.rand(()) < p, a, b) in place of an "
+        "if; or draw outside of the step and give the number as an input.",
     )

@@ -15,6 +15,7 @@ from partc.trace.odd_tensors import INSTEAD
 from partc.trace.source_lines import module_of, source_of
 
 _VALUE = "Python code asks for the value of a tensor"
+_SIZE = "the size of a result depends on the values of a tensor"
 _OWN_GRADIENTS = "the loss computes gradients by itself"
 # By what torch says, or by its class: what happened, and what to do. The first that fits counts.
 _KNOWN = (
@@ -33,7 +34,7 @@ _KNOWN = (
     (r"item\(\)|numpy|DataDependentOutputException", _VALUE,
      "Use torch.where instead of a branch; to print or log it, return the tensor itself beside the "
      "loss, (loss, extras), and do that behind the step; or move this code out of the step."),
-    ("DynamicOutputShapeException", "the size of a result depends on the values of a tensor",
+    ("DynamicOutputShapeException", _SIZE,
      "Keep the shape, and count with a mask: (loss * mask).sum() / mask.sum() in place of "
      "loss[mask].mean(), or torch.where(mask, x, 0); of rows that are picked take a fixed number, "
      "x.topk(k)."),
@@ -107,6 +108,20 @@ _ASKED = (
      "Compute with the tensor itself, without .item() or float(), and decide by torch.where; "
      f"{_BESIDE}"),
 )  # fmt: skip
+# By the op whose result has such a size, what to write in its place; of others a mask helps.
+_SIZED = (
+    (r"unique",
+     "Number the groups outside of the step, torch.unique(..., return_inverse=True) in the loader, "
+     "and give the numbers as an input. A fixed number of groups is summed by "
+     "x.new_zeros(groups, x.shape[1]).index_add(0, numbers, x)."),
+    (r"pack_padded_sequence",
+     "Give the padded batch to the RNN, out, _ = rnn(x), and take the last word of each row: "
+     "out[torch.arange(len(lengths)), lengths - 1]; other words behind it are masked."),
+    (r"bincount", "Count a fixed number of classes: F.one_hot(y, classes).sum(0)."),
+    (r"repeat_interleave",
+     "Make the indices outside of the step, torch.arange(len(n)).repeat_interleave(n) in the "
+     "loader, and give them as an input: x[indices]."),
+)  # fmt: skip
 _OF_PYTHON = ("AttributeError", "NameError", "KeyError", "UnboundLocalError", "ImportError")
 _SHAPES = re.compile(
     r"size|shape|dim\b|dimension|broadcast|expand|channels|must match|numel|elements", re.I
@@ -141,6 +156,8 @@ def explained(
         if is_wanted_check(error):
             what = "a distribution checks the values of its arguments"
             do = "Leave validate_args=True out: while tracing, the check is off by default."
+    if what == _SIZE:
+        do = next((each for op, each in _SIZED if re.search(op, reason)), do)
     if what == _OWN_GRADIENTS:  # torch's words advise retain_graph=True
         reason = "the step computes them from the loss that it returns"
     return TraceError(where=f"{path} ({source})" if source else path, what=what, why=reason, do=do)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +17,7 @@ from partc.plan.mesh import Mesh, MeshLike
 from partc.program.choices import check_fillers
 from partc.program.ranks.handshake import check_world, world_size
 from partc.trace.no_model import check_model
+from partc.users_line import warn
 from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
 from partc.wrappers.how import How
 from partc.wrappers.optimizer import Optimizer, Scheduler
@@ -98,7 +98,7 @@ class Accelerator(OnMesh):
         if self.distributed_type not in KINDS or backend != DynamoBackend.NO:
             raise _other_ways(self.distributed_type.value, backend.value)
         if self.mixed_precision == "fp16" and not self.native_amp:
-            warnings.warn(_NO_FLOAT16, stacklevel=3)
+            warn(_NO_FLOAT16)
 
     # prepare ---------------------------------------------------------------------------------
     def prepare(self, *args: Any, **named: Any) -> Any:

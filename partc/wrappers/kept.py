@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from partc.errors import RunError
 from partc.program.model.habits import once
 from partc.program.tensors.whole_states import is_whole_state
+from partc.users_line import warn
 from partc.wrappers.unread import unread_values
 
 _OWN_REFERENCES = 3  # of a parameter while it is counted: two names and the argument
@@ -75,15 +76,16 @@ class Kept:
         for name in alive:
             if (param := self._params[name]()) is not None:
                 self._check_left(name, param, inside[id(param)])
-        if (model := self._model()) is not None:
-            _LEFT.add(model)
-            model.register_load_state_dict_pre_hook(_told_of_load)
-            warnings.warn(
+        if (model := self._model()) is None:
+            return
+        _LEFT.add(model)
+        model.register_load_state_dict_pre_hook(_told_of_load)
+        if sys.getrefcount(model) - 2 > inside[id(model)]:
+            warn(
                 f"partc: the script keeps the {self._name} that it gave to parallelize, whose "
                 "weights are trained no more from the first step on. Keep what parallelize gave in "
                 "its place: model = partc.parallelize(model, ...); another loss of it is "
-                "model.also(loss)",
-                stacklevel=2,
+                "model.also(loss)"
             )
 
     def _check_left(self, name: str, param: nn.Parameter, inside: int) -> None:
@@ -100,7 +102,9 @@ class Kept:
         """
         parts = [part() for path, part in self._modules.items() if name.startswith(f"{path}.")]
         held = {id(each) for each in (self._params[name](), *parts) if each is not None}
-        return next(_holders(held, self._own), "")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries, whose objects warn when looked at
+            return next(_holders(held, self._own), "")
 
     @cached_property
     def _scripted(self) -> set[int]:
@@ -109,11 +113,15 @@ class Kept:
         return {id(param) for each in scripts for param in each.parameters()}
 
     def _references(self) -> Counter[int]:
-        """How often the model and what no line reads again have each parameter, by its id."""
+        """How often the model and what no line reads again have each parameter, and the model
+        itself, by its id.
+        """
         unread = unread_values((nn.Module, nn.Parameter))
         held = [self._model(), *(each for each in unread if isinstance(each, nn.Module))]
         found = _references_in([each for each in held if each is not None])
-        found.update(id(each) for each in unread if isinstance(each, nn.Parameter))
+        parts = {id(p): p for each in held if each is not None for p in each.modules()}
+        found.update(id(x) for p in parts.values() for x in vars(p).values() if x is self._model())
+        found.update(map(id, unread))
         return found
 
 
@@ -130,11 +138,10 @@ def warn_of_dynamo() -> None:
     frame: Any = sys._getframe(1)
     while frame is not None:
         if type(frame.f_locals.get("self")).__name__ == "OptimizedModule":
-            warnings.warn(
+            warn(
                 "partc: torch.compile leaves what parallelize gave as it is, a program. Take it "
                 'out; parallelize(model, ..., compile="inductor") has TorchInductor compile the '
                 "program",
-                stacklevel=2,
             )
             return
         frame = frame.f_back
@@ -239,11 +246,10 @@ def _told_of_load(module: nn.Module, state: Mapping[str, Any], *others: Any) -> 
     trained ones, with which scripts evaluate or save it.
     """
     if module in _LEFT and not is_whole_state(state.values()) and once("load of the kept model"):
-        warnings.warn(
+        warn(
             f"partc: the {type(module).__name__} that parallelize was given gets other weights, "
             "which the model that it gave does not train on. Load them into that: "
             "model.load_state_dict(state), on all ranks",
-            stacklevel=4,
         )
 
 

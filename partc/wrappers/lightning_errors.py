@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from partc.errors import RunError, TraceError, UsageError
 from partc.plan.mesh import Mesh
+from partc.users_line import warn
 
 
 def manual(module: Any) -> UsageError:
@@ -62,13 +62,12 @@ def warn_of_unfreezing(callbacks: Iterable[Any], module: Any) -> None:
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     for each in callbacks if frozen else ():
         if any(kind.__name__ == "BaseFinetuning" for kind in type(each).__mro__):
-            warnings.warn(
+            warn(
                 f"partc: {type(each).__name__} has frozen {len(frozen)} parameters "
                 f"({frozen[0]}, ...) before the step is compiled, so that the program has no "
                 "gradients of them, and a step that is to train them later is refused. Freeze "
                 "them in on_train_start, which comes behind the compile, in the place of "
-                "freeze_before_training",
-                stacklevel=2,
+                "freeze_before_training"
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from partc.errors import TraceError, UsageError
 from partc.program.tensors.holders import exchange_texts
 from partc.trace.arguments import Given
+from partc.users_line import warn
 from partc.wrong_calls import did_you_mean, quoted
 
 _BY_NAME = (
@@ -101,10 +101,9 @@ def warn_of_pad(pad: Mapping[str, float], known: Collection[str]) -> None:
     """Warn where a script says how inputs are filled up of which it has none by its first step."""
     lost = [name for name in pad if name.partition(".")[0] not in known]
     if lost and len(lost) == len(pad):
-        warnings.warn(
+        warn(
             f"partc: pad={{{lost[0]!r}: ...}} fills up nothing: the inputs are "
-            f"{', '.join(sorted(known))}, by whose names pad goes ('batch.ids' of a dict)",
-            stacklevel=6,
+            f"{', '.join(sorted(known))}, by whose names pad goes ('batch.ids' of a dict)"
         )  # fmt: skip
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor
 
+from partc.users_line import warn
 from partc.wrappers.how import How
 from partc.wrappers.prepared import Prepared
 
@@ -40,9 +40,8 @@ class Watched(Prepared):
         by = self._by()
         steps = 1 if by is None or by.divides else by.gradient_accumulation_steps
         if steps > 1 and gradient.item() == 1:  # a script may have divided by itself
-            warnings.warn(
+            warn(
                 f"loss.backward(): gradients of gradient_accumulation_steps={steps} steps are "
                 "added up and not divided by their number, as accelerator.backward divides. "
-                "Call accelerator.backward(loss)",
-                stacklevel=2,
+                "Call accelerator.backward(loss)"
             )

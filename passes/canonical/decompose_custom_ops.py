@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from partc.graph import Graph, fake_of, set_fake, set_value, value
 from partc.graph.draws import draws_numbers
 from partc.graph.graph_edits import replace_by
 from partc.rules.table import own_name
+from partc.users_line import warn
 
 OWN = ("aten", "prims", "prim", "partc")
 
@@ -35,11 +35,10 @@ def decompose_custom_ops(graph: Graph) -> None:
 def _warn_of_rule(target: torch._ops.OpOverload) -> None:
     """Warn where the op has a rule, which nobody will ask for."""
     if name := own_name(target):
-        warnings.warn(
+        warn(
             f"partc: rule({name!r}, ...) is not read: programs import only torch, so that the op "
             "becomes the torch ops of its Python body, each with a rule of its own. Leave this "
-            "rule out, and write those of ops in the body that have none.",
-            stacklevel=2,
+            "rule out, and write those of ops in the body that have none."
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Any
 
 from torch import fx
 
@@ -27,6 +26,7 @@ from partc.passes.shard.preset_words import (
     words_of_auto,
 )
 from partc.passes.shard.tied_entries import by_first_name
+from partc.passes.shard.unknown_names import check_names, named
 from partc.passes.shard.value_names import value_names
 from partc.passes.shard.wrong_values import check_values
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
@@ -73,7 +73,7 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
     check_decided(plan, mesh)
     if plan.of_another:
         plan = _known_entries(plan, graph)
-    _check_names(plan, graph)
+    check_names(plan, graph)
     plan = by_first_name(plan, graph)
     axes = named_axes(mesh, plan.microbatches)
     plan = plan.changed(inputs={n: spread_batch(c, axes) for n, c in plan.inputs.items()})
@@ -207,41 +207,13 @@ def _check_mesh(plan: Plan, mesh: Mesh) -> None:
         )
 
 
-def _check_names(plan: Plan, graph: Graph) -> None:
-    """PlanError for a name in the plan that fits nothing in the model, such as a misspelt one."""
-    for kind, table, names in _named(plan, graph):
-        for pattern in table:
-            if not any(fits(pattern, n) for n in names):
-                raise PlanError(
-                    where=f"plan, {pattern!r}",
-                    what=f"the model has no such {kind}",
-                    why=f"it has {', '.join(_near(pattern, names))}",
-                    do="Correct the name, or drop the entry.",
-                )
-
-
-def _named(plan: Plan, graph: Graph) -> Iterator[tuple[str, Mapping[str, Any], list[str]]]:
-    """Each table of a plan: of what, its entries, and the names that the model has."""
-    params = [*graph.params, *graph.aliases]
-    calls = [*value_names(graph).values(), *params] if plan.values else []
-    yield "parameter", plan.params, params
-    yield "input", plan.inputs, [*graph.inputs]
-    yield "value", plan.values, calls
-
-
 def _known_entries(plan: Plan, graph: Graph) -> Plan:
     """The plan of another program of the model, without entries for what this graph lacks."""
     params, inputs, values = (
         {p: entry for p, entry in table.items() if any(fits(p, n) for n in names)}
-        for _, table, names in _named(plan, graph)
+        for _, table, names in named(plan, graph)
     )
     return plan.changed(params=params, inputs=inputs, values=values)
-
-
-def _near(name: str, names: list[str]) -> list[str]:
-    from difflib import get_close_matches
-
-    return get_close_matches(name, names, n=5, cutoff=0.3) or names[:5]
 
 
 def _check_cuts(plan: Plan, graph: Graph, mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ them, and draws the same numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ from partc.graph.ancestors import ancestors
 from partc.graph.graph_edits import Writer
 from partc.graph.input_only import input_only
 from partc.passes.shard.zeros import is_zero
+from partc.wrong_calls import did_you_mean
 
 aten = torch.ops.aten
 COPY = "#"  # between a tied parameter's name and the stage of a copy
@@ -110,8 +112,20 @@ def _start(graph: Graph, number: int, point: str, homes: Mapping[str, int]) -> f
         where=f"stages, {point!r}",
         what="no such module runs",
         why="a stage begins at the first call of a module's forward",
-        do=f"Name one of {', '.join(_blocks(graph)) or 'the modules that the model runs'}.",
+        do=_instead(graph, calls, point),
     )
+
+
+def _instead(graph: Graph, calls: Sequence[fx.Node], point: str) -> str:
+    """What to write for a name that no module has: names that were not parted by commas, or one
+    that is misspelt.
+    """
+    names = re.split(r"[\s;|+]+", point.strip())
+    if len(names) > 1 and all(any(_lies_in(n, each) for n in calls) for each in names):
+        return f"Join names by commas, --stages {','.join(names)}; in a list each has its own text."
+    blocks = _blocks(graph)
+    found = f"Name one of {', '.join(blocks) or 'the modules that the model runs'}."
+    return did_you_mean(point, blocks, 0.9) or found
 
 
 def _staged_calls(graph: Graph) -> list[fx.Node]:

@@ -212,6 +212,9 @@ def test_only_what_was_judged_is_accepted(tmp_path: Path, case: str) -> None:
 def test_lines_that_do_not_compute_are_named_as_edits(line: str) -> None:
     with pytest.raises(CheckError, match=r"stage0.py:2: .*Undo the edit of this line"):
         check_source(f"x = 1\n{line}\n", "stage0.py")
+    shows = "print in hooks.py; or return it beside the loss"
+    with pytest.raises(CheckError, match=shows if "print" in line else r"\.$"):
+        check_source(line, "stage0.py")
     check_source("x = []\nassert x.shape == (1, 2) and x.size(0) == 1, x.shape\n", "stage0.py")
 
 

@@ -114,6 +114,20 @@ def test_what_no_plan_says_is_named(tmp_path: Path) -> None:
     assert "#   odd.key = 3: unknown to partc: look up what it does in torchtitan" in str(draft)
 
 
+def test_a_misspelt_key_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "zero_optimisation": {"stage": 3}, "odd": 1}')
+    draft = read_config(path)
+    assert draft.unknown == ["zero_optimisation.stage", "odd"]
+    meant = "Did you mean 'zero_optimization.stage'?"
+    assert draft.meant == {"zero_optimisation.stage": meant}
+    assert f"zero_optimisation.stage = 3: unknown to partc: {meant}" in str(draft)
+    assert main(["plan", "--from", str(path)]) == 0
+    told = capsys.readouterr().err
+    assert f"zero_optimisation.stage: the plan has nothing of it. {meant}" in told
+    assert "unknown: odd\n" in told
+
+
 def test_every_key_has_a_comment(tmp_path: Path) -> None:
     draft, _ = read(tmp_path, "ds.json", json.dumps(DEEPSPEED))
     assert [line.split(" = ")[0] for line in draft.told] == [

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from partc import exchange as exchanges
-from partc.atomic import atomic_directory, atomic_write, check_output
+from partc.atomic import atomic_directory, atomic_write, check_output, what_helps
 from partc.errors import UsageError
 from tests.house import HERE
 from tests.patience import patience
@@ -228,13 +229,27 @@ def test_a_name_as_long_as_the_system_allows(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x" * 255]
 
 
+@pytest.mark.parametrize(
+    ("number", "do"),
+    [
+        (errno.ENOSPC, "Make room"),
+        (errno.EEXIST, "A file stands where a folder is needed"),
+        (errno.ENOTDIR, "A file stands where a folder is needed"),
+        (errno.EROFS, "where you may write."),
+        (errno.EIO, "where you may write, with room"),
+    ],
+)
+def test_each_reason_has_its_remedy(number: int, do: str) -> None:
+    assert do in what_helps(OSError(number, os.strerror(number)))
+
+
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object, **options: object) -> int:
         raise OSError(28, os.strerror(28))
 
     _save(tmp_path / "build", "1")
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(UsageError, match=r"cannot be written \(No space left on device"):
+    with pytest.raises(UsageError, match=r"\(No space left on device.*Make room on its disk"):
         _save(tmp_path / "build", "2")
     monkeypatch.undo()
     assert _tree(tmp_path) == {"build/program.json": "1", "build/rank0.py": "1"}

@@ -205,6 +205,11 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "partc"):
         assert compiled(tmp_path / "file" / "cache").sources
     assert "cannot be written" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "partc"):
+        assert compiled(tmp_path / "file").sources
+    [said] = [each.getMessage() for each in caplog.records]
+    assert "it is a file, and programs are kept in a folder. Name a folder" in said
 
 
 HOLDER = """

@@ -187,11 +187,18 @@ def test_two_ranks_beside_their_prediction(
     json.dumps(found.as_json())
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(tmp_path / "b")
     save(tmp_path / "b", "dp=2", "fsdp")
-    with pytest.raises(UsageError, match="torchrun --nproc-per-node"):
-        bench(folder, device="cuda")
+    for there, said in (
+        (True, "torchrun --nproc-per-node"),
+        (False, "sees no GPU.*Leave --device"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        with pytest.raises(UsageError, match=said):
+            bench(folder, device="cuda")
     assert main(["bench", folder, "--steps", "1"]) == 2
 
 

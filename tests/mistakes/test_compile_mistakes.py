@@ -93,7 +93,13 @@ MISTAKES: dict[str, Mistake] = {
     "wrapped inside": lazily(
         "model", lambda: nn.Sequential(nn.DataParallel(Net())), "model's 0", "model.0.module"
     ),
-    "lazy": lazily("model", lambda: nn.Sequential(nn.LazyLinear(4)), "LazyLinear", "once before"),
+    "lazy": lazily(
+        "model",
+        lambda: nn.Sequential(nn.LazyLinear(4)),
+        "LazyLinear",
+        "once before",
+        "loss(model, *inputs)",
+    ),
     "doubles": lazily("model", lambda: Net().double(), "up", "float64 and float32", "x.double()"),
     "halves": lazily("model", lambda: Net().bfloat16(), "bfloat16 and float32"),
     "no inputs": of("inputs", None, "Net", "tuple of tensors"),

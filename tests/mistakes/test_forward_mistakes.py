@@ -98,7 +98,7 @@ def of(model: type[nn.Module], *words: str) -> Mistake:
 MISTAKES: dict[str, Mistake] = {
     "behind a module": of(Drawn, "self.inner(x) * random.random()", "it draws from random"),
     "numpy": of(DrawnByNumpy, "self.inner(x) * float(np", "it draws from numpy.random"),
-    "a whole number": of(Whole, "random.randint(1, 5)", "it draws from random", "Draw with torch"),
+    "a whole number": of(Whole, "random.randint(1, 5)", "it draws from random", "torch.where"),
     "a choice": of(Chosen, "random.choice([0.5, 0.7])", "it draws from random"),
     "a generator": of(OfItsOwn, "OWN.random()", "a generator of one's own", "draw with torch"),
     "a sum over ranks": of(Summed, "dist.all_reduce(y)", "torch.distributed.all_reduce", "Leave"),

@@ -29,6 +29,11 @@ from tests.mistakes.things import (
 X, Y = batch_of()
 
 
+NESTED = torch.nn.Sequential(
+    torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4))), torch.nn.BatchNorm1d(4)
+)
+
+
 def plan(text: str, *words: str, mesh: str = "tp=2") -> Mistake:
     return partial(compiled, plan=text, mesh=mesh), words
 
@@ -105,6 +110,29 @@ MISTAKES: dict[str, Mistake] = {
     "of a value": plan('[values]\n"up:relu" = { 0 = "tp" }', "up:relu", "Write { tp = 0 }"),
     "of gather": plan('[gather]\nuse = "dp"', "gather.use", 'Write gather.dp = "use"'),
     "of scatter": plan('[scatter]\n1 = "tp"', "scatter.1", "Write scatter.tp = 1"),
+    "accumulation in a plan": plan("gradient_accumulation = 4", "Leave it out: microbatches = 4"),
+    "precision in a plan": plan('precision = "bf16"', "'precision'", "torch.autocast"),
+    "checkpointing in a plan": plan("activation_checkpointing = true", 'recompute = "block"'),
+    "a strategy in a plan": plan('sharding_strategy = "full"', 'preset = "fsdp" says'),
+    "words of a batch": given("Write 'local': each rank is given rows of", batch="per-rank"),
+    "no words of a batch": given(
+        "'global', every rank is given the whole batch; or 'local', each rank", batch="x"
+    ),
+    "a sum's k": compressed('wire = "top-k"\nk = 100', "no entry 'k'", "Write share = 0.01"),
+    "no entry of a sum": compressed('wire = "top-k"\nfoo = 1', "'foo'", "or leave it out"),
+    "how often": islands("sync_every = 16", "'sync_every'", "Write period = 16"),
+    "a * for several parts": given(
+        "between dots * stands for one part", "Write '0.*.*.weight'",
+        model=NESTED, plan='[params]\n"0.*.weight" = { tp = 0 }', mesh="tp=2",
+    ),
+    "a buffer": given(
+        "'1.running_mean'", "it is a buffer", "Drop the entry", mesh="tp=2",
+        model=NESTED, plan='[params]\n"1.running_mean" = { tp = 0 }',
+    ),
+    "another op": given(
+        "no such value (it has 0.*.*:linear", "a module's path, a colon and an op", mesh="tp=2",
+        model=NESTED, plan='[values]\n"0.*:matmul" = { tp = 1 }',
+    ),
     "a scheme": compressed('wire = "topk"', "'topk'", "Did you mean 'top-k'"),
     "an outer": islands('period = 4\nouter = "nestrov"', "Did you mean 'nesterov'"),
     "a period": islands('period = "16"', "'16'", "Write period = 16, without quotation marks"),

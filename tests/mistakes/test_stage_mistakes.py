@@ -138,6 +138,14 @@ MISTAKES: dict[str, Called] = {
     "a tuple": (lambda at: stage().step((X, Y)), ("'target'", "(x, target)")),
     "scale": (lambda at: stage().step(X, Y, scale="2"), ("scale", "'2'", "1 / 4")),
     "scale vector": (lambda at: stage().step(X, Y, scale=X), ("scale", "a Tensor", "f32[]")),
+    "no step kept": (
+        lambda at: partc.Checkpoints(at, keep_latest_k=0),
+        ("keep_latest_k", "None, to keep all"),
+    ),
+    "a negative number": (
+        lambda at: partc.Checkpoints(at, keep_latest_k=-1),
+        ("-1", "the least is 1"),
+    ),
     "seed": (lambda at: stage().seed("a"), ("seed", "'a'", "whole number")),
     "seed half": (lambda at: stage().seed(1.5), ("seed", "1.5")),
     "seed step": (lambda at: stage().seed(0, -1), ("seed(step=...)", "-1", "0 or more")),

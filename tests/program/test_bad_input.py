@@ -397,6 +397,14 @@ def test_code_beside_the_roles_does_not_pass_a_check(
         assert "json.py: is no part of the program" in capsys.readouterr().err
 
 
+def test_run_py_says_which_word_stands_before_each_name(folder: Path) -> None:
+    run: Any = runpy.run_path(str(folder / "run.py"))
+    told = run["not_there"]("fc.weight", {"module.fc.weight": 1})
+    assert "it has module.fc.weight for fc.weight" in told
+    assert "n.removeprefix('module.')" in told
+    assert "it has w, v. Give" in run["not_there"]("fc.weight", {"w": 1, "v": 2})
+
+
 @pytest.mark.parametrize("case", [*HEADERS, "all right"])
 def test_run_py_reads_weights_as_partc_does(
     folder: Path, case: str, capsys: pytest.CaptureFixture[str]

@@ -119,7 +119,7 @@ def refuse(folder: Path) -> list[str]:
     def save(step: int, states: Any) -> None:
         checkpoints.save(step, stage, optimizer, states=states)
 
-    with pytest.raises(RunError, match=r"states\['net'\]\['value'\].*is a Tensor, not a plain"):
+    with pytest.raises(RunError, match=r"states\['net'\]\['value'\].*is a Tensor.*x\.tolist\(\)"):
         save(1, {"net": Odd(torch.ones(3))})
     with pytest.raises(RunError, match=r"\[1\]: is a builtin_function|rank 1 cannot go on"):
         save(1, {"net": Odd([1, print if dist.get_rank() else 2])})
@@ -167,3 +167,20 @@ def test_plain_values_come_back_as_they_were() -> None:
         deep = [deep]
     with pytest.raises(RunError, match="lists deep"):
         plain(deep, "it")
+
+
+@pytest.mark.parametrize(
+    ("value", "do"),
+    [
+        (torch.ones(3), "x.tolist(), of which load_state_dict makes it again"),
+        (np.ones(3), "Give x.tolist()"),
+        (Path("run"), "Give str(x)"),
+        ({1, 2}, "Give sorted(x)"),
+        (object(), "Give numbers and texts"),
+    ],
+)
+def test_what_is_no_plain_value_is_told_what_stands_in_its_place(value: Any, do: str) -> None:
+    with pytest.raises(RunError) as caught:
+        plain({"ema": value}, "states['it']")
+    assert caught.value.where == "states['it']['ema']"
+    assert do in caught.value.do

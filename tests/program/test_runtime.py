@@ -331,6 +331,8 @@ def test_a_scale_for_float16_has_to_be_inside_of_the_step(monkeypatch: pytest.Mo
         assert not (grad == 0).all()
         with pytest.raises(RunError, match="multiplied by 8, and the program computes in float16"):
             (8 * stage(*batch)).backward()
+        with pytest.raises(RunError, match=r"in float16 .*Leave backward out.*bfloat16"):
+            (8 * stage.step(*batch)).backward()
     finally:
         dist.destroy_process_group()
 

@@ -301,6 +301,8 @@ def other_calls() -> str:
 def test_one_rank_that_evaluates_alone_is_named(world: Processes) -> None:
     for told in world.run(other_calls, num=2):
         assert "ranks 0: eval_step in eval mode" in told
+        assert "out of `if rank == 0`" in told
+        assert "filled up" not in told
 
 
 def moved() -> None:

@@ -166,6 +166,8 @@ def test_a_cost_is_read_back_from_what_is_saved() -> None:
     [
         ({"stages": ["model.layers.1", "model.layers.0", "model.norm"]}, "does not run after"),
         ({"stages": ["model.layer.1"]}, "no such module runs"),
+        ({"stages": ["model.layer.1"]}, "Did you mean 'model.layers.1'"),
+        ({"stages": ["model.layers.0 model.norm"]}, "--stages model.layers.0,model.norm"),
         ({"stages": ["model.layers.0", "model.layers.1"]}, "3 stages cannot be dealt out to 2"),
         ({"schedule": "2f2b"}, "no such schedule"),
         ({"schedule": "forward-only"}, "it has no backwards"),

@@ -364,10 +364,31 @@ def test_state_of_a_loss_is_refused_and_restored() -> None:
     model, zeros = Keeps(lambda model, y: y), before[0]
     with pytest.raises(TraceError, match=r"a step sets before\[0\] of momentum"):
         trace(model, (X,), momentum)
-    with pytest.raises(TraceError, match=r"^len\(losses of logs\): it changes with every step"):
+    with pytest.raises(TraceError, match=r"^len\(losses of logs\): it changes.*\(loss, extras\)"):
         trace(model, (X,), logs)
     assert before[0] is zeros
     assert losses == []
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_hook_that_collects_is_named_and_may_clear_its_list(clears: bool) -> None:
+    kept: list[Tensor] = []
+
+    def loss(model: Any, x: Tensor) -> Any:
+        kept.clear() if clears else None
+        return model(x).sum(), {"kept": kept[-1]}
+
+    model = Keeps(lambda model, y: y)
+    model.linear.register_forward_hook(lambda module, given, result: kept.append(result))
+    if clears:
+        trace(model, (X,), loss)
+        return
+    with pytest.raises(TraceError, match="clear it where the step begins") as caught:
+        trace(model, (X,), loss)
+    name, line = caught.value.where.split(" (", 1)
+    assert name == "len(kept of a lambda, a forward hook of model.linear)"
+    assert "test_second_run.py:" in line
+    assert kept == []
 
 
 def skipped_layer(model: Any, y: Tensor) -> Any:

@@ -51,6 +51,28 @@ def test_data_dependence_is_refused(ask: Callable[[Tensor], Any], what: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("ask", "do"),
+    [
+        (lambda y: torch.unique(y, return_inverse=True), "index_add(0, numbers, x)"),
+        (lambda y: y.unique_consecutive(), "index_add(0, numbers, x)"),
+        (lambda y: y.long().flatten().bincount(minlength=4), "F.one_hot(y, classes).sum(0)"),
+        (lambda y: y.repeat_interleave(y[:, 0].long(), 0), "x[indices]"),
+        (
+            lambda y: nn.utils.rnn.pack_padded_sequence(y[..., None], y[0].long(), True, False),
+            "out[torch.arange(len(lengths)), lengths - 1]",
+        ),
+    ],
+)
+def test_ops_of_such_sizes_are_told_what_stands_in_their_place(
+    ask: Callable[[Tensor], Any], do: str
+) -> None:
+    with pytest.raises(TraceError, match="size of a result depends") as caught:
+        trace(nn.Sequential(Asks(ask)), (torch.randn(4, 4),))
+    assert do in caught.value.do
+    assert "mask.sum()" not in caught.value.do
+
+
+@pytest.mark.parametrize(
     "pick", [lambda y: y[y > 0].mean(), lambda y: y.masked_select(y > 0).mean()]
 )
 def test_a_mask_is_counted_with(pick: Callable[[Tensor], Tensor]) -> None:

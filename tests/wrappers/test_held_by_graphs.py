@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +104,58 @@ def test_a_traced_module_is_named() -> None:
         with pytest.raises(RunError, match="the script keeps this parameter"):
             model.step(X)
         assert script is not whole
+
+
+class Noisy:
+    """Warns when it is looked at, as ``torch.distributed.reduce_op`` does."""
+
+    def __getattribute__(self, name: str) -> Any:
+        warnings.warn(f"{name} is deprecated", FutureWarning, stacklevel=2)
+        return object.__getattribute__(self, name)
+
+
+def test_looking_for_who_keeps_a_parameter_wakes_no_warnings_of_others() -> None:
+    with one_rank(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        noisy, whole = [Noisy()], made(nn.Sequential)
+        model: Any = partc.parallelize(whole, "dp=1", loss=mean_square, plan="ddp")
+        weights = (*whole.parameters(),)
+        with pytest.raises(RunError, match="the script keeps this parameter"):
+            model.step(X)
+        assert len(noisy) == 1
+        assert weights
+    assert [str(each.message) for each in told if each.category is FutureWarning] == []
+
+
+class Child(nn.Module):
+    """A part that knows its whole."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "whole", whole)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_model_is_kept_by_a_variable_that_a_later_line_reads(is_read: bool) -> None:
+    def first_step() -> None:
+        whole = made(nn.Sequential)
+        whole.child = Child(whole)
+        model: Any = partc.parallelize(whole, "dp=1", loss=mean_square, plan="ddp")
+        if not is_read:
+            model.step(X)
+            return
+        model.step(X)
+        assert whole is not model
+
+    with one_rank(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        first_step()
+    own = [each for each in told if "the script keeps the Net" in str(each.message)]
+    assert len(own) == is_read
+    assert {Path(each.filename).name for each in own} <= {Path(__file__).name}
 
 
 def test_graphs_are_told_from_other_holders() -> None:

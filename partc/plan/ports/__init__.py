@@ -37,7 +37,7 @@ def read_config(path: str | Path, devices: int | None = None) -> Draft:
     draft = Draft(name, path.name, devices)
     tool.before(keys, draft)
     for key, value in keys.items():
-        draft.put(key, value, _entry(tool.KEYS, key))
+        draft.put(key, value, _entry(tool.KEYS, key), tool.KEYS)
     draft.finish()
     return draft
 

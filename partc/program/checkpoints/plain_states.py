@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -69,5 +70,21 @@ def _no_value(where: str, value: Any, why: str) -> NoReturn:
     raise RunError(
         where=where, what=f"is a {type(value).__name__}, not a plain value",
         why=f"{why}: a state is of numbers, texts, lists, tuples and dicts",
-        do="Leave it out of state_dict(), or save it yourself.",
+        do=f"{_instead(value)} Else leave it out of state_dict().",
     )  # fmt: skip
+
+
+def _instead(value: Any) -> str:
+    """What of an object a state can have, so that ``load_state_dict`` makes it again."""
+    if isinstance(value, Tensor):
+        return (
+            "Give its numbers, x.tolist(), of which load_state_dict makes it again; or make it a "
+            "buffer of the model, which is saved with it."
+        )
+    texts = {"tolist": "x.tolist()", "__fspath__": "str(x)", "isoformat": "x.isoformat()"}
+    found = next((text for name, text in texts.items() if hasattr(value, name)), "")
+    if isinstance(value, set | frozenset):
+        found = "sorted(x)"
+    if isinstance(value, Enum):
+        found = "x.value"
+    return f"Give {found or 'numbers and texts'}, of which load_state_dict makes it again."

@@ -7,7 +7,6 @@ their sum means something to a stage with another number of ranks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import prod
@@ -22,6 +21,7 @@ from partc.plan import Plan
 from partc.plan.local_steps import begins_as
 from partc.plan.mesh import TP, Mesh
 from partc.plan.wires import PIECE, RANK, WIRES, is_residual, whose
+from partc.users_line import warn
 
 MET = "met"  # behind how many steps islands have met last
 KEEPS = "keeps"  # which buffers a scheme has
@@ -114,9 +114,9 @@ def check_same_sums(path: Path, saved: Mapping[str, Any], mine: Mapping[str, Any
     none drops what a checkpoint has, with a warning.
     """
     if saved and not mine:
-        warnings.warn(
+        warn(
             f"{path}: what rounded sums had left over is dropped, as this program keeps none: the "
-            "gradients of one step more or less, rounded", stacklevel=4,
+            "gradients of one step more or less, rounded"
         )  # fmt: skip
     either = {**mine, **saved} if saved and mine else {}
     differing = [name for name in either if saved.get(name) != mine.get(name)]

@@ -39,6 +39,12 @@ class Retention:
 
     def check(self) -> None:
         """UsageError for counts and times that keep nothing, or are none."""
+        if self.keep_latest_k == 0:
+            raise UsageError(
+                where="Checkpoints(keep_latest_k=...)", what="it is 0, which would keep no step",
+                why="it counts the newest steps that stay",
+                do="Leave it out, or pass None, to keep all; or pass how many are kept.",
+            )  # fmt: skip
         if self.keep_latest_k is not None:
             check_whole_number(self.keep_latest_k, "Checkpoints(keep_latest_k=...)", 1)
         if self.keep_time is not None and not isinstance(self.keep_time, timedelta):

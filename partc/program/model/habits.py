@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from partc.plan import Plan
 from partc.trace.input_grads import BY_INPUTS
 from partc.trace.record import Kind
+from partc.users_line import warn
 
 LOG = logging.getLogger("partc")
 TOLD: set[str] = set()  # of what this process was told already
@@ -56,9 +56,9 @@ def tell_of_input_grads(
     else:
         begins = f"the input {name} was computed by what has requires_grad, and gets no gradient"
         do = "let the model that is compiled compute it, too"
-    warnings.warn(
+    warn(
         f"partc: {begins}: a step gives the gradients of its own parameters. Where it is needed "
-        f"{do}; else pass {name}.detach()", stacklevel=7,
+        f"{do}; else pass {name}.detach()"
     )  # fmt: skip
 
 

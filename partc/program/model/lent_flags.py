@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from partc.graph import NO_GRADIENT
 from partc.program.tensors.shown import Shown
 from partc.trace.fingerprint import named_tensors
+from partc.users_line import warn
 
 
 def take_flags(
@@ -44,4 +44,4 @@ def take_flags(
 
 def _tell(names: list[str], what: str) -> None:
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    warnings.warn(f"partc: {listed} {what}", stacklevel=6)
+    warn(f"partc: {listed} {what}")

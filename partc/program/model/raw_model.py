@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -33,6 +32,7 @@ from partc.program.tensors.homes import HomeTensor
 from partc.program.tensors.rank_tensors import RankTensors
 from partc.program.tensors.shown import Shown
 from partc.trace.fingerprint import Fingerprint, named_tensors
+from partc.users_line import warn
 
 Optimizer = torch.optim.Optimizer
 SAMPLE = 64  # elements of a tensor that tell whether it was changed
@@ -118,11 +118,10 @@ class RawModel:
         mine = self._tensors.piece(self._tensors.shards[name], value.detach())
         if not torch.equal(mine.to(self._tensors.held[name]), self._tensors.held[name].detach()):
             self._kept = None
-            warnings.warn(
+            warn(
                 "partc: state_dict() of the model has the weights of before .module(); those that "
                 "were trained are the stage's. Save stage.full_state_dict(), or put them into the "
-                "model: model.load_state_dict(stage.full_state_dict())",
-                stacklevel=3,
+                "model: model.load_state_dict(stage.full_state_dict())"
             )
 
     def _warn_of_others(self, params: Mapping[str, Tensor]) -> None:
@@ -131,11 +130,10 @@ class RawModel:
         for name, param in ((n, p) for n, p in params.items() if p.requires_grad):
             for other, its_name in _stages_of(param):
                 if other._model() not in (None, model):
-                    warnings.warn(
+                    warn(
                         f"partc: {name} of {type(model).__name__} is also {its_name} of "
                         f"{type(other._model()).__name__}, which has a stage of its own: each "
-                        "stage trains a copy. To train one, compile a module that holds both",
-                        stacklevel=7,
+                        "stage trains a copy. To train one, compile a module that holds both"
                     )
                     return
 
@@ -155,10 +153,9 @@ class RawModel:
         for name, flag in changed.items():
             self._shown[name].param.requires_grad_(flag)
         first = next(iter(changed))
-        warnings.warn(
+        warn(
             f"partc: requires_grad of {len(changed)} parameters of the model, such as {first}, was "
-            "changed behind .module(); the stage follows",
-            stacklevel=2,
+            "changed behind .module(); the stage follows"
         )
 
     def _check_weights(self) -> None:

@@ -8,7 +8,6 @@ does a loop train whose losses get no ``backward()``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from partc.users_line import warn
 
 LOOKED_AT = 3  # steps of a stage; a loop clears in all of them or in none
 # By stage the parameters, by id, whose gradients were not 0; no optimizer has stepped since.
@@ -81,18 +82,16 @@ def _with_gradients(params: Sequence[Tensor]) -> set[int]:
 
 
 def _warn(optimizer: Optimizer) -> None:
-    warnings.warn(
+    warn(
         f"partc: {type(optimizer).__name__}.step() finds no gradient: they were cleared behind "
         "model.step(), which computes them at once, so that nothing is trained. Call zero_grad() "
-        "before model.step(), or keep loss = model(...) and loss.backward()",
-        stacklevel=4,
+        "before model.step(), or keep loss = model(...) and loss.backward()"
     )
 
 
 def _warn_of_no_backward(optimizer: Optimizer) -> None:
-    warnings.warn(
+    warn(
         f"partc: {type(optimizer).__name__}.step() finds no gradient: no backward() was called for "
         "what model(...) gave, or the gradients were cleared since, so that nothing is trained. "
         "Call loss.backward() between model(...) and optimizer.step()",
-        stacklevel=4,
     )

@@ -6,12 +6,12 @@ sum of four of them is four times the mean that the script wants.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from partc.program.model.habits import once
+from partc.users_line import warn
 
 _DIVISORS: list[float] = []  # of losses, since an optimizer has stepped
 _STEPS: list[bool] = []  # steps since then, and whether their gradients were scaled
@@ -37,10 +37,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _STEPS.clear()
     _DIVISORS.clear()
     if num > 1 and unscaled and divisors == [num] * num and once("divided"):
-        warnings.warn(
+        warn(
             f"partc: {type(optimizer).__name__}.step() follows {num} steps, each of whose losses "
             f"was divided by {num}. That divides no gradient: model.step() had added them before. "
             f"Call model.step(..., scale=1 / {num}); or keep loss = model(...) / {num} and "
             "loss.backward()",
-            stacklevel=4,
         )

@@ -9,7 +9,6 @@ one finds the tensors, and all ranks raise.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +30,7 @@ from partc.program.ranks.disagreement import (
 from partc.program.ranks.tensor_hash import hashes_of, joined, sketch_of
 from partc.program.role import Role, Shard
 from partc.program.tensors.holders import Holders
+from partc.users_line import warn
 from partc.wrong_calls import check_whole_number
 
 EVERYWHERE = ("random", "source")  # kinds that islands have alike too
@@ -341,12 +341,12 @@ class _Comparison:
             return
         if any(rows[rank][1] == rows[here][1] for rank in others):
             same = [rank for rank in computing if rows[rank][1] == rows[here][1]]
-            warnings.warn(equal_pieces(same, cut), stacklevel=6)
+            warn(equal_pieces(same, cut))
             return
         for at, (each, x) in enumerate(zip(role.batch, self.inputs or (), strict=False), 2):
             alike = all(rows[rank][at] == rows[here][at] for rank in computing)
             if alike and each.cuts and _has_unlike_rows(x, each.cuts[0][1]):
-                warnings.warn(equal_input(each.name, computing, cut), stacklevel=6)
+                warn(equal_input(each.name, computing, cut))
 
 
 def _has_unlike_rows(x: Tensor, dim: int) -> bool:

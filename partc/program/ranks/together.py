@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from partc.atomic import what_helps
 from partc.errors import LoadError, PartcError, RunError
 from partc.program.tensors.holders import bytes_of, exchange_texts, text_of
 
@@ -107,5 +108,5 @@ class Together:
             where=str(error.filename or self.call),
             what="cannot be read or written",
             why=error.strerror or str(error),
-            do="Name a folder that all ranks share, where you may write, with room on its disk.",
+            do=f"{what_helps(error)} All ranks share this folder.",
         )

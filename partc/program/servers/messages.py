@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from partc.errors import RunError
 
 PARAMS, PUSH, LEAVE, MEAN, HELD, END = range(6)
+_POLL_S = 0.02  # between two looks for a server
 LEAD = "lead"  # who serves once the server and its replica no longer hear each other
 FIRST, REPLICA = "first", "replica"
 SERVED = "served"  # what the server owns
@@ -35,10 +36,11 @@ class Served:
 
     def check(self, store: Any, deadline_s: float) -> None:
         """RunError unless the server has the same; waits until there is one."""
-        try:
-            store.wait([SERVED], timedelta(seconds=deadline_s))
-        except RuntimeError:
-            raise _refused(f"there was no server for {deadline_s:g} s", "it begins first") from None
+        end = monotonic() + deadline_s
+        while not store.check([SERVED]):  # store.wait would print warnings of its own at the end
+            if monotonic() > end:
+                raise _no_server(deadline_s)
+            sleep(_POLL_S)
         there = Served(**json.loads(store.get(SERVED)))
         if there.max_steps_late != self.max_steps_late:
             raise _refused(
@@ -52,6 +54,15 @@ class Served:
                 raise _refused(f"{name} is {mine} here, and {its} on the server", why)
         if [*self.params] != [*there.params]:
             raise _refused("the server has the parameters in another order", why)
+
+
+def _no_server(deadline_s: float) -> RunError:
+    return RunError(
+        where="server and worker", what=f"there was no server for {deadline_s:g} s",
+        why="a server writes to the store what it serves, and workers wait for that",
+        do="Start the process of Server(model, store, ...) first, on this store; or wait longer, "
+        "deadline_s=...",
+    )  # fmt: skip
 
 
 def _refused(what: str, why: str) -> RunError:

@@ -248,7 +248,7 @@ class Family:
         """
         if kind != "step" or not {PP, ISLAND}.isdisjoint(self.first.program.mesh.names):
             return 0
-        return number_by_now(self.guard.agreement.shown())
+        return number_by_now(self.guard.agreement.shown().values())
 
     def meet(self, call: str, most: int = 0) -> None:
         """RunError on all ranks if some of them run something else than this call, which is one of

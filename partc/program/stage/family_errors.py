@@ -93,6 +93,11 @@ def _shown(text: str) -> str:
 
 
 def _what_helps(each: Sequence[Wanted], rows_differ: bool) -> str:
+    if len({(one.kind, one.mode) for one in each}) > 1:
+        return (
+            " Take the call, and eval() or train() before it, out of `if rank == 0`; only what is "
+            "then printed or written may be of one rank."
+        )
     if rows_differ:
         return (
             " Where numbers of rows differ, as in a last batch, give every rank as many "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -31,6 +30,7 @@ from partc.program.tensors.loaded import Loaded
 from partc.program.tensors.rank_tensors import RankTensors
 from partc.program.tensors.shown import Shown, begin_all, end_all
 from partc.trace.default_dtype import float32_default
+from partc.users_line import warn
 from partc.wrong_calls import known_arguments, quoted
 
 
@@ -185,7 +185,7 @@ class SeveralPrograms(nn.Module):
                 if not gives_late(self._tensors, self._rank_step):
                     gave_gradients(self)
                 took_step(scaled=scale is not None)
-                return ready.whole(of_step(loss))
+                return ready.whole(of_step(loss, is_half=ready.is_half))
 
     def _run(self, ready: Ready, scale: float | Tensor | None) -> Tensor:
         """The loss of a step, whose gradients are then in every ``.grad``."""
@@ -204,10 +204,9 @@ class SeveralPrograms(nn.Module):
         trains = any(each.param.requires_grad for each in self._shown.values())
         alone = self._shown and self._tensors.pipeline is None
         if not trains and alone and once("frozen"):
-            warnings.warn(
+            warn(
                 "partc: no parameter has requires_grad, so that a step trains nothing. Unfreeze "
-                "what is to be trained, stage.requires_grad_(True), or take stage.eval_step(...)",
-                stacklevel=4,
+                "what is to be trained, stage.requires_grad_(True), or take stage.eval_step(...)"
             )
         if not torch.is_grad_enabled() and once("no_grad"):
             LOG.warning(

@@ -145,6 +145,6 @@ def _scaled(where: str, factor: float) -> RunError:
         what=f"the loss was multiplied by {factor:g}, and the program computes in float16",
         why="the step has computed its gradients from the loss as it was compiled: what is too "
         "small for float16 is 0 by now, and what is too large infinite",
-        do="Make the scale an input of the step and multiply inside of the compiled loss, or "
-        "compute in bfloat16, which needs no scale.",
+        do="Leave the GradScaler out, and compute in bfloat16, which needs no scale; or make the "
+        "scale an input of the step and multiply inside of the compiled loss.",
     )

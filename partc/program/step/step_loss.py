@@ -64,6 +64,21 @@ class StepLoss(_Told):
         )
 
 
+class HalfLoss(StepLoss):
+    """The loss of a step that computes in float16, for which scripts have a GradScaler."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """RunError: the gradients are there, and no scale can help them."""
+        raise RunError(
+            where="loss.backward()",
+            what="the gradients are there already, in float16",
+            why="stage.step computes them together with the loss, so that no scale comes before: "
+            "what is too small for float16 is 0 by now",
+            do="Leave backward out; in place of a GradScaler compute in bfloat16, which needs no "
+            "scale: torch.autocast(device, torch.bfloat16).",
+        )
+
+
 class _Detached(_Told):
     """What has no gradients, and what was computed from it alone."""
 
@@ -178,9 +193,12 @@ def plain(loss: Tensor) -> Tensor:
         return loss.as_subclass(Tensor)
 
 
-def of_step(loss: Any) -> Any:
-    """What a step gives for a loss that its gradients were computed with."""
-    return loss.as_subclass(StepLoss) if type(loss) is Tensor else loss
+def of_step(loss: Any, *, is_half: bool = False) -> Any:
+    """What a step gives for a loss that its gradients were computed with; ``is_half``: in
+    float16.
+    """
+    kind = HalfLoss if is_half else StepLoss
+    return loss.as_subclass(kind) if type(loss) is Tensor else loss
 
 
 def evaluated(results: Any) -> Any:
