@@ -117,10 +117,11 @@ def check_outputs(where: str, outputs: Sequence[str], loss: Any) -> None:
     """UsageError for names of results where they are a loss's to return."""
     check_names(f"{where}(outputs=...)", outputs)
     if "loss" in outputs:
+        others = [each for each in outputs if each != "loss"]
         raise UsageError(
             where=f"{where}(outputs=...)", what="'loss' is one of them",
             why="a training step returns its loss in any case",
-            do=f"Leave it out: outputs={[each for each in outputs if each != 'loss']}.",
+            do=f"Leave it out: outputs={others}." if others else "Leave outputs out.",
         )  # fmt: skip
     if outputs and loss is not None:
         raise UsageError(
