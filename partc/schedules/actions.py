@@ -143,7 +143,8 @@ def _check_complete(schedule: Schedule, seen: set[Action]) -> None:
                     schedule, rank, None,
                     f"stage {stage} runs {', '.join(sorted(kinds)) or 'nothing'} for microbatch "
                     f"{microbatch}",
-                    "it must run F and B, or F, I and W" + _counted(schedule, microbatch),
+                    f"it must run F and B, or F, I and W, as {stage}F{microbatch} and "
+                    f"{stage}B{microbatch}{_counted(schedule, microbatch)}",
                 )  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def _counted(schedule: Schedule, microbatch: int) -> str:
     """What to say where no stage runs the first microbatch, as of those who count from 1."""
     each = {action.microbatch for order in schedule.orders for action in order}
     is_from_1 = microbatch == 0 and 0 not in each and schedule.microbatches - 1 in each
-    return "; microbatches and stages are counted from 0: 0F0 is the first action" * is_from_1
+    return "; microbatches and stages are counted from 0" * is_from_1
 
 
 def _refused(
