@@ -121,7 +121,7 @@ def tied_late() -> None:
 
 
 def test_parameters_that_are_tied_behind_the_compile_are_told() -> None:
-    check((tied_late, ("tied parameters", "second.weight = first.weight", "Compile again")))
+    check((tied_late, ("tied parameters", "second.weight = first.weight", "Leave it as it was")))
 
 
 def test_parameters_that_were_tied_are_no_change() -> None:
