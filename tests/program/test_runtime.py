@@ -339,7 +339,8 @@ def test_a_scale_for_float16_has_to_be_inside_of_the_step(monkeypatch: pytest.Mo
 
 def refuses_other_dtypes(stage: Stage) -> None:
     """Autocast would change what the program's text means; a default dtype is the script's own."""
-    before = stage.step(*example_batch())
+    batch = example_batch()
+    before = stage.step(*batch)
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(RunError, match="inside of torch"),
@@ -347,7 +348,7 @@ def refuses_other_dtypes(stage: Stage) -> None:
         stage.step(*example_batch())
     torch.set_default_dtype(torch.float64)
     try:
-        assert torch.equal(stage.step(*example_batch()), before)
+        assert torch.equal(stage.step(*batch), before)
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
