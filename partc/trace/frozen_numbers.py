@@ -76,8 +76,8 @@ class Number(NamedTuple):
 # What to do where a number has to change between steps; functions such as dropout take no tensor.
 CHANGING = (
     "Leave it as it was; or make it an input of the step, or a buffer (dropout by a tensor p is "
-    "x * (torch.rand_like(x) >= p) / (1 - p)); or save a checkpoint, and load it into a model that "
-    "is compiled with the new value."
+    "x * (torch.rand_like(x) >= p) / (1 - p)). Compile again for another: a new model, which takes "
+    "the weights by partc.load_checkpoint."
 )
 
 
