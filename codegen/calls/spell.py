@@ -135,6 +135,8 @@ def first_result(call: Text) -> str:
 @spells(*METHODS)
 def _method(call: Call) -> Text:
     """``aten.view(x, [2, 3])`` is ``x.view(2, 3)``."""
+    if "self" not in call.given:  # as torch.repeat_interleave(counts)
+        return _in_torch(call)
     arguments = call.arguments(skip=1)
     if call.name in STARRED:
         arguments = _without_brackets(arguments)

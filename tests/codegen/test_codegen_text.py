@@ -79,6 +79,7 @@ CASES = [
     (aten.native_layer_norm.default, (X, [4], None, None, 1e-5), {}),
     (aten.cumsum.default, (X, 1), {}),
     (aten.repeat_interleave.self_int, (X, 2, 1), {}),
+    (aten.repeat_interleave.Tensor, (INDICES,), {"output_size": 2}),
     (aten.bitwise_not.default, (X > 0,), {}),
     (aten.gelu.default, (X,), {"approximate": "tanh"}),
     (aten.elu.default, (X, 0.5), {}),
