@@ -191,7 +191,8 @@ def _out_of_place(node: fx.Node) -> Any:
     found = getattr(packet, target._overloadname, None)
     if found is None or found is target or _arguments(found) != _arguments(target):
         found = _same_arguments(packet, target) or (None if found is target else found)
-    if found is None:
+    makes = found is not None and bool(_factory_options(found, torch.empty(0)))
+    if found is None or (makes and torch.Tag.nondeterministic_seeded in found.tags):
         raise _refusal(node, f"{target} has no out-of-place form")
     return found
 
