@@ -93,6 +93,8 @@ class TransferError(RunError, RuntimeError):
     Also a RuntimeError, which torch raises there.
     """
 
+    code = "PTC071"
+
 
 class UsageError(PartcError):
     """An argument of a command or of a call is unknown or impossible."""
@@ -165,6 +167,13 @@ Usual causes: torchrun with another number of processes than the mesh has, a mis
 batch of another shape than the example inputs, a peer that died, or a device out of memory.
 What to do: read the first failing rank's message, the others follow from it; start as many
 processes as the plan's mesh has ranks; `partc check` tells whether the files are whole.""",
+    "PTC071": """\
+PTC071: transfer. Ranks did not meet in a transfer: one has ended, has failed, or runs something
+else.
+Usual causes: a script that failed on another rank, one batch more on some ranks, a call of all
+ranks behind `if rank == 0`, or a process that was killed.
+What to do: mend what the named rank printed; give every rank as many batches
+(model.loader(dataset), or DataLoader(drop_last=True)); make calls of all ranks on every rank.""",
     "PTC080": """\
 PTC080: usage. An argument of a command or a call is unknown, misspelt or of the wrong kind.
 Usual causes: a misspelt name (the message lists close ones), a model that is not
