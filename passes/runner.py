@@ -238,8 +238,11 @@ def _apply(state: State, each: Pass, names: tuple[str, ...]) -> None:
         raise _failed(each, f"it asks for {missing!r}: a pass is given graph, plan, mesh or stages")
     try:
         given = each.run(**asked)
-    except PartcError:
-        raise
+    except PartcError as error:
+        if each.own:
+            raise
+        where = f"pass {each.name} ({each.where}), {error.where}"
+        raise type(error)(where=where, what=error.what, why=error.why, do=error.do) from error
     except Exception as error:
         if each.own:
             raise

@@ -192,6 +192,19 @@ def test_a_pass_that_breaks_the_graph_is_named(package: Package, mistake: str) -
     assert not (package.path / "build").exists()
 
 
+def test_a_refusal_inside_of_a_pass_names_it_too(package: Package) -> None:
+    package.made_of(
+        """
+@partc.graph_pass(after="insert_collectives")
+def asks(graph):
+    return None if is_call(next(graph.calls()), torch.relu) else None
+"""
+    )
+    parts = package.refused(*COMPILE, "--out", "build")
+    assert parts["where"] == f"pass asks ({MODULE}), is_call"
+    assert "torch.ops.aten.relu" in parts["do"]
+
+
 def test_a_pass_that_breaks_the_graph_may_be_left_out(package: Package) -> None:
     package.made_of(BROKEN["raises"][0])
     package.partc(*COMPILE, "--out", "build", "--disable", "broken")
