@@ -26,6 +26,7 @@ from partc.wrong_calls import check_whole_number, known_arguments, quoted
 RULES = ("raise", "skip", "rollback")
 _OF_GRADIENTS = 2  # what is bad is known by its gradient alone
 _ASK = "pass the batch, guard.passes(step, loss, *batch), and what is not finite first is named"
+FIRST_CALLS = 3  # before which ranks are asked whether all of them make it
 FEWEST = 10  # accepted losses before one can be a spike
 Spike = float | Callable[[float, Sequence[float]], bool]
 Optimizer = torch.optim.Optimizer
@@ -104,6 +105,7 @@ class StepGuard:
                 where there is no step to go back to.
         """
         stage = _allowed(stage_of("StepGuard.passes", self._stage))
+        stage.check_together("StepGuard.passes", FIRST_CALLS)
         check_whole_number(step, "StepGuard.passes(step)")
         value = float(_number(loss))
         kind = self._judged(stage, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+import partc
 from partc.api import compile
 from partc.errors import RunError, TransferError
 from partc.program import load
@@ -55,10 +57,13 @@ def apart(folder: Path, call: str, build: Path | None = None) -> str:
         "load_checkpoint": lambda: load_checkpoint(folder, stage),
         "full_state_dict": stage.full_state_dict,
         "clip_grad_norm_": lambda: stage.clip_grad_norm_(1.0),
+        "load_full": lambda: stage.load_full(model),
+        "copy.deepcopy": lambda: copy.deepcopy(stage),
+        "StepGuard.passes": lambda: partc.StepGuard(stage).passes(1, torch.tensor(0.0)),
         "aten.linalg_vector_norm of weight": lambda: weight.norm(),
         "aten.linalg_vector_norm of the gradient of weight": lambda: weight.grad.norm(),
-        "a read of the whole of weight": lambda: weight.full_tensor(),
-        "a read of the whole of bias": lambda: stage.bias[:2].tolist(),
+        "another layout of weight": lambda: weight.full_tensor(),
+        "a read of the whole of bias": lambda: stage.bias.tolist(),
     }
     weight: Any = stage.weight
     save_checkpoint(folder, stage, step=1)
@@ -76,9 +81,10 @@ def apart(folder: Path, call: str, build: Path | None = None) -> str:
 @pytest.mark.parametrize(
     "call",
     [
-        "save_checkpoint", "load_checkpoint", "full_state_dict", "clip_grad_norm_",
+        "save_checkpoint", "load_checkpoint", "full_state_dict", "clip_grad_norm_", "load_full",
+        "copy.deepcopy", "StepGuard.passes",
         "aten.linalg_vector_norm of weight", "aten.linalg_vector_norm of the gradient of weight",
-        "a read of the whole of weight", "a read of the whole of bias",
+        "another layout of weight", "a read of the whole of bias",
     ],
 )  # fmt: skip
 def test_a_call_that_one_rank_makes_alone(world: Processes, tmp_path: Path, call: str) -> None:

@@ -19,6 +19,7 @@ from partc.program.ranks import meeting
 
 GLOO_S = 0.1
 AT_ITS_END = "has ended: its script came to its end"
+_ENDS = "partc ends"
 SAID_S = 2.0  # so long others may take to say that they have ended
 ENDED = (
     "its script has ended without program.module(), which is a call of all ranks (not behind "
@@ -43,21 +44,13 @@ def has_joined() -> None:
         _state["joined"] = True
         atexit.register(_let_gloo_end)
         if dist.get_world_size() > 1:
-            atexit.register(_say_end, _store(), dist.get_rank())
-
-
-def _store() -> Any:
-    """Torch's store, by a connection of its own."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    store = store.clone()
-    store.set_timeout(timedelta(seconds=SAID_S))
-    return PrefixStore("partc ends", store)
+            atexit.register(_say_end, dist.distributed_c10d._get_default_store(), dist.get_rank())
 
 
 def _say_end(store: Any, rank: int) -> None:
     """Say by what this process ends, to whom its end surprises in a transfer."""
     with suppress(Exception):  # the store is gone, with the job
-        meeting.answered(lambda: store.set(str(rank), how_it_ends()), SAID_S)
+        PrefixStore(_ENDS, store).set(str(rank), how_it_ends())
 
 
 def how_it_ends() -> str:
@@ -71,16 +64,22 @@ def how_it_ends() -> str:
 
 def ends_of_others() -> dict[int, str]:
     """By rank what those have said who have ended; waits a moment for the first of them."""
-    found = dict[int, str]()
+    with suppress(Exception):  # the store is gone, or stands still
+        return meeting.answered(_asked, 2 * SAID_S)
+    return {}
+
+
+def _asked() -> dict[int, str]:
+    first: Any = dist.distributed_c10d._get_default_store()
+    store = first.clone()  # by a connection of its own, as another may be busy waiting
+    store.set_timeout(timedelta(seconds=SAID_S))
+    store, until = PrefixStore(_ENDS, store), time.monotonic() + SAID_S
     others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
-    until = time.monotonic() + SAID_S
-    with suppress(Exception):
-        store = meeting.answered(_store, SAID_S)
-        while not found and time.monotonic() < until:
-            said = [rank for rank in others if store.check([str(rank)])]
-            found = {rank: store.get(str(rank)).decode() for rank in said}
-            time.sleep(0.0 if found else 0.1)
-    return found
+    while True:
+        said = [rank for rank in others if store.check([str(rank)])]
+        if said or time.monotonic() > until:
+            return {rank: store.get(str(rank)).decode() for rank in said}
+        time.sleep(0.1)
 
 
 def _let_gloo_end() -> None:

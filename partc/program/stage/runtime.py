@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from partc.plan import Plan
+from partc.plan.mesh import ISLAND
 from partc.plan.wires import is_residual
 from partc.program import Program
 from partc.program.checkpoints import residuals
@@ -254,6 +255,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
             LoadError: a name is missing or unknown, or a tensor has another shape.
         """
         check_flag(strict, "load_full(strict=...)")
+        if ISLAND not in self._program.mesh.names:  # islands begin when they are there
+            self.check_together("load_full")
         self._begin_loading()
         self._tensors.load(whole_tensors(source), strict, self.shards)
 
@@ -356,6 +359,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
     @float32_default()
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         """A stage of the same program with tensors of its own; all ranks call this together."""
+        self.check_together("copy.deepcopy")
         choices = self._own.choices
         twin = memo[id(self)] = Stage(
             self._program, self._device_mesh, self.device, choices, self.like_model,

@@ -128,9 +128,11 @@ class SeveralPrograms(nn.Module):
         return self
 
     # inside ----------------------------------------------------------------------------------
-    def check_together(self, call: str) -> None:
-        """RunError on all ranks if some of them run something else than this call of all ranks."""
-        self._own.meet(call)
+    def check_together(self, call: str, most: int = 0) -> None:
+        """RunError on all ranks if some of them run something else than this call of all ranks.
+        ``most``: only so many times, of a call that every step makes; 0 always.
+        """
+        self._own.meet(call, most)
 
     def check_alike(self) -> None:
         """RunError on all ranks if some of them hold other weights than others must have too."""

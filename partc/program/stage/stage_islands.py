@@ -24,7 +24,7 @@ class StageIslands(nn.Module):
     _own: Family
     _program: Program
     _tensors: RankTensors
-    check_together: Callable[[str], None]
+    check_together: Callable[..., None]
     is_served = False  # a server beside the program is told of its gradients
 
     @known_arguments

@@ -11,7 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from partc.errors import RunError
 from partc.program.tensors.chunks import write_items
-from partc.program.tensors.homes import HomeTensor, check_read, give_memory, replicated, whole_of
+from partc.program.tensors.homes import (
+    HomeTensor,
+    check_read,
+    give_memory,
+    meet,
+    replicated,
+    whole_of,
+)
 from partc.program.tensors.pieces_of_one_rank import own_piece, place_of
 from partc.program.tensors.stage_ops import run_op
 
@@ -63,6 +70,8 @@ class StageTensor(HomeTensor):
     ) -> DTensor:
         """The tensor in another layout of DTensor."""
         if not self.parted and self.copied_view is None:
+            if not all(each.is_replicate() for each in self.placements):
+                meet(self, "another layout")
             return super().redistribute(device_mesh, placements, **options)
         whole = replicated(self.full_tensor(), self)
         return whole.redistribute(device_mesh, placements, **options)
