@@ -22,6 +22,16 @@ def manual(module: Any) -> UsageError:
     )
 
 
+def ended_fit() -> UsageError:
+    """The refusal of a checkpoint with optimizers whose states went with the ranks' shards."""
+    return UsageError(
+        where="trainer.save_checkpoint", what="the fit is over, and with it the optimizer's states",
+        why="these are of the shards that ranks had; the module has whole weights again",
+        do="Let ModelCheckpoint(save_last=True) save while the fit runs, or save in on_train_end; "
+        "the weights alone are trainer.save_checkpoint(path, weights_only=True).",
+    )  # fmt: skip
+
+
 def check_devices(mesh: Mesh, world: int) -> None:
     """RunError unless a Trainer has started as many processes as the mesh has ranks."""
     if not mesh.is_open and world != mesh.num_ranks:

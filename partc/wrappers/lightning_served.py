@@ -11,7 +11,7 @@ from typing import Any
 from partc.errors import PlanError
 from partc.plan import Plan
 from partc.plan.mesh import PP, Mesh
-from partc.wrappers.lightning_errors import part_alone, sets
+from partc.wrappers.lightning_errors import ended_fit, part_alone, sets
 from partc.wrappers.lightning_module import Compiled, logging
 from partc.wrappers.lightning_rows import SharedRows
 
@@ -69,6 +69,8 @@ class ServedByStage(SharedRows):
         return self._stage.full_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> Any:
+        if self._stage is None:
+            raise ended_fit()
         return self._stage.full_optim_state_dict(getattr(optimizer, "_optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from partc.errors import UsageError
 from partc.verification.processes import Processes
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -103,3 +104,11 @@ def test_what_a_program_would_not_do_is_refused(world: Processes) -> None:
     for precision in ("64-true", "bf16-true"):
         assert said[precision].startswith(f"UsageError: Trainer(precision={precision!r}):")
     assert said["32-true"] == ""  # of a module and batches in float64
+
+
+def test_a_checkpoint_behind_the_fit_is_refused_by_name() -> None:
+    from partc.wrappers.lightning import Strategy
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+    with pytest.raises(UsageError, match=r"the fit is over[\s\S]*weights_only=True"):
+        Strategy("dp=2", plan="fsdp").optimizer_state(optimizer)
