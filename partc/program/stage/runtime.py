@@ -255,7 +255,9 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
             LoadError: a name is missing or unknown, or a tensor has another shape.
         """
         check_flag(strict, "load_full(strict=...)")
-        if ISLAND not in self._program.mesh.names:  # islands begin when they are there
+        # islands begin when they are there; what has no values yet is refused at the next step
+        alone = ISLAND in self._program.mesh.names or self._loaded.missing(self._tensors.held)
+        if not alone:
             self.check_together("load_full")
         self._begin_loading()
         self._tensors.load(whole_tensors(source), strict, self.shards)
