@@ -6,6 +6,7 @@ sum of four of them is four times the mean that the script wants.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -13,8 +14,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from partc.program.model.habits import once
 from partc.users_line import warn
 
-_DIVISORS: list[float] = []  # of losses, since an optimizer has stepped
-_STEPS: list[bool] = []  # steps since then, and whether their gradients were scaled
+MOST = 1024  # steps that are kept; a loop without an optimizer of torch never ends them
+_DIVISORS = deque[float](maxlen=MOST)  # of losses, since an optimizer has stepped
+_STEPS = deque[bool](maxlen=MOST)  # steps since then, and whether their gradients were scaled
 _HOOKS: list[Any] = []
 
 

@@ -129,12 +129,8 @@ class Agreement:
         number, self.num_steps = self.num_steps, self.num_steps + 1
         new = id(role) not in self._seen
         self._seen[id(role)] = role
-        due = (
-            self._is_asked
-            or new
-            or (self.every > 0 and (number % self.every == 0 or number in EARLY))
-        )
-        self._is_asked = False
+        regular = self.every > 0 and (number % self.every == 0 or number in EARLY)
+        due, self._is_asked = new or regular or self._is_asked, False
         if due and role.mesh.num_ranks > 1:
             comparison = _Comparison(self, role, inputs, held, drawn, device)
             refused = True
