@@ -38,8 +38,9 @@ Optimizer = torch.optim.Optimizer
 SAMPLE = 64  # elements of a tensor that tell whether it was changed
 
 
-def take_weights(tensors: RankTensors, model: nn.Module | None, compiled: Fingerprint) -> None:
-    """Load what the model of rank 0 has, as DDP does; all ranks call this together.
+def take_weights(tensors: RankTensors, model: nn.Module | None, compiled: Fingerprint) -> bool:
+    """Load what the model of rank 0 has, as DDP does, and say on all ranks whether it has anything;
+    all ranks call this together.
 
     Tensors without values (``meta``) and a model that has changed its shapes are left out.
     """
@@ -56,6 +57,7 @@ def take_weights(tensors: RankTensors, model: nn.Module | None, compiled: Finger
         if sent.numel():
             dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
         tensors.fill({shard.name: sent})
+    return bool(known.any())
 
 
 def _has_values(tensor: Tensor | None) -> bool:

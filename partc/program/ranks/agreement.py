@@ -84,6 +84,7 @@ class Agreement:
     Attributes:
         every: how many steps lie between two comparisons; 0 compares at the first step of each
             program alone. It has to be the same on all ranks. A comparison reads all weights once.
+        drain: waits for what other islands send, which a comparison must not read half sent.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Agreement:
         self._is_asked = False  # to compare before the next step
         self._holders, self._draws, self.sources = holders, draws, sources
         self.shown = shown  # the parameters that optimizers of the script step on
+        self.drain: Callable[[], None] = lambda: None
         watch_steps()
         self._seen: dict[int, Role] = {}  # of the programs that have run
 
@@ -196,6 +198,7 @@ class _Comparison:
 
     def run(self, *, first: bool, new: bool) -> None:
         """Compare; at the first step weights have to be equal to the bit."""
+        self.of.drain()
         said = [joined(self._numbers(each)) for each in self.alike]
         samples = self._samples()
         rows = self._exchange([int(self.inputs is None), joined(samples), *samples, *said])

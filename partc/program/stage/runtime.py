@@ -95,7 +95,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
         residuals.begin(self._tensors.held)
-        take_weights(self._tensors, model, program.fingerprint)
+        loaded.are_there = take_weights(self._tensors, model, program.fingerprint)
         names = sorted(shard.name for shard in self._tensors.all_shards.values())
         take_flags(model, self._shown, names, device, program.plan)
         raw = RawModel(model, self._shown, self._tensors)
@@ -113,6 +113,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         )  # fmt: skip
         first = Member(self._program, self._role, self._rank_step, {}, guard)
         self._begin(Family(first, mesh, choices, guard))
+        agreement.drain = self._own.islands.drain
         serve_loads(self)
 
     @property
@@ -200,6 +201,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         ``met``: behind how many steps islands had met last.
         """
         residuals.begin(self._tensors.held, loaded)
+        self._loaded.are_there = True
         self.seed(*seeded)
         self._own.state.met = met
 
@@ -256,8 +258,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         """
         check_flag(strict, "load_full(strict=...)")
         # islands begin when they are there; what has no values yet is refused at the next step
-        alone = ISLAND in self._program.mesh.names or self._loaded.missing(self._tensors.held)
-        if not alone:
+        if self._loaded.are_there and ISLAND not in self._program.mesh.names:
             self.check_together("load_full")
         self._begin_loading()
         self._tensors.load(whole_tensors(source), strict, self.shards)
@@ -372,6 +373,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()
         twin._loaded.watch(twin._tensors.held, self._loaded.missing(self._tensors.held))
+        twin._loaded.are_there = self._loaded.are_there
         twin._follow(self)
         twin._own.guard.casts = self._own.guard.casts
         twin._show_tensors()

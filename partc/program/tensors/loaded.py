@@ -22,7 +22,8 @@ FEW = 4  # names in an error
 class Loaded:
     """Watches a rank's tensors, by name, until the first step finds that all of them have values.
 
-    ``read`` are the names of the tensors that a step reads; the others are only saved.
+    ``read`` are the names of the tensors that a step reads; the others are only saved. ``are_there``
+    is alike on all ranks: whether values were given to all of them together, or found by a step.
     """
 
     def __init__(self, held: Mapping[str, Tensor], read: Iterable[str]) -> None:
@@ -32,7 +33,7 @@ class Loaded:
 
     def empty(self, held: Mapping[str, Tensor]) -> None:
         """Take all tensors for unwritten, and let them look so."""
-        self._found_all = False
+        self.are_there = self._found_all = False
         with torch.no_grad():
             for tensor in held.values():
                 _spoil(tensor)
@@ -61,7 +62,7 @@ class Loaded:
         dist.all_reduce(any_missing, dist.ReduceOp.MAX)
         if any_missing.item():
             raise _not_loaded(missing, device)
-        self._found_all = True
+        self.are_there = self._found_all = True
 
 
 def _spoil(tensor: Tensor) -> None:
