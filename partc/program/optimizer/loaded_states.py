@@ -30,6 +30,7 @@ from partc.program.optimizer.whole_states import (
     sizes_of,
 )
 from partc.program.tensors.elsewhere import drop_stand_ins, stand_in_of
+from partc.program.tensors.own_writes import OWN_WRITES
 
 Optimizer = torch.optim.Optimizer
 StateDict = dict[str, Any]
@@ -72,6 +73,7 @@ def _own_part(optimizer: Optimizer, given: StateDict) -> StateDict:
     places, params = _places(optimizer), _params(optimizer)
     if not places and pipeline is None:
         return given
+    OWN_WRITES.load()
     check_state(given, f"{type(optimizer).__name__}.load_state_dict")
     if all(id(p) in places for p in params):
         given = _of_rank(optimizer, given, pipeline)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from partc.errors import RunError, UsageError
 from partc.program.role import Shard
 from partc.program.tensors.elsewhere import drop_stand_ins
+from partc.program.tensors.own_writes import OWN_WRITES
 from partc.program.tensors.shown import Shown
 from partc.wrong_calls import quoted
 
@@ -115,7 +116,9 @@ class Stepping:
         _replace(optimizer, {id(each.param): stand_in for each, stand_in in self._entered})
 
     def _leave(self, optimizer: Optimizer) -> None:
-        for each, _ in self._entered:
+        for each, stand_in in self._entered:
+            if stand_in.grad is not None:
+                OWN_WRITES.note_one(each.shard)
             self._route.leave(each)
         _replace(optimizer, {id(stand_in): each.param for each, stand_in in self._entered})
         self._entered = []

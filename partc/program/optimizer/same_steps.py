@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from partc.program.optimizer.same_optimizer import HOW, plain_values
+from partc.program.tensors.own_writes import OWN_WRITES
 
 NAMES = ("learning rate of the optimizer", "hyperparameter of the optimizer")
 STEPS = "number of steps of the optimizer"  # where ranks have none
@@ -40,8 +41,10 @@ def numbers_of_steps(params: Collection[Tensor]) -> list[int]:
 
 
 def number_by_now(params: Collection[Tensor]) -> int:
-    """One number of all that ``numbers_of_steps`` gives, which forgets nothing."""
-    return _number(_numbers(_stepped_on(params)))
+    """One number of all that ``numbers_of_steps`` gives, and of what was written to stages since
+    ranks were compared; forgets nothing.
+    """
+    return _number([_numbers(_stepped_on(params)), OWN_WRITES.since()])
 
 
 def _stepped_on(params: Collection[Tensor]) -> list[Optimizer]:

@@ -30,10 +30,13 @@ from partc.program.ranks.disagreement import (
 from partc.program.ranks.tensor_hash import hashes_of, joined, sketch_of
 from partc.program.role import Role, Shard
 from partc.program.tensors.holders import Holders
+from partc.program.tensors.own_writes import NAMES as WRITES
+from partc.program.tensors.own_writes import OF_COPIES, OWN_WRITES
 from partc.users_line import warn
 from partc.wrong_calls import check_whole_number
 
 EVERYWHERE = ("random", "source")  # kinds that islands have alike too
+CAUSES = (("optimizer", "frozen"), ("write",))  # of weights that differ, the first known
 EVERY = 100  # steps from one comparison to the next
 EARLY = (1, 10)  # steps that are compared too: optimizers of unlike numbers have then stepped
 
@@ -102,6 +105,7 @@ class Agreement:
         self.shown = shown  # the parameters that optimizers of the script step on
         self.drain: Callable[[], None] = lambda: None
         watch_steps()
+        OWN_WRITES.compared()
         self._seen: dict[int, Role] = {}  # of the programs that have run
 
     @property
@@ -177,6 +181,7 @@ class Agreement:
             if apart or len(every) > 1:
                 kinds.setdefault(("source", frozenset(), every), []).append(name)
         kinds["optimizer", frozenset({PP}), every] = [*NAMES]  # its groups are of a rank's stages
+        kinds["write", frozenset({PP}), every] = [*WRITES]
         if self._draws:
             kinds["random", frozenset(), every] = ["seed", "number of steps"]
         return [
@@ -211,8 +216,11 @@ class _Comparison:
         unlike = [each for each, i in columns if [*self._odd(each, [row[i] for row in rows])]]
         every = [one for each in unlike for one in self._found(each, first)]
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
-        causes = {key: x for key, x in found.items() if x.kind in ("optimizer", "frozen")}
-        found = causes or found  # weights differ because of these
+        if {name for name, _ in found} == {OF_COPIES}:
+            found = {}  # written by other ops, and the same
+        causes = ({k: x for k, x in found.items() if x.kind in kinds} for kinds in CAUSES)
+        found = next(filter(None, causes), found)
+        OWN_WRITES.compared()
         if found:
             raise disagreement([*reversed(found.values())], self.role, own_rows=self.of.own_rows)
         trains = torch.is_grad_enabled() and not self.role.is_inference
@@ -252,6 +260,8 @@ class _Comparison:
             return [each & (1 << 63) - 1 for each in self.drawn]
         if of.kind == "optimizer":
             return self._steps
+        if of.kind == "write":
+            return OWN_WRITES.since()
         if of.kind == "frozen":
             shown = self.of.shown()
             return [1 + shown[n].requires_grad if n in shown else 0 for n in of.names]
@@ -301,7 +311,8 @@ class _Comparison:
                 if sketches:
                     there = sketches[usual][2 * i : 2 * i + 2]
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]
-                values = (rows[usual][i], rows[odd[0]][i]) if of.kind == "random" else None
+                numbered = of.kind in ("random", "write")
+                values = (rows[usual][i], rows[odd[0]][i]) if numbered else None
                 if of.kind == "frozen":
                     name, odd = f"requires_grad of {name}", [r for r in odd if numbers[r]]
                     values = (numbers[usual] > 1, numbers[usual] < 2)

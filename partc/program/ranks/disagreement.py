@@ -30,6 +30,9 @@ _DO = {
     "buffer": "Load the same buffers on all ranks (stage.load_full, stage.load_state_dict).",
     "optimizer": "Make the optimizer alike on all ranks, and step it and its scheduler alike: a "
     "learning rate that follows a loss takes that of all ranks (stage.eval_step).",
+    "write": "Let all ranks write to parameters, gradients and optimizers alike, and none alone, "
+    "behind `if rank == 0` or by a number of its own rows: optimizer.step, load_state_dict, "
+    "p.grad = None, p.mul_.",
     "random": "Call stage.seed with the same numbers on all ranks, and take the same steps on all.",
 }
 
@@ -38,8 +41,8 @@ _DO = {
 class Found:
     """One thing that differs: ``odd`` ranks have another one than rank ``usual``.
 
-    ``kind``: input, parameter, frozen, buffer, source, optimizer or random. ``values`` of the two,
-    where they say something.
+    ``kind``: input, parameter, frozen, buffer, source, optimizer, write or random. ``values``
+    of the two, where they say something.
     """
 
     kind: str

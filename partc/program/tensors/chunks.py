@@ -1,4 +1,4 @@
-"""Where this rank's piece lies in the whole tensor, as torch.distributed.checkpoint asks it.
+"""Where this rank's piece lies in the whole tensor.
 
 A piece is one box of the whole tensor, or several where each part of a fused weight is cut by
 itself: f32[(3 4@tp),2] on rank 1 of 2 is rows 2-3, 6-7 and 10-11.
@@ -9,16 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from partc.plan.mesh import Mesh
 from partc.program.role import Shard
@@ -40,10 +32,6 @@ class Chunk:
             piece = piece.narrow(dim, start, size)
         return piece
 
-    def storage(self) -> Any:
-        """The box in torch's words."""
-        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
-
 
 def chunks_of(shard: Shard, mesh: Mesh, coords: Mapping[str, int]) -> list[Chunk]:
     """The boxes that make up the piece of the rank at ``coords``."""
@@ -52,19 +40,6 @@ def chunks_of(shard: Shard, mesh: Mesh, coords: Mapping[str, int]) -> list[Chunk
         runs[dim] = list(_taken(runs[dim], outer, mesh.size(axis), coords[axis]))
     boxes = product(*(_with_starts(each) for each in runs))
     return [Chunk(*zip(*box, strict=True)) if box else Chunk((), (), ()) for box in boxes]
-
-
-def write_items(name: str, shard: Shard, piece: Tensor, chunks: list[Chunk]) -> list[Any]:
-    """What a rank writes of a tensor, an item for each box."""
-    properties = TensorProperties.create_from_tensor(piece)
-    return [
-        WriteItem(
-            index=MetadataIndex(name, torch.Size(chunk.offsets)),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk.storage(), properties, torch.Size(shard.shape)),
-        )
-        for chunk in chunks
-    ]
 
 
 def _taken(runs: list[Run], outer: int, num: int, index: int) -> Iterator[Run]:

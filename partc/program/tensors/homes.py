@@ -95,7 +95,8 @@ class HomeTensor(DTensor):
     rows wrongly. ``of_gradient``: whether it was computed from a gradient. ``copied_view``: whose
     view it is, where its memory is a copy. ``joined``: whether it was computed from several
     parameters of a pipeline rank, whose values are of its own stages alone. ``follower``: of
-    a parameter, and of its gradient.
+    a parameter, and of its gradient. ``is_own``: whether it is a parameter or a gradient of a
+    stage, or a view of one, and no value that was computed from them.
     """
 
     home: Home
@@ -104,6 +105,7 @@ class HomeTensor(DTensor):
     copied_view: View | None
     joined: bool = False
     follower: Follower | None = None
+    is_own: bool = False
     _plain: DTensor | None = None
 
     @classmethod

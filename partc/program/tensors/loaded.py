@@ -22,8 +22,8 @@ FEW = 4  # names in an error
 class Loaded:
     """Watches a rank's tensors, by name, until the first step finds that all of them have values.
 
-    ``read`` are the names of the tensors that a step reads; the others are only saved. ``are_there``
-    is alike on all ranks: whether values were given to all of them together, or found by a step.
+    ``read`` are the names of the tensors that a step reads; the others are only saved. Alike on all
+    ranks is ``are_there``: whether values were given to all of them together, or found by a step.
     """
 
     def __init__(self, held: Mapping[str, Tensor], read: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from partc.graph.writes import write_places, written_to
+from partc.graph.writes import write_places
 from partc.program.tensors.homes import HomeTensor
 
 _PER_TENSOR = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -31,7 +31,7 @@ class Op:
 
     ``is_per_tensor``: it takes lists, and treats the tensors of each index by themselves.
     ``keeps_places``: it makes each element of the elements at the same place alone.
-    ``writes``: it writes to operands.
+    ``writes_at``: number and name of each operand that it writes to.
     """
 
     func: Any
@@ -42,7 +42,7 @@ class Op:
     makes_views: bool
     reshapes_in_place: bool
     has_out: bool
-    writes: bool
+    writes_at: tuple[tuple[int, str], ...]
 
     @classmethod
     @cache
@@ -60,12 +60,17 @@ class Op:
             makes_views=schema._is_view_op(),
             reshapes_in_place=torch.Tag.inplace_view in tags,
             has_out=any(argument.is_out for argument in schema.arguments),
-            writes=bool(write_places(func)),
+            writes_at=write_places(func),
         )
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes to operands."""
+        return bool(self.writes_at)
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The operands that the op writes to, also in lists."""
-        given = written_to(self.func, args, kwargs)
+        given = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes_at]
         return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
 
     def is_of_all_elements(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

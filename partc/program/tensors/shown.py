@@ -121,7 +121,7 @@ class Shown:
                 piece = self.piece.grad = torch.empty_like(self.piece).copy_(piece)
             shown = self.param.grad = self._over(piece)
             if isinstance(shown, HomeTensor):
-                shown.follower = Follower(self._grad_moved)
+                shown.follower, shown.is_own = Follower(self._grad_moved), True
         self._grads = self.param.grad, piece
 
     def _grad_moved(self, shown: Tensor, piece: Tensor) -> None:
@@ -196,7 +196,7 @@ class Shown:
         self._local = self.piece.detach()
         param = nn.Parameter(self.layouts.parameter(self.shard, self._local), self.trained)
         if isinstance(param, HomeTensor):
-            param.follower = Follower(self._moved)
+            param.follower, param.is_own = Follower(self._moved), True
         if self.trained:
             self._watch(param)
         return param

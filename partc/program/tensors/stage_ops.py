@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from partc.errors import RunError
 from partc.program.tensors.homes import HomeTensor, View, check_read, meet, whole_of
 from partc.program.tensors.op_facts import Op, home_tensors
+from partc.program.tensors.own_writes import OWN_WRITES
 from partc.program.tensors.script_tensors import check_kept, fitting
 from partc.program.tensors.whole_ops import reshape_in_place, run_on_whole, view_of
 
@@ -67,6 +68,7 @@ def _run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Hom
     """The result of an op that may be computed on this rank's tensors."""
     func = op.func
     if op.writes:
+        OWN_WRITES.note(op, args, kwargs)
         _adopt_written(op, args, kwargs, given[0])
     if op.reshapes_in_place:
         return reshape_in_place(func, *args, **kwargs)
@@ -134,13 +136,15 @@ class _Results:
             meet(operand, str(self._op.func).removesuffix(".default"))
         value = _finished(value)
         alone = self._op.is_per_tensor
-        return operand.over(
+        made = operand.over(
             value,
             operand.home,
             parted=operand.parted and self._lies_as(operand, value),
             of_gradient=any(x.of_gradient for x in ([operand] if alone else self._given)),
             view=self._lost_view(value, number) if self._op.makes_views else None,
         )
+        made.is_own = self._op.makes_views and operand.is_own
+        return made
 
     def _operand(self, number: int) -> HomeTensor:
         """The first operand with a home; of an op on lists that of the result's number."""

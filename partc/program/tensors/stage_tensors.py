@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from partc.errors import RunError
-from partc.program.tensors.chunks import write_items
 from partc.program.tensors.homes import (
     HomeTensor,
     check_read,
@@ -110,12 +109,16 @@ class StageTensor(HomeTensor):
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         if not self.parted:
             return super().__create_write_items__(fqn, object)
+        from partc.program.tensors.checkpoint_items import write_items
+
         return write_items(fqn, self.home.shard, self._local_tensor, self.home.chunks)
 
     def __create_chunk_list__(self) -> Any:
         if not self.parted:
             return super().__create_chunk_list__()  # type: ignore[no-untyped-call]
-        return [chunk.storage() for chunk in self.home.chunks]
+        from partc.program.tensors.checkpoint_items import storage_of
+
+        return [storage_of(chunk) for chunk in self.home.chunks]
 
     def __get_tensor_shard__(self, index: Any) -> Any:
         if not self.parted:

@@ -1,0 +1,89 @@
+"""What one rank alone writes to its parameters, gradients and optimizer: named at the next step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
+
+import partc
+from partc.errors import RunError
+from partc.verification.processes import Processes
+from tests.mistakes.things import Net, loss_of
+
+pytestmark = pytest.mark.gloo
+AT = 5  # a step before which ranks do not compare all that they hold
+
+
+def trained(plan: str, name: str, mesh: str = "dp=2") -> str:
+    """What nine steps end with, before one of which rank 0 alone does something."""
+    model = partc.parallelize(Net(), mesh, loss=loss_of, plan=plan, batch="global")
+    made: Any = torch.optim.Adam(model.parameters(), 0.1)
+    numbers, average = torch.Generator().manual_seed(0), None
+    try:
+        for step in range(9):
+            model.step(*torch.randn(2, 8, 4, generator=numbers))
+            average = AveragedModel(model) if average is None else average
+            if step == AT and dist.get_rank() == 0:
+                does(name, model, made, average)
+            if name != "no step" or step != AT or dist.get_rank():
+                made.step()
+            made.zero_grad()
+    except RunError as error:
+        return f"{step}: {error}"
+    return "no error"
+
+
+@torch.no_grad()
+def does(name: str, model: Any, made: Any, average: Any) -> None:
+    param = next(model.parameters())
+    calls: dict[str, Callable[[], Any]] = {
+        "no step": lambda: None,
+        "weight": lambda: param.mul_(1.5),
+        "data": lambda: param.data.clamp_(-0.01, 0.01),
+        "view": lambda: param.view(-1).add_(0.1),
+        "init": lambda: torch.nn.init.ones_(param),
+        "gradient": lambda: param.grad.mul_(3.0),
+        "no gradient": lambda: setattr(param, "grad", None),
+        "loads": lambda: made.load_state_dict(copy.deepcopy(made.state_dict())),
+        "average": lambda: average.update_parameters(model),
+        "reads": lambda: (param.grad.clone().abs_(), param.detach().clone().mul_(2.0)),
+        "to_local": lambda: param.to_local().mul_(1.0),
+    }
+    calls[name]()
+
+
+WRITES = ["no step", "weight", "data", "view", "init", "gradient", "no gradient"]
+
+
+@pytest.mark.parametrize("name", [*WRITES, "average"])
+def test_of_pieces(world: Processes, name: str) -> None:
+    for said in world.run(trained, "fsdp", name, num=2):
+        assert f"{AT + 1}: step: rank 1: another number of writes to sharded parameters" in said
+        assert "none alone, behind `if rank == 0`" in said
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_of_copies(world: Processes, name: str) -> None:
+    for said in world.run(trained, "ddp", name, num=2):
+        assert f"{AT + 1}: step: rank 1: another number of writes to parameters" in said
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_a_load_of_an_optimizer(world: Processes, plan: str) -> None:
+    for said in world.run(trained, plan, "loads", num=2):
+        assert f"{AT + 1}: step: rank 1: another number of calls of optimizer.load_state_d" in said
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [("ddp", "reads"), ("fsdp", "reads"), ("fsdp", "to_local"), ("ddp", "average")],
+)
+def test_what_one_rank_may_do(world: Processes, plan: str, name: str) -> None:
+    """Copies are its own to write; so is a piece, by ``to_local``; so is its average of copies."""
+    assert world.run(trained, plan, name, num=2) == ["no error"] * 2
