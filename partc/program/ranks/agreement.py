@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partc.plan.mesh import ISLAND, PP, Mesh
-from partc.program.optimizer.same_steps import NAMES, STEPS, numbers_of_steps, watch_steps
+from partc.plan.mesh import ISLAND, PP
+from partc.program.optimizer.same_steps import NAMES, STEPS, Steps, steps_since, watch_steps
+from partc.program.ranks.alike import CAUSES, EVERYWHERE, OF_PARAMETERS, Alike
 from partc.program.ranks.disagreement import (
     Found,
     disagreement,
@@ -33,7 +34,6 @@ from partc.program.tensors.holders import Holders
 from partc.users_line import warn
 from partc.wrong_calls import check_whole_number
 
-EVERYWHERE = ("random", "source")  # kinds that islands have alike too
 EVERY = 100  # steps from one comparison to the next
 EARLY = (1, 10)  # steps that are compared too: optimizers of unlike numbers have then stepped
 
@@ -48,34 +48,6 @@ class Sources:
 
     numbers: Mapping[str, int]
     num_loads: int
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Things of one kind that the same ranks hold alike.
-
-    ``kind``: input, parameter, frozen (whether a parameter is), buffer, source, optimizer or
-    random. A source is the whole tensor that a rank took its piece from, as pieces say nothing of
-    each other; 0 where it is not known. ``apart``: the mesh axes along which ranks have different
-    pieces. ``places``: the coordinates on ``pp`` of the ranks that have them. ``everywhere``:
-    whether islands have them alike too.
-    """
-
-    kind: str
-    names: tuple[str, ...]
-    apart: frozenset[str]
-    places: tuple[int, ...]
-    everywhere: bool = False
-
-    def groups(self, mesh: Mesh) -> Iterator[list[int]]:
-        """The groups of ranks whose copies have to be equal."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, coords in enumerate(mesh.all_coords()):
-            if coords.get(PP, 0) in self.places:
-                apart = self.apart if self.everywhere else {*self.apart, ISLAND}
-                key = tuple(index for axis, index in coords.items() if axis in apart)
-                groups.setdefault(key, []).append(rank)
-        yield from (ranks for ranks in groups.values() if len(ranks) > 1)
 
 
 class Agreement:
@@ -173,7 +145,8 @@ class Agreement:
             kind = "parameter" if name in self._holders.params else "buffer"
             kinds.setdefault((kind, apart, places), []).append(name)
             if kind == "parameter":
-                kinds.setdefault(("frozen", frozenset(), places), []).append(name)
+                for each in OF_PARAMETERS:
+                    kinds.setdefault((each, frozenset(), places), []).append(name)
             if apart or len(every) > 1:
                 kinds.setdefault(("source", frozenset(), every), []).append(name)
         kinds["optimizer", frozenset({PP}), every] = [*NAMES]  # its groups are of a rank's stages
@@ -211,8 +184,8 @@ class _Comparison:
         unlike = [each for each, i in columns if [*self._odd(each, [row[i] for row in rows])]]
         every = [one for each in unlike for one in self._found(each, first)]
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
-        causes = {key: x for key, x in found.items() if x.kind in ("optimizer", "frozen")}
-        found = causes or found  # weights differ because of these
+        for kinds in CAUSES:
+            found = {k: x for k, x in found.items() if x.kind in kinds} or found
         if found:
             raise disagreement([*reversed(found.values())], self.role, own_rows=self.of.own_rows)
         trains = torch.is_grad_enabled() and not self.role.is_inference
@@ -233,8 +206,8 @@ class _Comparison:
         return self.of.sources()
 
     @cached_property
-    def _steps(self) -> list[int]:
-        return numbers_of_steps(self.of.shown().values())
+    def _steps(self) -> Steps:
+        return steps_since(self.of.shown().values())
 
     @cached_property
     def _hashes(self) -> dict[tuple[str, str], int]:
@@ -251,9 +224,12 @@ class _Comparison:
         if of.kind == "random":
             return [each & (1 << 63) - 1 for each in self.drawn]
         if of.kind == "optimizer":
-            return self._steps
+            return self._steps.numbers
+        shown = self.of.shown()
+        if of.kind == "gradient":
+            grads = self._steps.grads
+            return [grads.get(id(shown[n]), -1) if n in shown else -1 for n in of.names]
         if of.kind == "frozen":
-            shown = self.of.shown()
             return [1 + shown[n].requires_grad if n in shown else 0 for n in of.names]
         if of.kind == "source":
             told = self._sources
@@ -301,7 +277,9 @@ class _Comparison:
                 if sketches:
                     there = sketches[usual][2 * i : 2 * i + 2]
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]
-                values = (rows[usual][i], rows[odd[0]][i]) if of.kind == "random" else None
+                told = of.kind in ("random", "gradient")
+                values = (rows[usual][i], rows[odd[0]][i]) if odd and told else None
+                name = f"gradient of {name}" if of.kind == "gradient" else name
                 if of.kind == "frozen":
                     name, odd = f"requires_grad of {name}", [r for r in odd if numbers[r]]
                     values = (numbers[usual] > 1, numbers[usual] < 2)
