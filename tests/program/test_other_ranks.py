@@ -38,6 +38,56 @@ def told(words: str) -> str:
     return str(found.value) if isinstance(found.value, TransferError) else ""
 
 
+def scaled(stage: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(stage.parameters(), 0.1))
+
+
+SENDS: dict[str, Callable[[Any], object]] = {  # by what is told of them
+    "aten.slice.Tensor of weight": lambda stage: stage.weight[:2],
+    "aten.select.int of the gradient of weight": lambda stage: stage.weight.grad[3],
+    "aten.argmax of weight": lambda stage: stage.weight.argmax(),
+    "aten.sort of weight": lambda stage: stage.weight.sort(0),
+    "aten.mm of weight": lambda stage: stage.weight.detach().t() @ stage.weight.detach(),
+    "aten.cat of weight": lambda stage: torch.cat([p.flatten() for p in stage.parameters()]),
+    "aten.sum of bias": lambda stage: stage.bias.sum(),
+    "GradScaler.unscale_ of the gradient of weight": scaled,
+}
+
+
+SEND_COPIES: dict[str, Callable[[Any], object]] = {
+    "aten.normal_ of bias": lambda stage: nn.init.normal_(stage.bias),
+    "aten.add.Tensor of bias": lambda stage: stage.bias + torch.arange(4),
+}
+
+
+def one_alone(plan: str, call: str) -> list[str]:
+    """What each rank is told where the first alone computes what sends, or what sends nothing."""
+    x, found = torch.ones(4, 8), []
+    stage: Any = compile(nn.Linear(8, 4), "dp=2", (x,), loss=loss, plan=plan).module()
+    stage.step(x)
+    for act in ({**SENDS, **SEND_COPIES}[call], sends_nothing):
+        try:
+            act(stage) if dist.get_rank() == 0 else stage.step(x)
+            if dist.get_rank() == 0:
+                stage.step(x)
+            found.append("no error")
+        except RunError as error:
+            found.append(str(error))
+    return found
+
+
+def sends_nothing(stage: Any) -> None:
+    for tensor in (stage.weight, stage.weight.grad):
+        half = tensor.detach().clone() * 2 + tensor.detach()
+        half.to_local().sum().item()
+        half[:, :2].abs().t().flatten(1)
+        torch.cat([half, half], 1).to(torch.float64)
+        assert half.shape == (4, 8)
+        assert "DTensor" in repr(half)
+
+
 def apart(folder: Path, call: str, build: Path | None = None) -> str:
     """What each rank is told where the first alone makes a call of all; with a folder the program
     is one that was saved there, and knows no model.
@@ -98,6 +148,21 @@ def test_a_call_that_one_rank_makes_alone(world: Processes, tmp_path: Path, call
 def test_the_same_of_a_saved_program(world: Processes, tmp_path: Path, call: str) -> None:
     for said in world.run(apart, tmp_path / "steps", call, tmp_path / "build", num=2):
         assert f"ranks differ in what they run: ranks 0: {call}; ranks 1: step" in said
+
+
+@pytest.mark.parametrize(
+    ("plan", "call"),
+    [*(("fsdp", call) for call in SENDS), *(("ddp", call) for call in SEND_COPIES)],
+)
+def test_an_op_that_sends_on_one_rank_alone(world: Processes, plan: str, call: str) -> None:
+    for said, free in world.run(one_alone, plan, call, num=2):
+        assert f"ranks differ in what they run: ranks 0: {call}; ranks 1: step" in said
+        assert free == "no error"
+
+
+def test_of_whole_copies_a_rank_may_compute_alone(world: Processes) -> None:
+    for call in ("aten.slice.Tensor of weight", "aten.sum of bias"):
+        assert world.run(one_alone, "ddp", call, num=2) == [["no error"] * 2] * 2
 
 
 def behind_its_group() -> str:

@@ -26,6 +26,7 @@ from partc.program.checkpoints.checkpoint_call import (
 )
 from partc.program.checkpoints.notices import Notices
 from partc.program.checkpoints.run_folder import Retention, committed
+from partc.program.checkpoints.saves_under_way import THREAD, finish_before_groups_go
 from partc.program.checkpoints.script_states import check_states
 from partc.program.checkpoints.snapshot import Snapshot, snapshot_of
 from partc.program.checkpoints.staging import Staging
@@ -46,7 +47,7 @@ class Checkpoints:
     buffers, and returns; parameters and optimizer states are copied to host memory while the next
     forward and backward run, and written while training goes on. A step of an optimizer waits until
     they are copied. What cannot be written is logged at once, and raised by the next ``save`` or
-    by ``close``.
+    by ``close``. A script that ends without ``close`` ends when the last save is done.
 
     Args:
         folder: of this run alone; each step is a directory in it, as ``save_checkpoint`` writes.
@@ -89,7 +90,7 @@ class Checkpoints:
         self._notices = None if notices is None else Notices(notices)
         self._notice_group: Any = None  # at the end of a step, beside a save under way
         self._group: Any = None  # for saves alone: the default group is the step's
-        self._thread = ThreadPoolExecutor(1, "partc checkpoints")
+        self._thread = ThreadPoolExecutor(1, THREAD)
         self._running: Future[None] | None = None
         self._hook = register_optimizer_step_pre_hook(lambda *_: self._staging.wait())
 
@@ -139,6 +140,7 @@ class Checkpoints:
         target, told = ranks.do(lambda: ready(self.folder, of, optimizer, step, states))
         snapshot = self._staging.begin(snapshot_of(of, optimizer, loader, step, told))
         self._running = self._thread.submit(self._write, snapshot, target, ranks)
+        finish_before_groups_go(self._running)
         if ends or not self._async:
             self.wait()
         return True

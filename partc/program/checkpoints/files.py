@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -31,14 +31,18 @@ def write_file(path: Path, parts: Parts) -> FileEntry:
     """Write a file, and make it durable.
 
     The digest is made in a thread beside the write, of the bytes that are written: both leave the
-    other threads of this process running, and together take as long as the slower one.
+    other threads of this process running, and together take as long as the slower one. The thread
+    is no pool's, as those take nothing any more once the script has come to its end.
     """
     digest, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+    with path.open("wb", buffering=0) as file:
         for part in parts:
-            done = beside.submit(digest.update, part)
-            size += _write(file.fileno(), part)
-            done.result()
+            beside = threading.Thread(target=digest.update, args=(part,))
+            beside.start()
+            try:
+                size += _write(file.fileno(), part)
+            finally:
+                beside.join()
         os.fsync(file.fileno())
     return FileEntry(size, digest.hexdigest())
 

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partc.plan.mesh import ISLAND, PP, Mesh
-from partc.program.optimizer.same_steps import NAMES, STEPS, numbers_of_steps, watch_steps
+from partc.plan.mesh import ISLAND, PP
+from partc.program.optimizer.same_steps import NAMES, STEPS, Steps, steps_since, watch_steps
+from partc.program.ranks.alike import CAUSES, EVERYWHERE, OF_PARAMETERS, Alike
 from partc.program.ranks.disagreement import (
     Found,
     disagreement,
@@ -35,8 +36,6 @@ from partc.program.tensors.own_writes import OF_COPIES, OWN_WRITES
 from partc.users_line import warn
 from partc.wrong_calls import check_whole_number
 
-EVERYWHERE = ("random", "source")  # kinds that islands have alike too
-CAUSES = (("optimizer", "frozen"), ("write",))  # of weights that differ, the first known
 EVERY = 100  # steps from one comparison to the next
 EARLY = (1, 10)  # steps that are compared too: optimizers of unlike numbers have then stepped
 
@@ -51,34 +50,6 @@ class Sources:
 
     numbers: Mapping[str, int]
     num_loads: int
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Things of one kind that the same ranks hold alike.
-
-    ``kind``: input, parameter, frozen (whether a parameter is), buffer, source, optimizer or
-    random. A source is the whole tensor that a rank took its piece from, as pieces say nothing of
-    each other; 0 where it is not known. ``apart``: the mesh axes along which ranks have different
-    pieces. ``places``: the coordinates on ``pp`` of the ranks that have them. ``everywhere``:
-    whether islands have them alike too.
-    """
-
-    kind: str
-    names: tuple[str, ...]
-    apart: frozenset[str]
-    places: tuple[int, ...]
-    everywhere: bool = False
-
-    def groups(self, mesh: Mesh) -> Iterator[list[int]]:
-        """The groups of ranks whose copies have to be equal."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, coords in enumerate(mesh.all_coords()):
-            if coords.get(PP, 0) in self.places:
-                apart = self.apart if self.everywhere else {*self.apart, ISLAND}
-                key = tuple(index for axis, index in coords.items() if axis in apart)
-                groups.setdefault(key, []).append(rank)
-        yield from (ranks for ranks in groups.values() if len(ranks) > 1)
 
 
 class Agreement:
@@ -177,7 +148,8 @@ class Agreement:
             kind = "parameter" if name in self._holders.params else "buffer"
             kinds.setdefault((kind, apart, places), []).append(name)
             if kind == "parameter":
-                kinds.setdefault(("frozen", frozenset(), places), []).append(name)
+                for of in OF_PARAMETERS:
+                    kinds.setdefault((of, frozenset(), places), []).append(name)
             if apart or len(every) > 1:
                 kinds.setdefault(("source", frozenset(), every), []).append(name)
         kinds["optimizer", frozenset({PP}), every] = [*NAMES]  # its groups are of a rank's stages
@@ -218,8 +190,8 @@ class _Comparison:
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
         if {name for name, _ in found} == {OF_COPIES}:
             found = {}  # written by other ops, and the same
-        causes = ({k: x for k, x in found.items() if x.kind in kinds} for kinds in CAUSES)
-        found = next(filter(None, causes), found)
+        for kinds in CAUSES:
+            found = {k: x for k, x in found.items() if x.kind in kinds} or found
         OWN_WRITES.compared()
         if found:
             raise disagreement([*reversed(found.values())], self.role, own_rows=self.of.own_rows)
@@ -241,8 +213,8 @@ class _Comparison:
         return self.of.sources()
 
     @cached_property
-    def _steps(self) -> list[int]:
-        return numbers_of_steps(self.of.shown().values())
+    def _steps(self) -> Steps:
+        return steps_since(self.of.shown().values())
 
     @cached_property
     def _hashes(self) -> dict[tuple[str, str], int]:
@@ -259,11 +231,14 @@ class _Comparison:
         if of.kind == "random":
             return [each & (1 << 63) - 1 for each in self.drawn]
         if of.kind == "optimizer":
-            return self._steps
+            return self._steps.numbers
         if of.kind == "write":
             return OWN_WRITES.since()
+        shown = self.of.shown()
+        if of.kind == "gradient":
+            grads = self._steps.grads
+            return [grads.get(id(shown[n]), -1) if n in shown else -1 for n in of.names]
         if of.kind == "frozen":
-            shown = self.of.shown()
             return [1 + shown[n].requires_grad if n in shown else 0 for n in of.names]
         if of.kind == "source":
             told = self._sources
@@ -311,8 +286,9 @@ class _Comparison:
                 if sketches:
                     there = sketches[usual][2 * i : 2 * i + 2]
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]
-                numbered = of.kind in ("random", "write")
-                values = (rows[usual][i], rows[odd[0]][i]) if numbered else None
+                told = of.kind in ("random", "gradient", "write")
+                values = (rows[usual][i], rows[odd[0]][i]) if odd and told else None
+                name = f"gradient of {name}" if of.kind == "gradient" else name
                 if of.kind == "frozen":
                     name, odd = f"requires_grad of {name}", [r for r in odd if numbers[r]]
                     values = (numbers[usual] > 1, numbers[usual] < 2)

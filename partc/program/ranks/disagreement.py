@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from partc.errors import RunError
 from partc.plan.mesh import ISLAND
+from partc.program.optimizer.same_steps import NONE, SET
 from partc.program.role import Role
 
 MOST = 4  # tensors that are named
@@ -25,6 +26,8 @@ _DO = {
     "let all take the same optimizer steps.",
     "frozen": "Freeze and unfreeze the same parameters on all ranks: call requires_grad_(...) on "
     "every rank, also where one rank alone decides on it.",
+    "gradient": "Clear, set and change gradients alike on all ranks: `p.grad = None` or "
+    "`p.grad.mul_(...)` behind `if rank == 0` lets each rank train another model.",
     "source": "Load the same weights on all ranks: each takes its piece of the model or state dict "
     "that it is given (stage.load_full, stage.load_state_dict).",
     "buffer": "Load the same buffers on all ranks (stage.load_full, stage.load_state_dict).",
@@ -41,8 +44,8 @@ _DO = {
 class Found:
     """One thing that differs: ``odd`` ranks have another one than rank ``usual``.
 
-    ``kind``: input, parameter, frozen, buffer, source, optimizer, write or random. ``values``
-    of the two, where they say something.
+    ``kind``: input, parameter, frozen, gradient, buffer, source, optimizer, write or random.
+    ``values`` of the two, where they say something.
     """
 
     kind: str
@@ -52,6 +55,10 @@ class Found:
     values: tuple[int, int] | None = None
 
     def __str__(self) -> str:
+        if self.kind == "gradient" and self.values is not None:
+            there, here = map(_of_gradient, self.values)
+            found = f"{_ranks(self.odd)}: the {self.name} in optimizer.step() {here}"
+            return f"{found}, and on rank {self.usual} it {there}"
         known = "" if self.values is None else f" ({self.values[1]}, not {self.values[0]})"
         return f"{_ranks(self.odd)}: another {self.name}{known} than rank {self.usual}"
 
@@ -113,6 +120,14 @@ def equal_input(name: str, ranks: Sequence[int], axes: Sequence[str]) -> str:
         f"{name} is one table for all ranks, the plan has to say so: "
         f"""plan='preset = "ddp"\\n[inputs]\\n"{name}" = {{}}'"""
     )
+
+
+def _of_gradient(how: int) -> str:
+    """How a gradient was in an optimizer's step, in words."""
+    if how <= NONE:
+        return "was None" if how == NONE else "was in no step"
+    times = f"changed in place {(how - 1) % SET} times"
+    return f"was set by the script, and {times}" if how >= SET else f"was {times}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from partc.program.tensors.holders import exchange_texts
 
+LEAST = -(1 << 63) + 1  # of kinds that a rank is not
+
 
 class SameChoice:
     """Compares what all ranks are about to run, by one sum of two numbers over their hosts.
@@ -19,9 +21,14 @@ class SameChoice:
     The numbers stay on the host, so that no GPU waits for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, kind: int = 0, num_kinds: int = 1, unlike: Callable[[], None] = lambda: None
+    ) -> None:
+        """``kind``: of this rank, of so many. ``unlike``: is called, on all ranks, where ranks of a
+        kind differ in what they compare beside a text.
+        """
+        self._at, self._num, self._unlike = 2 + 2 * kind, 2 + 2 * num_kinds, unlike
         self.alone = dist.get_world_size() == 1
-        self.beside_differs = False  # of the last comparison
         self._group: Any = None
         self._host = torch.device("cpu")
         if not self.alone and "gloo" not in dist.get_backend_config():
@@ -30,16 +37,20 @@ class SameChoice:
     def differing(self, text: str, beside: int = 0) -> list[str]:
         """Every rank's text if they differ, in rank order; empty if all ranks have this one.
 
-        ``beside``: a number of 63 bits, which ranks compare on the way (``beside_differs``). All
-        ranks call this together.
+        ``beside``: a number of 63 bits, which ranks of a kind compare on the way. All ranks call
+        this together.
         """
         if self.alone:
             return []
         number = _number(text)
-        most = torch.tensor([number, -number, beside, -beside])
+        told = [LEAST] * self._num
+        told[:2], told[self._at : self._at + 2] = (number, -number), (beside, -beside)
+        most = torch.tensor(told)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         high, low, *others = most.tolist()
-        self.beside_differs = sum(others) != 0
+        pairs = zip(others[::2], others[1::2], strict=True)
+        if any(one != -other for one, other in pairs):
+            self._unlike()
         return [] if high == -low == number else self.texts(text)
 
     def largest(self, numbers: Sequence[float]) -> list[float]:

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import PartcError
 from partc.plan import Plan
-from partc.plan.mesh import ISLAND, PP
 from partc.program import Program
 from partc.program.choices import Choices
 from partc.program.model.habits import tell_first, tell_of_input_grads
@@ -87,7 +86,8 @@ class Family:
         self._plan = Plan.parse(program.plan)
         self._calls = Calls(program, lambda: self.programs.values())
         varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
-        self.calls_alike = SameCalls(choices.most_programs > 1 or len(self.programs) > 1)
+        asks = choices.most_programs > 1 or len(self.programs) > 1
+        self.calls_alike = SameCalls(asks, guard.tensors, guard.agreement.ask)
         self._same = self.calls_alike.choice if varies else None
         self._turns = MicrobatchesOfIsland.here(program)
         turns = self._turns is not None
@@ -204,8 +204,6 @@ class Family:
         if self._same is not None:
             said = self._said(wanted)
             each = self._same.differing(said.as_text(), self._stepped(kind))
-            if self._same.beside_differs:
-                self.guard.agreement.ask()
             whole = self._batch.together(each)
             if whole is not None:
                 whole = replace(whole, variant=wanted.variant)
@@ -220,7 +218,7 @@ class Family:
             if turn is None:
                 inputs = fill(inputs, self._batch.pieces.mine(wanted), self._batch.values(wanted))
         else:
-            self.calls_alike.check(_CALLED[kind])
+            self.calls_alike.check(_CALLED[kind], self._stepped(kind))
         member = self._member(wanted)
         with alone_by_choice(self.choices.most_programs):
             taken = member.checks.taken(inputs, device, turn)
@@ -246,9 +244,7 @@ class Family:
         """By which numbers optimizers have stepped, which are alike on all ranks but for those of
         other stages and islands.
         """
-        if kind != "step" or not {PP, ISLAND}.isdisjoint(self.first.program.mesh.names):
-            return 0
-        return number_by_now(self.guard.agreement.shown().values())
+        return number_by_now(self.guard.agreement.shown().values()) if kind == "step" else 0
 
     def meet(self, call: str, most: int = 0) -> None:
         """RunError on all ranks if some of them run something else than this call, which is one of

@@ -22,16 +22,18 @@ from torch.utils import _pytree as pytree
 
 from partc.errors import RunError
 from partc.program.tensors.homes import HomeTensor, View, check_read, meet, whole_of
+from partc.program.tensors.op_errors import collective, number_of_one_rank, of_one_rank
 from partc.program.tensors.op_facts import Op, home_tensors
 from partc.program.tensors.own_writes import OWN_WRITES
 from partc.program.tensors.script_tensors import check_kept, fitting
+from partc.program.tensors.sends import asking
 from partc.program.tensors.whole_ops import reshape_in_place, run_on_whole, view_of
 
 _CHECK_FINITE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default  # DTensor compares over all ranks, also those of other stages
 _HALF = (torch.bfloat16, torch.float16)
-_NO_REFUSAL_OF_DTENSOR = (dist.DistError, torch.OutOfMemoryError)
+_NO_REFUSAL_OF_DTENSOR = (dist.DistError, torch.OutOfMemoryError, RunError)
 
 
 def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -76,10 +78,11 @@ def _run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Hom
         return run_on_whole(func, args, kwargs)
     try:
         plain = {name: _plain(x) for name, x in kwargs.items()} if kwargs else {}
-        result = func(*map(_plain, args), **plain)
+        with asking(func, args, lambda: meet(given[0], _called(func))):
+            result = func(*map(_plain, args), **plain)
     except Exception as error:
         if func.namespace == "c10d":
-            raise _collective(func) from None
+            raise collective(func) from None
         if not op.is_of_torch or isinstance(error, _NO_REFUSAL_OF_DTENSOR):
             raise
         return run_on_whole(func, args, kwargs)  # which says what is wrong with the operands
@@ -133,7 +136,7 @@ class _Results:
                 return x
         operand = self._operand(number)
         if any(each.is_partial() for each in value.placements):
-            meet(operand, str(self._op.func).removesuffix(".default"))
+            meet(operand, _called(self._op.func))
         value = _finished(value)
         alone = self._op.is_per_tensor
         made = operand.over(
@@ -163,6 +166,10 @@ class _Results:
         if view is None or (base.copied_view is None and _memory(base) == _memory(value)):
             return None
         return view(number)
+
+
+def _called(func: Any) -> str:
+    return str(func).removesuffix(".default")
 
 
 def _memory(value: DTensor) -> int:
@@ -222,15 +229,16 @@ def _check_finite(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> No
     torch's own asks only the ranks that share the first gradient's shards.
     """
     _CHECK_FINITE([getattr(grad, "_local_tensor", grad) for grad in grads], found, inverse)
-    home = next(grad.home for grad in grads if isinstance(grad, HomeTensor))
-    for group in home.groups.values():
+    first = next(grad for grad in grads if isinstance(grad, HomeTensor))
+    meet(first, "GradScaler.unscale_")
+    for group in first.home.groups.values():
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
 
 
 def _number(value: HomeTensor) -> Any:
     """A tensor's one element as a number of Python."""
     if value.of_gradient and value.home.in_pipeline:
-        raise _number_of_one_rank(value)
+        raise number_of_one_rank(value)
     check_read(value)
     return whole_of(value).item()
 
@@ -241,7 +249,7 @@ def _check_joins(op: Op, args: Sequence[Any], given: Sequence[HomeTensor]) -> No
     if op.is_per_tensor or not gradients:
         return
     if _join(args, gradients):
-        raise _of_one_rank(op.func, gradients)
+        raise of_one_rank(op.func, gradients)
 
 
 def _join(args: Sequence[Any], given: Sequence[HomeTensor]) -> bool:
@@ -279,37 +287,4 @@ def _alike(operands: Sequence[Tensor]) -> bool:
             and x.home.shard.cuts == first.home.shard.cuts
         )
         for x in operands
-    )
-
-
-def _of_one_rank(func: Any, given: Sequence[HomeTensor]) -> RunError:
-    names = list(dict.fromkeys(x.home.shard.name for x in given))
-    return RunError(
-        where=f"{func} of the gradients of {', '.join(names[:2])}{' ...' * (len(names) > 2)}",
-        what="joins gradients of this pipeline rank alone",
-        why="the other ranks hold the gradients of the model's other stages",
-        do="Clip with stage.clip_grad_norm_, which is over the whole model, and take an optimizer "
-        "that treats each parameter by itself.",
-    )
-
-
-def _number_of_one_rank(value: HomeTensor) -> RunError:
-    return RunError(
-        where=f"a number of the gradient of {value.home.shard.name}",
-        what="is known to this pipeline rank alone",
-        why="the other ranks hold the gradients of the model's other stages, and would decide "
-        "by other numbers",
-        do="Clip with stage.clip_grad_norm_, which returns the norm of the whole model; let an "
-        "optimizer that reads numbers go by stage.step_on_whole; or say that you mean this "
-        "parameter alone: .full_tensor().item().",
-    )
-
-
-def _collective(func: Any) -> RunError:
-    return RunError(
-        where=str(func),
-        what="a collective was asked for on a parameter of a stage, or on its gradient",
-        why="the stage sums gradients by itself, and a parameter stands for all ranks' pieces",
-        do="Leave DistributedDataParallel and dist.all_reduce out; parameter.full_tensor() is the "
-        "whole.",
     )

@@ -18,7 +18,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from partc.errors import RunError
-from partc.program.tensors.homes import Home, HomeTensor, View, replicated, whole_of, write_whole
+from partc.program.tensors.homes import (
+    Home,
+    HomeTensor,
+    View,
+    meet,
+    replicated,
+    whole_of,
+    write_whole,
+)
 from partc.program.tensors.op_facts import Op, home_tensors
 
 _RESIZE = torch.ops.aten.resize_.default
@@ -113,11 +121,14 @@ class Wholes:
 
     def _drawn(self, whole: Tensor) -> Tensor:
         """The numbers of the first rank, where an op drew them."""
-        return from_first_rank(whole, self.first.home) if self.op.is_random else whole
+        return self._from_first(whole) if self.op.is_random else whole
+
+    def _from_first(self, value: Tensor) -> Tensor:
+        meet(self.first, str(self.op.func).removesuffix(".default"))
+        return from_first_rank(value, self.first.home)
 
     def _check_same(self, value: Tensor) -> None:
-        home = self.first.home
-        first = from_first_rank(value, home)
+        home, first = self.first.home, self._from_first(value)
         differs = ((first != value) & ~((first != first) & (value != value))).any().int()
         for group in home.sharers:
             dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
