@@ -234,6 +234,19 @@ def test_gradients_add_up_over_calls(world: Processes) -> None:
     world.run(accumulates)
 
 
+def compares() -> None:
+    """What is half sent is no difference between ranks."""
+    stage, _ = begin("island=2,dp=2", "ddp", ONE, Deep)
+    stage.step(*batch(0, stage.coords["island"]))
+    assert stage.rank_step.under_way
+    stage.check_alike()
+    assert not stage.rank_step.under_way
+
+
+def test_a_comparison_waits_for_what_is_under_way(world: Processes) -> None:
+    world.run(compares)
+
+
 def scales() -> None:
     """A GradScaler has nothing to look at in the first step, and steps behind it."""
     stage, optimizer = begin("island=2,dp=2", "fsdp", ONE, Deep)
