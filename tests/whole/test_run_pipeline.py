@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -264,3 +265,42 @@ def test_a_rank_without_parameters_takes_part(world: Processes, tmp_path: Path) 
     bare_loss(model, x).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
     assert world.run(norm_of, tmp_path / "bare", num=2) == [pytest.approx(norm)] * 2
+
+
+def frozen() -> torch.nn.Module:
+    """A model whose first half is frozen."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.GELU()) for _ in range(4)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(6, 3)).double()
+    model[:4].requires_grad_(False)
+    return model
+
+
+def losses_of(model: Any, step: Callable[[Tensor], Tensor]) -> list[float]:
+    """Steps of an optimizer over all parameters, as scripts make it."""
+    optimizer, (_, x) = torch.optim.Adam(model.parameters(), 0.1), bare()
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        found.append(step(x).item())
+        optimizer.step()
+    return found
+
+
+def trains_frozen() -> list[float]:
+    from partc.wrappers.parallel import parallelize
+
+    model: Any = parallelize(frozen(), "pp=2", loss=bare_loss, plan="ddp", batch="global")
+    return losses_of(model, model.step)
+
+
+def test_a_rank_whose_parameters_are_frozen_takes_part(world: Processes) -> None:
+    model = frozen()
+
+    def step(x: Tensor) -> Tensor:
+        loss = bare_loss(model, x)
+        loss.backward()
+        return loss
+
+    expected = pytest.approx(losses_of(model, step), rel=1e-12)
+    assert world.run(trains_frozen, num=2) == [expected] * 2

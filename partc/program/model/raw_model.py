@@ -315,6 +315,15 @@ def _is_of_stage(param: Tensor) -> bool:
     return isinstance(param, HomeTensor)
 
 
+def _looks_detached(param: Tensor) -> bool:
+    """Whether a tensor is of a stage and wants no gradient, and other ranks' parameters do not
+    either: those of a pipeline rank may all be frozen where others train.
+    """
+    if not isinstance(param, HomeTensor) or param.requires_grad:
+        return False
+    return not (param.is_own and param.home.in_pipeline)
+
+
 def _without_gradients(params: Sequence[Tensor]) -> str | None:
     """One of a trained model's own parameters, by name, if none of them has a gradient."""
     owners = [(stage, name, param) for param in params for stage, name in _stages_of(param)]
@@ -329,7 +338,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _CLEAN.get(optimizer) == len(params):
         return
     if not any(True for param in params for _ in _stages_of(param)):
-        if params and all(_is_of_stage(p) and not p.requires_grad for p in params):
+        if params and all(map(_looks_detached, params)):
             _check_any_gradient(optimizer, params)
         _CLEAN[optimizer] = len(params)
     elif owner := _without_gradients(params):
