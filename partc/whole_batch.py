@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ class _Pieces:
         joined = [f"{name} along dim {dim}" for name, dim in dims.items()]
         joined += [f"{name} whole, by the plan" for name in whole]
         given = zip(self.source.given.names, self.source.given.tensors, strict=True)
-        do = _advice(cuts, {name: x.shape for name, x in given})
+        shapes = {name: x.shape for name, x in given}
+        do = self._of_buffers(cuts, shapes) + _advice(cuts, shapes)
         if self._runs_without_pins():
             names = ", ".join(f'"{name}"' for name in self.plan.inputs)
             do = f"Take {names} out of the plan's [inputs]: without it the model runs on them."
@@ -123,6 +125,22 @@ class _Pieces:
             why=str(error).partition("\n")[0],
             do=do,
         )
+
+    def _of_buffers(self, cuts: Mapping[str, Cuts], given: Mapping[str, Sequence[int]]) -> str:
+        """What to change where a buffer, as a hidden state, has one rank's rows."""
+        for name, each in cuts.items():
+            dims = {x.dim for x in each.values() if x != R}
+            rows = given[name][min(dims)] if dims else 1
+            spread = spread_batch(each, self.mesh).items()
+            num = prod(self.mesh.size(axis) for axis, x in spread if x != R)
+            for buffer, value in self.model.named_buffers():
+                if rows > 1 and rows in value.shape:
+                    return (
+                        f"The buffer {buffer} {dtype_name(value.dtype)}{list(value.shape)} has one "
+                        f"rank's rows: where each is of a sample, give it those of all ranks, "
+                        f"{rows * num} in place of {rows}, the same on every rank. "
+                    )
+        return ""
 
     def _runs_without_pins(self) -> bool:
         """Whether what the plan says of inputs stands in the way."""

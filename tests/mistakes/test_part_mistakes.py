@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.api import compile
-from partc.errors import RunError
+from partc.errors import PlanError, RunError
 from tests.mistakes.things import one_rank
 
 
@@ -169,3 +169,31 @@ def test_gradient_hooks_run_where_backward_does() -> None:
     one.last.bias.register_hook(seen.append)
     one(X).backward()
     assert len(seen) == 1
+
+
+class Hidden(nn.Module):
+    """Keeps a hidden state, of the rows of a batch, in a buffer."""
+
+    h0: Tensor
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(4, 6)
+        self.register_buffer("h0", torch.zeros(rows, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.cell(x, self.h0)
+        self.h0 = h.detach().clone()
+        return h
+
+
+def test_a_hidden_state_of_one_ranks_rows_is_named() -> None:
+    def compiled(rows: int) -> Any:
+        return compile(
+            Hidden(rows), "dp=2", (torch.ones(4, 4),), plan='preset = "ddp"\nbatch = "local"',
+            loss=lambda model, x: model(x).square().mean(),
+        )  # fmt: skip
+
+    with pytest.raises(PlanError, match=r"buffer h0 float32\[4, 6\] .* 8 in place of 4, the same"):
+        compiled(4)
+    compiled(8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -55,3 +56,27 @@ def test_who_differs_is_named(world: Processes, plan: str, how: str) -> None:
 
 def test_ranks_of_other_stages_have_other_groups(world: Processes) -> None:
     assert world.run(trained, "ddp", "rate", "pp=2", num=2) == ["alike", "alike"]
+
+
+def with_a_new_layer() -> list[str]:
+    raw, x = Net(), torch.ones(8, 4)
+    stage: Any = partc.compile(raw, "dp=2", (x, x), loss=loss_of, plan="fsdp").module()
+    optimizer = torch.optim.SGD(stage.parameters(), 0.1)
+    raw.added = torch.nn.Linear(4, 3)
+    told = []
+    for step in range(3):
+        if step == 1:
+            optimizer.add_param_group({"params": raw.added.parameters()})
+        stage.step(x, x)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        told += [f"{step}: {each.message}" for each in caught]
+    return told
+
+
+def test_a_layer_that_the_model_got_since_is_told(world: Processes) -> None:
+    for [said] in world.run(with_a_new_layer, num=2):
+        assert said.startswith("1: partc: SGD.step() finds no gradient of parameter 0 of its group")
+        assert "group 1, of shape [3, 4]" in said
+        assert "compile the model with it" in said

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from partc.errors import RunError
 from partc.program.model.emptied import is_emptied, no_values, refuse_calls
 from partc.program.optimizer.clip import check_directions
+from partc.program.optimizer.untrained import check_any_gradient, tell_of_strangers
 from partc.program.tensors.elsewhere import check_norm
 from partc.program.tensors.homes import HomeTensor
 from partc.program.tensors.rank_tensors import RankTensors
@@ -339,23 +340,13 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     if not any(True for param in params for _ in _stages_of(param)):
         if params and all(map(_looks_detached, params)):
-            _check_any_gradient(optimizer, params)
+            check_any_gradient(optimizer, params)
+        tell_of_strangers(optimizer)
         _CLEAN[optimizer] = len(params)
     elif owner := _without_gradients(params):
         do = "Build the optimizer over stage.parameters(), or stage.named_parameters(): the names "
         do += "are the model's. With Accelerate, pass it to accelerator.prepare with the model."
         raise _of_model(f"{type(optimizer).__name__}.step", owner, do)
-
-
-def _check_any_gradient(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-    """RunError if an optimizer over tensors that want no gradient has found none."""
-    if all(param.grad is None for param in params):
-        raise RunError(
-            where=f"{type(optimizer).__name__}.step",
-            what=f"none of its {len(params)} tensors wants a gradient, so that it has done nothing",
-            why="a state dict of a stage has tensors without gradients; or all are frozen",
-            do="Build the optimizer over stage.parameters(), or stage.named_parameters().",
-        )
 
 
 def _of_model(where: str, param: str, do: str) -> RunError:

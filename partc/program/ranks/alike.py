@@ -18,11 +18,11 @@ CAUSES = (  # why weights differ, and why these do
 class Alike:
     """Things of one kind that the same ranks hold alike.
 
-    ``kind``: input, parameter, frozen (whether a parameter is), gradient (whether an optimizer
-    found none), buffer, source, optimizer, write or random. A source is the whole tensor that a
-    rank took its piece from, as pieces say nothing of each other; 0 where it is not known.
-    ``apart``: the mesh axes along which ranks have different pieces. ``places``: the coordinates on
-    ``pp`` of the ranks that have them. ``everywhere``: whether islands have them alike too.
+    ``kind``: input, parameter, frozen (whether a parameter is), gradient (how an optimizer found
+    it), buffer, source, optimizer, write or random. A source is the whole tensor that a rank took
+    its piece from, as pieces say nothing of each other; 0 where it is not known. ``apart``: the
+    mesh axes along which ranks have different pieces. ``places``: the coordinates on ``pp`` of the
+    ranks that have them. ``everywhere``: whether islands have them alike too.
     """
 
     kind: str

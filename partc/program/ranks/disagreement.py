@@ -30,7 +30,8 @@ _DO = {
     "`p.grad.mul_(...)` behind `if rank == 0` lets each rank train another model.",
     "source": "Load the same weights on all ranks: each takes its piece of the model or state dict "
     "that it is given (stage.load_full, stage.load_state_dict).",
-    "buffer": "Load the same buffers on all ranks (stage.load_full, stage.load_state_dict).",
+    "buffer": "Load the same buffers on all ranks (stage.load_full, stage.load_state_dict). One "
+    "with rows of the batch, as a hidden state, is the same whole of all ranks' rows on each.",
     "optimizer": "Make the optimizer alike on all ranks, and step it and its scheduler alike: a "
     "learning rate that follows a loss takes that of all ranks (stage.eval_step).",
     "write": "Let all ranks write to parameters, gradients and optimizers alike, and none alone, "
