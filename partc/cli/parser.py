@@ -64,6 +64,12 @@ class Parser(argparse.ArgumentParser):
         said = f"{self.prog}: {text}".strip()
         self.exit(2, f"PTC080 {visible(said)} See `{self.prog} --help`.\n")
 
+    def check_once(self, option: str, first: str, now: str) -> None:
+        """End where an option is given twice, with other values."""
+        if first != now:
+            said = f"{option} is given twice, as {first!r} and as {now!r}, and only one counts"
+            self.refuse(f"{said}. Give it once.")
+
     def _is_strange(self, word: str) -> bool:
         """Whether a word is an option that the command has not, nor any that begins so."""
         name = word.partition("=")[0]
@@ -105,12 +111,9 @@ class _Once(argparse._StoreAction):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
         option_string: str | None = None,
     ) -> None:  # fmt: skip
-        if option_string is not None and isinstance(parser, Parser):
-            if (first := parser.values.setdefault(self.dest, values)) != values:
-                parser.refuse(
-                    f"{option_string} is given twice, as {str(first)!r} and as {str(values)!r}, "
-                    "and only one counts. Give it once."
-                )
+        if isinstance(parser, Parser) and option_string is not None:
+            first = parser.values.setdefault(self.dest, values)
+            parser.check_once(option_string, str(first), str(values))
         super().__call__(parser, namespace, values, option_string)
 
 

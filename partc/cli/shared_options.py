@@ -43,7 +43,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         return math.nan
     if found > MOST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is more seconds than the most, {MOST_S:.0e}")
+        raise argparse.ArgumentTypeError(f"{text!r} is more seconds than the most, {MOST_S:,.0f}")
     return found
 
 

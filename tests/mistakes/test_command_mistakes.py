@@ -116,40 +116,6 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "no configuration": (("plan", "--from", "no.json"), ("no.json", "Name the configuration's")),
     "a factor": (("simulate", "BUILD", "--peak", "fast"), ("fast", "--peak 2")),
-    "a PNG": (("picture", "BUILD", "-o", "x.png"), ("-o x.png: it ends in .png", "Name x.svg.")),
-    "a PDF": (("report", "BUILD", "-o", "x.pdf"), ("-o x.pdf", "HTML", "Name x.html.")),
-    "a trace": (("simulate", "BUILD", "--trace", "x.svg"), ("--trace x.svg", "Name x.json.")),
-    "a picture": (("simulate", "BUILD", "--svg", "x.json"), ("--svg x.json", "Name x.svg.")),
-    "a page": (("watch", "BUILD", "-o", "run.md"), ("-o run.md", "Name run.html.")),
-    "a measured trace": (("bench", "BUILD", "--trace", "x.txt"), ("Name x.json.",)),
-    "a machine": (("calibrate", "-o", "mesh.json"), ("-o mesh.json", "Name mesh.toml.")),
-    "a comparison": (("compare", "BUILD", "-o", "x.csv"), ("-o x.csv", "Name x.svg.")),
-    "time that was": (("doctor", "--links", "-3"), ("--links: '-3' is no number of seconds",)),
-    "no time": (("doctor", "--links", "nan"), ("'nan' is no number of seconds from 0 on",)),
-    "endless time": (("doctor", "--links=inf"), ("'inf' is more seconds than the most, 1e+08",)),
-    "an endless wait": (("bench", "BUILD", "--timeout", "inf"), ("'inf' is more seconds",)),
-    "endless pauses": (("watch", "BUILD", "--every", "inf"), ("--every inf", "Write --every 2.")),
-    "two files": (
-        ("plan", "--from", "a.json", "--from", "b.json"),
-        ("--from is given twice, as 'a.json' and as 'b.json'", "Give it once."),
-    ),
-    "anything goes": (
-        ("verify", "BUILD", "--model", MODELS + "right", "--tolerance", "inf"),
-        ("--tolerance inf: any gradient would pass",),
-    ),
-    "some ranks": (
-        ("verify", "BUILD", "--model", MODELS + "right", "--processes", "2"),
-        ("--processes takes no value, and '2' stands behind it", "leave the number out"),
-    ),
-    "some ranks, =": (("verify", "BUILD", "--processes=2"), ("leave the number out",)),
-    "a script's option": (
-        ("launch", "BUILD", "--emit", "slurm", "--script", "t.py", "--epochs", "3"),
-        ("'--epochs'", 'go in one word: --args="--epochs 3".'),
-    ),
-    "a script's options": (
-        ("launch", "BUILD", "--args", "--epochs", "3", "--emit", "slurm"),
-        ("--args: expected one argument", 'go in one word: --args="--epochs 3".'),
-    ),
 }
 
 
@@ -263,13 +229,25 @@ def test_a_terminal_obeys_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "\u202e" not in told.out + told.err
 
 
-def test_run_py_refuses_a_device_that_is_not_there(build: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--device=gpu", "--device gpu: there is no such device"),
+        ("--epochs=3", "unrecognized arguments: --epochs=3. Its options are --help, --steps, --lr"),
+        ("--steps=many", "invalid int value: 'many'. Its options are"),
+        ("--timeout=nan", "--timeout nan: give a number from 0 to 100,000,000."),
+        ("--join-timeout=-1", "--join-timeout -1.0: give a number from 0"),
+        ("--steps=-1", "--steps -1: give a number from 0"),
+    ],
+)
+def test_run_py_refuses_an_option_in_one_line(build: Path, option: str, words: str) -> None:
     done = subprocess.run(
-        [sys.executable, build / "run.py", "--device", "gpu"],
+        [sys.executable, build / "run.py", option],
         capture_output=True, text=True, timeout=patience(),
     )  # fmt: skip
     assert done.returncode == 2
-    assert "--device gpu: there is no such device" in done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_run_py_says_which_number_was_too_high(tmp_path: Path) -> None:
