@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from partc.errors import LoadError, RunError
 from partc.program.checkpoints import writing
 from partc.program.checkpoints.checkpoint import latest, load_checkpoint, save_checkpoint
+from partc.program.checkpoints.checkpoints import Checkpoints
 from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.example_program import example_model
@@ -204,6 +206,36 @@ def refusals(folder: Path) -> None:
     dist.barrier()
     with pytest.raises(LoadError, match="schema 7"):
         load_checkpoint(path, stage)
+
+
+def into_several(folder: Path) -> list[str]:
+    """What is said where each rank names a folder of its own, to save and to load."""
+    stage, optimizer = begin(2, 2, 0)
+    own = folder / f"run_{dist.get_rank()}"
+    told = list[str]()
+    for call in (save_checkpoint, Checkpoints(own, async_save=False).save):
+        given: Any = (own,) if call is save_checkpoint else (1,)
+        with pytest.raises(RunError) as error:
+            call(*given, stage, optimizer)
+        told.append(str(error.value))
+    if dist.get_rank() == 0:
+        assert not [*own.iterdir()]
+    save_checkpoint(folder / "run_0", stage, optimizer, step=1)
+    for read in (
+        lambda: load_checkpoint(own, stage, optimizer),
+        lambda: Checkpoints(own).load_latest(stage, optimizer),
+    ):
+        with pytest.raises((LoadError, RunError)) as failed:
+            read()
+        told.append(str(failed.value))
+    return told
+
+
+def test_folders_of_single_ranks_are_named(world: Processes, tmp_path: Path) -> None:
+    for told in world.run(into_several, tmp_path):
+        for text in told:
+            assert f"rank 0 names the folder '{tmp_path}/run_0', and rank 1 '{tmp_path}/run" in text
+            assert "Give all ranks the same folder: leave the rank out of its name." in text
 
 
 def damage(path: Path) -> None:
