@@ -296,7 +296,7 @@ def as_path(given: Any, where: str) -> Path:
 
 def check_flag(given: Any, where: str) -> None:
     """UsageError for what is no truth value, nor left out: the text "no" would count as yes."""
-    if not isinstance(given, bool | int | None):
+    if not isinstance(given, bool | int | None) or given not in (None, 0, 1):
         raise UsageError(
             where=where, what=f"it is {quoted(given)}", why="it is True or False",
             do="Write True or False.",
