@@ -10,7 +10,7 @@ import torch
 
 import partc
 from partc.errors import PartcError
-from tests.mistakes.things import Net, check, compiled, loss_of, one_rank
+from tests.mistakes.things import Net, batch_of, check, compiled, loss_of, one_rank, program
 
 GROUPS = [{"params": [0, 1, 2, 3]}]
 STATES = {  # of no optimizer
@@ -23,7 +23,12 @@ STATES = {  # of no optimizer
     "numbers as groups": {"state": {}, "param_groups": [3]},
     "groups without parameters": {"state": {}, "param_groups": [{"lr": 1.0}]},
 }
-OPTIMIZERS = {"nothing": None, "a name": "adam", "a class": torch.optim.AdamW, "a state": {}}
+OPTIMIZERS: dict[str, Any] = {
+    "nothing": None,
+    "a name": "adam",
+    "a class": torch.optim.AdamW,
+    "a state": {},
+}
 
 
 def both() -> list[tuple[Any, torch.optim.Optimizer]]:
@@ -64,6 +69,6 @@ def test_weights_are_tensors_by_name() -> None:
 
 def test_a_flag_is_no_number_above_one(tmp_path: Any) -> None:
     with one_rank(), pytest.raises(PartcError, match=r"it is 2 .* Write True or False"):
-        partc.Checkpoints(tmp_path, async_save=2)
+        partc.Checkpoints(tmp_path, async_save=2)  # type: ignore[arg-type]
     with pytest.raises(PartcError, match=r"processes=.*: it is 2 .* Write True or False"):
-        partc.verify(compiled(), Net(), (torch.ones(8, 4),) * 2, loss_of, processes=2)
+        partc.verify(program(), Net(), batch_of(), loss_of, processes=2)  # type: ignore[arg-type]

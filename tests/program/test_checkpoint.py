@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -212,22 +212,20 @@ def into_several(folder: Path) -> list[str]:
     """What is said where each rank names a folder of its own, to save and to load."""
     stage, optimizer = begin(2, 2, 0)
     own = folder / f"run_{dist.get_rank()}"
-    told = list[str]()
-    for call in (save_checkpoint, Checkpoints(own, async_save=False).save):
-        given: Any = (own,) if call is save_checkpoint else (1,)
-        with pytest.raises(RunError) as error:
-            call(*given, stage, optimizer)
+    told, runs = list[str](), Checkpoints(own, async_save=False)
+
+    def refuse(call: Callable[[], object]) -> None:
+        with pytest.raises((LoadError, RunError)) as error:
+            call()
         told.append(str(error.value))
+
+    refuse(lambda: save_checkpoint(own, stage, optimizer))
+    refuse(lambda: runs.save(1, stage, optimizer))
     if dist.get_rank() == 0:
         assert not [*own.iterdir()]
     save_checkpoint(folder / "run_0", stage, optimizer, step=1)
-    for read in (
-        lambda: load_checkpoint(own, stage, optimizer),
-        lambda: Checkpoints(own).load_latest(stage, optimizer),
-    ):
-        with pytest.raises((LoadError, RunError)) as failed:
-            read()
-        told.append(str(failed.value))
+    refuse(lambda: load_checkpoint(own, stage, optimizer))
+    refuse(lambda: runs.load_latest(stage, optimizer))
     return told
 
 

@@ -98,8 +98,9 @@ def _is_signal(given: object) -> bool:
 
 def _is_time(given: object) -> bool:
     """Whether a value is a number of seconds; a signal, which is a number too, is none."""
-    is_number = isinstance(given, int | float) and not isinstance(given, bool | signal.Signals)
-    return is_number and 0 < given < NEVER_S
+    if isinstance(given, bool | signal.Signals) or not isinstance(given, int | float):
+        return False
+    return 0 < given < NEVER_S
 
 
 def _named(given: object) -> str:
