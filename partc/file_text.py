@@ -3,6 +3,7 @@ before it is read."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -22,6 +23,13 @@ _OTHERS = (  # signs of other formats in a line, and what TOML has in their plac
     (r"\bNone\b|\bnull\b", "TOML has no None: leave the line out"),
     (r"^[\w\"'.-]+\s*:|^\{", "TOML writes key = value, and texts in quotation marks"),
     (r"=\s*[A-Za-z]", "TOML writes texts in quotation marks"),
+)
+
+
+_IN_JSON = (  # what other languages write, and what JSON has in its place
+    ("'", 'texts stand in double quotation marks, "a"'),
+    ("True|False|None", "JSON writes true, false and null"),
+    (r"[A-Za-z_]\w*\s*:", "keys stand in double quotation marks"),
 )
 
 
@@ -65,6 +73,44 @@ def text_of(content: bytes) -> str:
         raise Unreadable(
             f"byte {error.start} is no text in UTF-8: save the file in that encoding"
         ) from None
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text; Unreadable if it is none, is nested without end, or says a key
+    twice, of which only the last would count.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise Unreadable("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise Unreadable(_no_json(text, error)) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise Unreadable(str(error)) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Unreadable(f"the key {twice!r} stands in it twice: keep one")
+    return found
+
+
+def _no_json(text: str, error: json.JSONDecodeError) -> str:
+    """What is no JSON, and in which line; what Python and JavaScript have, JSON lacks."""
+    said, at, rest = error.msg, error.pos, text[error.pos :]
+    before = text[:at].rstrip()
+    if rest.startswith(",") or (before.endswith(",") and rest[:1] in ("}", "]")):
+        said, at = "nothing follows this comma: delete it", len(before) - (rest[:1] != ",")
+    elif rest.startswith(("//", "#", "/*")):
+        said = "JSON has no comments: delete it"
+    else:
+        said += next((f"; {hint}" for sign, hint in _IN_JSON if re.match(sign, rest)), "")
+    line = (text.split("\n")[text.count("\n", 0, at)]).strip()
+    shown = f": {line}" if 0 < len(line) <= LONGEST else ""
+    return f"line {text.count(chr(10), 0, at) + 1}{shown}: {said}"
 
 
 def toml_table(text: str) -> dict[str, Any]:

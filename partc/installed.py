@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from partc.errors import PartcError, UsageError
-from partc.wrong_calls import failed_at
+from partc.users_line import failed_at
 
 GROUPS = tuple(f"partc.{kind}" for kind in ("passes", "rules", "schedules"))  # all that are read
 RULES = GROUPS[1]

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from partc.atomic import what_helps
 from partc.errors import UsageError
-from partc.wrong_calls import as_path, check_whole_number, failed_at, known_arguments, quoted
+from partc.file_endings import check_ending
+from partc.users_line import failed_at
+from partc.wrong_calls import as_path, check_whole_number, known_arguments, quoted
 
 GIB = 1 << 30
 Batch = TypeVar("Batch")
@@ -42,11 +44,13 @@ class JsonLines:
             own.
 
     Raises:
-        UsageError: it is no path, a folder, or nothing can be written there.
+        UsageError: it is no path, a folder, ends as files of another kind do (``.csv``), or
+            nothing can be written there.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = as_path(path, "JsonLines")
+        check_ending(self.path, "jsonl", f"JsonLines({quoted(str(path))})")
         if self.path.is_dir():
             raise UsageError(
                 where=str(path), what="it is a folder", why="lines are added to one file",

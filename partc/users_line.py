@@ -1,10 +1,12 @@
-"""Warn at the user's own line: a line of partc or of a library says nobody what to change."""
+"""The user's own line, where something is warned of or has failed: a line of partc or of a library
+says nobody what to change."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -33,6 +35,43 @@ def is_users(file: str) -> bool:
     torch: Any = sys.modules.get("torch")  # which may be built in a folder of its own
     own = (*_OWN_FOLDERS, str(Path(torch.__file__).parent) + os.sep) if torch else _OWN_FOLDERS
     return _PACKAGES.isdisjoint(Path(file).parts) and not file.startswith((*own, "<"))
+
+
+def failed_at(error: Exception, function: Callable[..., Any] | None = None) -> str:
+    """What a user's function raised, and at which line: ``KeyError: 'dim', at rules.py:12``.
+
+    The innermost line in the file of the function, as that is the user's; without a function that
+    of a file that is not installed. Of a file that is no Python, the line that is none.
+    """
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    from inspect import unwrap
+    from traceback import extract_tb
+
+    code = getattr(unwrap(function), "__code__", None) if function else None
+    frames = extract_tb(error.__traceback__)
+    own = [
+        each for each in frames
+        if (is_users(each.filename) if code is None else each.filename == code.co_filename)
+    ]  # fmt: skip
+    if not own:
+        return unparsed(error) if isinstance(error, SyntaxError) else said
+    line = f": {own[-1].line}" if own[-1].line else ""
+    return f"{said}, at {_shown(own[-1].filename)}:{own[-1].lineno}{line}"
+
+
+def unparsed(error: SyntaxError) -> str:
+    """What Python says of a text that does not parse, and of which line:
+    ``SyntaxError: expected ':', at hooks.py:3: def double(x)``.
+    """
+    said, line = f"{type(error).__name__}: {error.msg}", (error.text or "").strip()
+    if not (error.filename and error.lineno):
+        return said
+    return f"{said}, at {_shown(error.filename)}:{error.lineno}" + (f": {line}" if line else "")
+
+
+def _shown(file: str) -> str:
+    """A file as messages name it."""
+    return Path(file).name.strip("<>").removeprefix("partc ")
 
 
 def _frame_of_user(frame: FrameType | None) -> FrameType | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from partc.errors import UsageError
-from partc.users_line import is_users
 
 if TYPE_CHECKING:
     from inspect import Signature
@@ -132,6 +131,10 @@ _MISSING_OF = {  # the same, where one call has another meaning for it
     ("load", "path"): 'the folder that program.save(...) wrote, partc.load("build")',
     ("data_rank", "rank"): "the number of a process, program.data_rank(dist.get_rank())",
     ("role_of", "rank"): "the number of a process, program.role_of(0)",
+    (
+        "load_full_optim_state_dict",
+        "state_dict",
+    ): "the optimizer comes first, load_full_optim_state_dict(optimizer, state_dict)",
     ("loader", "dataset"): "a torch Dataset, a list of rows, or an IterableDataset",
     ("sampler", "dataset"): "a torch Dataset, or a list of rows",
 }
@@ -276,29 +279,6 @@ def quoted(given: object) -> str:
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
 
 
-def failed_at(error: Exception, function: Callable[..., Any] | None = None) -> str:
-    """What a user's function raised, and at which line: ``KeyError: 'dim', at rules.py:12``.
-
-    The innermost line in the file of the function, as that is the user's; without a function that
-    of a file that is not installed.
-    """
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    from inspect import unwrap
-    from traceback import extract_tb
-
-    code = getattr(unwrap(function), "__code__", None) if function else None
-    frames = extract_tb(error.__traceback__)
-    own = [
-        each for each in frames
-        if (is_users(each.filename) if code is None else each.filename == code.co_filename)
-    ]  # fmt: skip
-    if not own:
-        return said
-    line = f": {own[-1].line}" if own[-1].line else ""
-    file = Path(own[-1].filename).name.strip("<>").removeprefix("partc ")
-    return f"{said}, at {file}:{own[-1].lineno}{line}"
-
-
 def as_path(given: Any, where: str) -> Path:
     """The path; UsageError for what cannot be one, or is the text of a file."""
     if isinstance(given, str) and "\n" in given.strip():
@@ -316,7 +296,7 @@ def as_path(given: Any, where: str) -> Path:
 
 def check_flag(given: Any, where: str) -> None:
     """UsageError for what is no truth value, nor left out: the text "no" would count as yes."""
-    if not isinstance(given, bool | int | None):
+    if not isinstance(given, bool | int | None) or given not in (None, 0, 1):
         raise UsageError(
             where=where, what=f"it is {quoted(given)}", why="it is True or False",
             do="Write True or False.",

@@ -24,7 +24,8 @@ from partc.passes.suspects import blaming
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.running import running
-from partc.wrong_calls import did_you_mean, failed_at, quoted
+from partc.users_line import failed_at
+from partc.wrong_calls import did_you_mean, quoted
 
 
 @dataclass(frozen=True)

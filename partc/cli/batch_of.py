@@ -43,6 +43,8 @@ def with_batch(model: Any, config: Any, labels: str, sizes: Sizes, name: str) ->
             batch["labels"] = _labels(labels, config, sizes, batch[main])
     except Exception as error:  # of transformers, whose extractors check by classes of their own
         said = " ".join(str(error).split())
+        if "allocate memory" in said or "Overflow" in said:
+            raise _too_large(name, sizes) from error
         raise no_inputs(name, f"{type(config).__name__}: {type(error).__name__}: {said}") from error
     loss = _labelled(main) if has_labels else _compared if compares else _mean_square
     note = "" if has_labels or compares else (
@@ -152,6 +154,14 @@ def _compared(model: nn.Module, **batch: Tensor) -> Any:
 def _mean_square(model: nn.Module, **batch: Tensor) -> Any:
     """The loss of a model that computes none."""
     return model(**batch)[0].float().square().mean()
+
+
+def _too_large(name: str, sizes: Sizes) -> UsageError:
+    return UsageError(
+        where=f"hf:{name}", what=f"the batch of {sizes.batch or BATCH} samples of "
+        f"{sizes.seq or SEQUENCE} does not fit into the memory of this process",
+        why="example inputs are made with values", do="Give fewer by --batch or --seq.",
+    )  # fmt: skip
 
 
 def no_inputs(name: str, why: str, do: str = "") -> UsageError:

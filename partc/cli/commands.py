@@ -80,10 +80,13 @@ def verify_command(args: argparse.Namespace) -> int:
     """
     from partc.program import load
 
-    if not args.tolerance > 0:
+    if not 0 < args.tolerance < 1:
+        what = "no error is below that"
         raise UsageError(
-            where=f"--tolerance {args.tolerance}", what="no error is below that",
-            why="it is the largest relative error", do="Write a number above 0, such as 1e-9.",
+            where=f"--tolerance {args.tolerance}",
+            what="any gradient would pass" if args.tolerance >= 1 else what,
+            why="it is the largest relative error, and 1 is that of a gradient of zeros",
+            do="Write a number above 0 and below 1, such as 1e-9.",
         )  # fmt: skip
     report, right = _verify(
         args, load(args.folder), args.tolerance, args.processes, args.device, args.lossy

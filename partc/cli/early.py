@@ -13,6 +13,7 @@ from pathlib import Path
 from partc.atomic import check_output, refusal
 from partc.cli.model_names import check_name
 from partc.errors import LoadError
+from partc.file_endings import check_endings
 from partc.wrong_calls import did_you_mean
 
 MANIFEST = "program.json"  # of a saved program
@@ -47,6 +48,17 @@ def _ours(folder: Path) -> Collection[str]:
     if not (folder / MANIFEST).is_file():
         raise refusal(folder, f"it has no {MANIFEST}, so partc did not write it")
     return [each.relative_to(folder).as_posix() for each in folder.rglob("*")]
+
+
+def check_words(args: argparse.Namespace) -> None:
+    """LoadError or UsageError for a folder, a file to write or a model's name that any command
+    refuses.
+    """
+    check_endings(args, getattr(args, "written", {}))
+    for name in ("folder", "old", "new"):  # of a command that reads saved programs
+        check_saved(getattr(args, name, "") or "")
+    if model := getattr(args, "model", None):
+        check_name(model)
 
 
 def check_saved(folder: str) -> None:

@@ -21,12 +21,14 @@ def launch_command(args: argparse.Namespace) -> int:
     """
     from partc.launch.job import job_of
     from partc.launch.targets import files_of, notes_of, start_of
-    from partc.launch.writing import check_places, seen_path, write_files
+    from partc.launch.writing import check_places, check_run_options, seen_path, write_files
     from partc.program import load
     from partc.program.saved_cost import saved_numbers
 
     out = seen_path("-o ", args.out)
     check_places(args.folder, args.script, args.out)
+    if not args.script:
+        check_run_options(args.folder, _arguments(args.args))
     with saved_numbers(args.folder):
         job = job_of(load(args.folder), seen_path("", args.folder), _wishes(args))
     files = files_of(job, args.emit, out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from partc.cli.shared_options import add_folder
+from partc.cli.shared_options import add_folder, from_zero
 
 EMITTED = ("torchrun", "slurm", "kubernetes", "skypilot", "torchx")
 
@@ -74,7 +74,7 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
         "folder", nargs="?", help="folder of a saved program that shall run here; may be left out"
     )
     parser.add_argument(
-        "--links", metavar="SECONDS", type=float, default=5.0,
+        "--links", metavar="SECONDS", type=from_zero, default=5.0,
         help="how long links between ranks are measured, under torchrun and with a program "
         "(default: 5; 0: not at all)",
     )  # fmt: skip

@@ -20,11 +20,10 @@ from partc.errors import PartcError, RunError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
     args = make_parser().parse_args(arguments)
-    from partc.cli.early import check_saved
+    from partc.cli.early import check_words
 
     try:
-        for name in ("folder", "old", "new"):  # of a command that reads saved programs
-            check_saved(getattr(args, name, "") or "")
+        check_words(args)
         command: Callable[[argparse.Namespace], int] = args.command
         code = command(args)
         sys.stdout.flush()

@@ -6,6 +6,7 @@ types of transformers are read from its files.
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from functools import cache
@@ -13,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from partc.errors import UsageError
+from partc.file_text import Unreadable, file_bytes, file_text, json_value
+from partc.users_line import unparsed
 from partc.wrong_calls import did_you_mean
 
 HF = "hf"
@@ -41,6 +44,7 @@ def _check_configured(name: str) -> None:
         return  # told with how to install it
     if name.endswith(".json") and not Path(name).is_file():
         raise unknown(f"{HF}:{name}", "there is no such file", "Check the path of the config.json.")
+    _check_json(name)
     types = model_types()
     if not Path(name).exists() and name not in types and len(types) > _LEAST_TYPES:
         why = "nothing is downloaded" if "/" in name else "no model type is called so"
@@ -48,16 +52,46 @@ def _check_configured(name: str) -> None:
         raise unknown(f"{HF}:{name}", why, do or did_you_mean(name, types))
 
 
+def _check_json(name: str) -> None:
+    """UsageError for a config.json, or a folder's, that is no table of JSON."""
+    path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
+    if path.suffix != ".json" or not path.is_file():
+        return
+    try:
+        if not isinstance(json_value(file_text(path)), dict):
+            raise Unreadable("it has no keys")
+    except Unreadable as error:
+        raise UsageError(
+            where=f"{HF}:{name}", what="the configuration cannot be read", why=str(error),
+            do=f"Correct {path}: it is no JSON.",
+        ) from None  # fmt: skip
+
+
 def _check_module(module: str, attribute: str) -> None:
     """UsageError for a module that Python would not find from here; its package is not run."""
     first = module.partition(".")[0]
     here = Path.cwd()
+    _check_parses(here / f"{module.replace('.', '/')}.py", f"{module}:{attribute}")
     if not first.isidentifier() or first in sys.modules or (here / first).is_dir():
         return
     if (here / f"{first}.py").is_file() or find_spec(first) is not None:
         return
     near = sorted({each.stem for each in here.glob("*.py")})
     raise unknown(f"{module}:{attribute}", f"No module named {first!r}", did_you_mean(first, near))
+
+
+def _check_parses(path: Path, name: str) -> None:
+    """UsageError for a module of the current folder that is no Python; nothing of it is run."""
+    if not path.is_file():
+        return
+    try:
+        ast.parse(file_bytes(path), str(path))
+    except SyntaxError as error:
+        raise UsageError(
+            where=name, what="the file does not parse", why=unparsed(error), do="Mend that line.",
+        ) from None  # fmt: skip
+    except (Unreadable, ValueError, RecursionError):
+        return  # told by the import
 
 
 @cache

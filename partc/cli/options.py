@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
-from partc.errors import visible
+from partc.cli.parser import Parser
 
 EPILOG = """\
 `partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification
@@ -42,87 +40,9 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Answers what it does not know with what may be meant, in one line, and not with all options.
-
-    ``partc compile m:f --plans ddp`` asks whether ``--plan`` is meant.
-    """
-
-    given: Sequence[str] = ()  # to this command, as far as -- stands before a launcher's line
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.given = [*takewhile(lambda each: each != "--", args or ())]
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            if line := getattr(found, "line", None):  # that of a launcher
-                self._tell_of_dashes(args, line[0], unknown[0])
-            self.error(f"there is no option or argument {unknown[0]!r}")
-        return found, unknown
-
-    def error(self, message: str) -> NoReturn:
-        for kind, words in (("int", "whole number"), ("float", "number")):
-            message = re.sub(rf"invalid {kind} value: (.*)", rf"\1 is no {words}", message)
-        given, _, choices = message.partition(" (choose from ")
-        known = re.findall(r"'([^']+)'", choices) or re.findall(r"--[\w-]+", self.format_usage())
-        word = re.findall(r"'([^']*)'", given)
-        meant = self._meant(word[-1].partition("=")[0], known) if word else ""
-        if word and re.fullmatch(r"[a-z]\w*=[0-9]+", word[-1]):
-            meant = f"Axes are joined by commas in one word: --mesh dp=2,{word[-1]}."
-        if given.startswith("the following arguments are required: "):
-            if strange := next(filter(self._is_strange, self.given), None):
-                self.error(f"there is no option or argument {strange!r}")
-            needed = (_as_written(each) for each in self._actions if each.required)
-            meant = f"Write {self.prog} {' '.join(needed)}."
-        if word == ["run"]:
-            meant = "A program runs by torchrun: torchrun --nproc-per-node 2 FOLDER/run.py."
-        if word and (size := re.fullmatch(r"([0-9]+) ?([KMGT])i?B?", word[-1])):
-            meant = f"Write {int(size[1]) * 1000 ** ('KMGT'.index(size[2]) + 1)}."
-        self.refuse(f"{message}. {meant or _number_meant(message, word)}")
-
-    def refuse(self, text: str) -> NoReturn:
-        """End with what is wrong and what to do about it, in one line."""
-        said = f"{self.prog}: {text}".strip()
-        self.exit(2, f"PTC080 {visible(said)} See `{self.prog} --help`.\n")
-
-    def _is_strange(self, word: str) -> bool:
-        """Whether a word is an option that the command has not, nor any that begins so."""
-        name = word.partition("=")[0]
-        known = (option for each in self._actions for option in each.option_strings)
-        return word.startswith("--") and not any(option.startswith(name) for option in known)
-
-    def _tell_of_dashes(self, given: list[str], first: str, unknown: str) -> None:
-        """End where a launcher's command, whose first word this is, has no ``--`` before it."""
-        if "--" not in given and given.index(first) < given.index(unknown):
-            from partc.cli.other_options import behind_dashes
-
-            self.refuse(behind_dashes(self.prog, given, first))
-
-    def _meant(self, word: str, known: list[str]) -> str:
-        from partc.cli.other_options import meant
-
-        return meant(self.prog, word, known)
-
-
-def _number_meant(message: str, words: list[str]) -> str:
-    """How a number is written that somebody gave in percent, or with a comma; "" for others."""
-    if not message.endswith("is no number") or not words:
-        return ""
-    plain = re.fullmatch(r"([0-9]+(?:[.,][0-9]+)?) ?(%?)", words[-1])
-    if plain is None:
-        return "Write it with digits: 0.001, or 1e-3."
-    number = float(plain[1].replace(",", ".")) / (100 if plain[2] else 1)
-    return f"Write {number:g}."
-
-
-def _as_written(needed: argparse.Action) -> str:
-    """An argument as it stands in a command: ``--mesh MESH``; ``OLD`` for one without a name."""
-    value = str(needed.metavar or needed.dest.upper())
-    return " ".join([*needed.option_strings[-1:], value])
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The parser of ``partc``; its result has ``command``, the function to call with the result."""
-    parser = _Parser(
+    parser = Parser(
         prog="partc",
         description="Compile a single-device PyTorch model into readable distributed programs;\n"
         "explain, predict, measure and verify them.",
@@ -187,7 +107,7 @@ def _named(place: str) -> Callable[..., Any]:
     return found
 
 
-class _CommandParser(_Parser):
+class _CommandParser(Parser):
     """The parser of one command, which gets its options when it is first used."""
 
     def __init__(self, *, command: Command, **more: Any) -> None:

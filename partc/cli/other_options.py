@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 from partc.wrong_calls import did_you_mean
 
@@ -28,6 +29,9 @@ _MESH = {
     "--dp": "Axes stand in the mesh: --mesh dp=2,tp=2.",
     "--tp": "Axes stand in the mesh: --mesh dp=2,tp=2.",
     "--pp": "Axes stand in the mesh: --mesh dp=2,pp=2.",
+}
+_FLAGS = {  # options without a value: what somebody means who gives them one
+    "--processes": "All ranks of the program run, as many as its mesh has: leave the number out.",
 }
 _COMPILED = (*_OPTIONS, "--mesh", "--plan", "--microbatches", "--schedule", "--recompute")
 _OF_PROGRAMS = (  # commands that read a saved program
@@ -63,6 +67,24 @@ def _of_a_program(command: str, option: str) -> str:
         f"The mesh of the program says how many ranks there are{starts}. Leave it out; for "
         "another number compile again: partc compile --mesh dp=4."
     )
+
+
+def without_value(option: str, word: str) -> str:
+    """What is wrong with a word behind an option that takes none, and what to do."""
+    told = _FLAGS.get(option, "Leave it out.")
+    return f"{option} takes no value, and {word!r} stands behind it. {told}"
+
+
+def of_script(given: Sequence[str], word: str, known: Collection[str]) -> str:
+    """How a script's own arguments are given to ``partc launch``, of which ``word`` may be one.
+
+    ``given``: the command line; ``known``: the options of the command.
+    """
+    at = next((i for i, each in enumerate(given) if each.partition("=")[0] == word), 0)
+    rest = given[at + (word == "--args") :]
+    own = rest[:1] if word != "--args" else []
+    own = [*own, *takewhile(lambda each: each not in known, rest[len(own) :])]
+    return f'Arguments of the script go in one word: --args="{shlex.join(own)}".'
 
 
 def behind_dashes(prog: str, given: Sequence[str], first: str) -> str:

@@ -24,6 +24,7 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="FILE", help="plan.toml to write; printed if left out"
     )
+    parser.set_defaults(written={"out": "toml"})
 
 
 def plan_command(args: argparse.Namespace) -> int:
@@ -36,10 +37,7 @@ def plan_command(args: argparse.Namespace) -> int:
     text = str(draft)
     if args.out:
         atomic_write(Path(args.out), text)
-    for key, meant in draft.meant.items():
-        print(visible(f"{key}: the plan has nothing of it. {meant}"), file=sys.stderr)
-    unknown = [key for key in draft.unknown if key not in draft.meant]
-    for what, keys in (("no plan says", draft.left_out), ("unknown", unknown)):
+    for what, keys in (("no plan says", draft.left_out), ("unknown", draft.unknown)):
         if keys:
             print(visible(f"{what}: {', '.join(keys)}"), file=sys.stderr)
     told = {

@@ -29,6 +29,7 @@ def bench_options(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="FILE",
         help="write the predicted and the measured step as a Chrome trace (JSON)",
     )  # fmt: skip
+    parser.set_defaults(written={"trace": "json"})
 
 
 def calibrate_options(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,7 @@ def calibrate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="FILE", help="mesh.toml to write; printed if left out"
     )
+    parser.set_defaults(written={"out": "toml"})
     parser.add_argument(
         "--keep-noisy", action="store_true",
         help="write what varies much from one measurement to the next, too; else it is refused",

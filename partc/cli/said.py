@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from partc.errors import UsageError
 
 SIZES = ("batch", "seq", "layers", "dtype", "no_dropout")  # of the model that --model names
+MOST_LAYERS = 10_000  # each is built
 _LEFT_OUT = (None, False, "float32")  # what options have that nobody has given
 
 
@@ -19,10 +21,12 @@ def sizes_said(args: argparse.Namespace) -> Any:
 
     given = {"--batch": args.batch, "--seq": args.seq, "--layers": args.layers}
     for option, number in given.items():
-        if number is not None and number < 1:
+        most = MOST_LAYERS if option == "--layers" else math.inf
+        if number is not None and not 1 <= number <= most:
+            why = "it counts from 1" + (f" to {most:,}" if most < math.inf else "")
             raise UsageError(
                 where=f"{option} {number}", what="that is no size of a model or a batch",
-                why="it counts from 1", do=f"Write {option} 1 or more.",
+                why=why, do=f"Write {option} {'1 or more' if number < 1 else '8'}.",
             )  # fmt: skip
     given["--dtype"] = None if args.dtype == "float32" else args.dtype
     option = next((option for option, each in given.items() if each is not None), "")

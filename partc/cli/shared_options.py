@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
+
+MOST_S = 1e8  # three years: more is a slip, and threads cannot wait for ever
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +24,42 @@ def add_timeout(parser: argparse.ArgumentParser, seconds: float) -> None:
 
 def above_zero(text: str) -> float:
     """A number of seconds above 0; argparse tells of another."""
+    if not (found := _seconds(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return found
+
+
+def from_zero(text: str) -> float:
+    """A number of seconds, or 0; argparse tells of another."""
+    if not (found := _seconds(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on")
+    return found
+
+
+def _seconds(text: str) -> float:
+    """The number of a text, NaN for none; what no clock of Python waits for is refused."""
     try:
         found = float(text)
     except ValueError:
-        found = 0.0
-    if not found > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        return math.nan
+    if found > MOST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is more seconds than the most, {MOST_S:,.0f}")
     return found
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """What reads a whole number from ``least`` on; argparse tells of another."""
+
+    def read(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if found < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is too few: {least} is the least")
+        return found
+
+    return read
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

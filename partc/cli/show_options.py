@@ -42,6 +42,7 @@ def simulate_options(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="FILE", help="write the time line as a Chrome trace (JSON)"
     )
     parser.add_argument("--svg", metavar="FILE", help="write the time line as a picture")
+    parser.set_defaults(written={"trace": "json", "svg": "svg"})
     what_if = parser.add_argument_group(
         "on other machines", "X is a factor: 2 (or x2) for twice as much, 0.5 for half."
     )
@@ -69,6 +70,7 @@ def report_options(parser: argparse.ArgumentParser) -> None:
         "-o", "--out", metavar="FILE",
         help="the HTML file; it holds all that it shows and fetches nothing",
     )  # fmt: skip
+    parser.set_defaults(written={"out": "html"})
 
 
 def picture_options(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +83,7 @@ def picture_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="FILE", help="the SVG file; left out, its text is printed"
     )
+    parser.set_defaults(written={"out": "svg"})
 
 
 def compare_options(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +100,7 @@ def compare_options(parser: argparse.ArgumentParser) -> None:
         "-o", "--out", metavar="FILE",
         help="an SVG file: speed-up against devices, and cost against time",
     )  # fmt: skip
+    parser.set_defaults(written={"out": "svg"})
 
 
 def watch_options(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +122,7 @@ def watch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="FILE", help="write it as an HTML page with curves, too"
     )
+    parser.set_defaults(written={"out": "html"})
 
 
 def diff_options(parser: argparse.ArgumentParser) -> None:

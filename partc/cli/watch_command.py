@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from partc.cli.shared_options import MOST_S
 from partc.cli.terminal import columns, tell
 from partc.errors import UsageError
 
@@ -17,9 +18,10 @@ LEAST_S = 0.2  # between two readings
 
 def watch_command(args: argparse.Namespace) -> int:
     """Show a run from the files that it writes: pace, slowest rank, loss, memory, checkpoints."""
-    if args.every is not None and not args.every >= LEAST_S:
+    if args.every is not None and not LEAST_S <= args.every <= MOST_S:
         raise UsageError(
-            where=f"--every {args.every}", what="that is too often",
+            where=f"--every {args.every}",
+            what="that is too often" if args.every < LEAST_S else "that is no time to wait",
             why=f"files are read again after so many seconds, {LEAST_S} or more",
             do="Write --every 2.",
         )  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from partc.errors import PartcError, RunError
-from partc.wrong_calls import failed_at
+from partc.users_line import failed_at
 
 Batch = TypeVar("Batch")
 # What a worker's error says: that of the worker, its traceback, and at the end what it raised.

@@ -25,6 +25,7 @@ from partc.plan.mesh import Mesh
 from partc.program import Program
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?\Z", re.ASCII)  # of jobs, hosts and services
+MOST = 10**8  # seconds, restarts or things: more is a slip
 MOMENTS = 3  # a checkpoint of AdamW has a parameter and two moments of its size
 JOIN_S = 900  # nodes of one job do not start in the same second, and images have to be pulled
 
@@ -211,11 +212,16 @@ def _check(wishes: Wishes) -> None:
     if wishes.name and not NAME.match(wishes.name):
         why = "hosts and services are called by it: small letters, digits and -, 40 at most"
         raise _no(f"--name {wishes.name}", "that is no name of a job", why, "Name it train-1.")
-    least = {"--devices-per-node": 1, "--restarts": 0, "--grace": 1}
+    least = {"--devices-per-node": (1, 8), "--restarts": (0, 3), "--grace": (1, 120)}
     given = (wishes.devices_per_node, wishes.restarts, wishes.grace_s)
-    for (option, low), number in zip(least.items(), given, strict=True):
-        if number is not None and number < low:
-            raise _no(f"{option} {number}", "that cannot be", f"it is {low} at least", "Mend it.")
+    for (option, (low, some)), number in zip(least.items(), given, strict=True):
+        if number is not None and not low <= number <= MOST:
+            why = f"it is from {low} to {MOST:,}"
+            raise _no(f"{option} {number}", "that cannot be", why, f"Write {option} {some}.")
+    for name, number in wishes.resources.items():
+        if not 1 <= number <= MOST:
+            why = f"it is from 1 to {MOST:,}"
+            raise _no(f"--resource {name}={number}", "that cannot be", why, f"Write {name}=8.")
     if wishes.checkpoints and not wishes.script:
         why = "run.py trains on random numbers, to try a program, and saves nothing"
         do = "Name the script that saves them: --script train.py. Or leave it out."

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from partc.atomic import atomic_files
 from partc.errors import UsageError
 from partc.file_text import Unreadable, file_text
+from partc.wrong_calls import did_you_mean
 
 PLAIN = re.compile(r"[A-Za-z0-9_.@+=][A-Za-z0-9_.@+=/-]*\Z", re.ASCII)
 
@@ -48,6 +49,22 @@ def check_places(program: str, script: str, out: str) -> None:
             why="run.py refuses a folder with code that program.json does not list",
             do="Name a folder beside it.",
         )  # fmt: skip
+
+
+def check_run_options(program: str, words: Sequence[str]) -> None:
+    """UsageError for an option that the program's run.py, which would be given it, has not."""
+    try:
+        text = file_text(Path(program) / "run.py")
+    except Unreadable:
+        return
+    known = re.findall(r'add_argument\("(--[\w-]+)"', text)
+    for option in (each.partition("=")[0] for each in words if each.startswith("--")):
+        if not any(each.startswith(option) for each in known):
+            raise UsageError(
+                where=f"--args, {option}", what="the program's run.py has no such option",
+                why=f"it has {', '.join(known)}",
+                do=f"{did_you_mean(option, known)} A script of yours is named by --script.".strip(),
+            )  # fmt: skip
 
 
 def write_files(folder: str, files: Mapping[str, str], force: bool) -> None:

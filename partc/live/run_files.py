@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ STEP_S, DATA_S = "time_metrics/end_to_end(s)", "time_metrics/data_loading(s)"
 WAITS_S = "time_metrics/waiting(s)"  # what `partc.measure.step_waits` measures
 LOSSES = ("loss_metrics/global_avg_loss", "loss", "train_loss")
 MEMORY = ("memory/max_reserved(GiB)", "memory/max_active(GiB)")
+LONG = 60  # characters of a line that a message quotes
 DEEP = 4  # folders below that of the run in which a program is looked for
 _RANK = re.compile(r"(\d+)\D*\Z")
 _SAVED = re.compile(r"step-(\d+)\Z")
@@ -31,7 +32,8 @@ Numbers = Mapping[str, float]
 class RankLog:
     """The lines of one file: numbers by step, as they hold in the end.
 
-    ``restarts``: the steps from which the run went on again; ``unread``: lines that are no JSON.
+    ``restarts``: the steps from which the run went on again; ``unread``: lines that are no JSON
+    with a step, and ``first_unread`` the number of the first.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class RankLog:
     restarts: tuple[int, ...]
     unread: int
     written_at: float
+    first_unread: int = 0
 
     def last(self, name: str, count: int = 1) -> list[float]:
         """The last numbers of a name, oldest first; fewer where there are fewer."""
@@ -113,12 +116,23 @@ def read_run(folder: str | Path, program: str | Path | None = None) -> Run:
     logs = [each for each in logs if each.steps]
     if not logs:
         raise UsageError(
-            where=str(folder), what="there is no run to watch",
-            why="no file *.jsonl with steps is in it" if path.exists() else "it does not exist",
+            where=str(folder), what="there is no run to watch", why=_without_steps(path, files),
             do="Name the folder in which JsonLines(...) writes, as examples/train.py does.",
         )  # fmt: skip
     place = path.parent if path.is_file() else path
     return Run(place, tuple(logs), tuple(_checkpoints(place)), _promise(place, program))
+
+
+def _without_steps(path: Path, files: Sequence[Path]) -> str:
+    """Why no file has a step: there is none, or the first line of it that tells none."""
+    if not path.exists():
+        return "it does not exist"
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                return f'{file.name}:{number} is no line {{"step": 10, ...}}: {line.strip()[:LONG]}'
+    return "it is empty" if path.is_file() else "no file *.jsonl with steps is in it"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -129,11 +143,12 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _log(file: Path) -> RankLog:
     steps: dict[int, dict[str, float]] = {}
-    restarts, unread, before = [], 0, 0
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    restarts, unread, before = [], list[int](), 0
+    text = file.read_text(encoding="utf-8", errors="replace")
+    for at, line in enumerate(text.splitlines(), 1):
         told = _line(line)
         if told is None:
-            unread += bool(line.strip())
+            unread += [at] if line.strip() else []
             continue
         step = told[0]
         if step <= before:  # what came after the checkpoint that it went on from does not hold
@@ -143,7 +158,9 @@ def _log(file: Path) -> RankLog:
         before = step
     rank = _RANK.search(file.stem)
     number = int(rank[1]) if rank else 0
-    return RankLog(number, file, steps, tuple(restarts), unread, file.stat().st_mtime)
+    return RankLog(
+        number, file, steps, tuple(restarts), len(unread), file.stat().st_mtime, *unread[:1]
+    )
 
 
 def _line(text: str) -> tuple[int, dict[str, float]] | None:

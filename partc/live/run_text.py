@@ -27,8 +27,11 @@ def run_text(run: Run, now: float, width: int = 100) -> str:
     found = paces(run)
     lines = [f"{run.folder}: {state(run, now)}, {restarts(run)}", *_loss(run, width), ""]
     lines += [promised(run), slowest(found), "", *_ranks(run, found), "", *_saved(run, now)]
-    if unread := sum(each.unread for each in run.ranks):
-        lines.append(f"{unread} lines are no JSON, and were left out")
+    for each in run.ranks:
+        if each.unread:
+            said = "1 line is" if each.unread == 1 else f"{each.unread} lines are"
+            first = f"{each.file.name}:{each.first_unread}"
+            lines.append(f"{said} no JSON with a step, and left out: {first}")
     return "\n".join(x if len(x) <= width else f"{x[: width - 3]}..." for x in lines)
 
 

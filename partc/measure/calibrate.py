@@ -33,6 +33,7 @@ from partc.measure.stopwatch import Effort, Stopwatch
 from partc.verification.processes import Processes
 
 TIMEOUT_S = 300.0
+MOST_RANKS = 1024
 TIMES = 3  # attempts, where measurements vary too much
 LINKS_S = 24.0  # seconds for the collectives of all levels together
 Run = Callable[..., Any]
@@ -73,12 +74,12 @@ def calibrate(
             why=f"known are {', '.join(LIBRARIES)}",
             do="Take one of these.",
         )
-    if ranks is not None and ranks < 1:
+    if ranks is not None and not 1 <= ranks <= MOST_RANKS:
         raise UsageError(
             where=f"--ranks {ranks}",
             what="that many ranks cannot be started",
-            why="there is nothing to measure without one",
-            do="Give a number from 1.",
+            why=f"each is a process of this machine, from 1 to {MOST_RANKS:,}",
+            do=f"Give a number from 1 to {MOST_RANKS:,}.",
         )
     with _ranks(ranks, backend, scale.effort) as (num, run):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", num))

@@ -9,6 +9,7 @@ from pathlib import Path
 from partc.atomic import atomic_write
 from partc.drawing import image
 from partc.errors import UsageError
+from partc.file_endings import check_ending
 from partc.pictures.memory_svg import memory_svg
 from partc.pictures.mesh_svg import mesh_svg
 from partc.pictures.pipeline_svg import pipeline_svg
@@ -27,8 +28,16 @@ class Picture:
     words: str  # what it shows, for who does not see it
 
     def save(self, path: str | Path) -> None:
-        """Write the picture into a file, which is replaced if it exists."""
-        atomic_write(as_path(path, "save"), self.svg)
+        """Write the picture into a file, which is replaced if it exists.
+
+        Args:
+            path: the file, as ``"step.svg"``.
+
+        Raises:
+            UsageError: its name has another ending, or it cannot be written.
+        """
+        check_ending(file := as_path(path, "save"), "svg", f"save({quoted(str(path))})")
+        atomic_write(file, self.svg)
 
     def _repr_html_(self) -> str:
         return image(self.svg, self.words)

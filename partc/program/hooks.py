@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from partc.errors import LoadError, RunError
 from partc.file_text import Unreadable, file_text
 from partc.program.manifest import OTHERS, refuse
-from partc.wrong_calls import failed_at
+from partc.users_line import failed_at, unparsed
 
 NAME = "hooks.py"
 SET = "\nhooks: object = None"  # the line of a role that its loader fills in
@@ -69,8 +70,10 @@ def read_hooks(folder: Path, sources: Iterable[str]) -> str | None:
     place = folder.parent.parent if folder.parent.name == OTHERS else folder
     try:
         text = file_text(place / NAME)
-        body = ast.parse(text).body
-    except (Unreadable, SyntaxError, ValueError) as error:
+        body = ast.parse(text, NAME).body
+    except SyntaxError as error:
+        refuse(place / NAME, "cannot be read", unparsed(error), "Mend that line.")
+    except (Unreadable, ValueError) as error:
         why = f"{error}; the program calls {', '.join(names)} of it"
         refuse(place / NAME, "cannot be read", why, f"Write {NAME} with these functions.")
     defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
@@ -120,10 +123,17 @@ def _run(text: str) -> dict[str, Any]:
         exec(compile(text, shown, "exec"), names)
     except Exception as error:
         raise LoadError(
-            where=NAME, what="running it fails", why=f"{type(error).__name__}: {error}",
-            do="Correct the file.",
+            where=NAME, what="running it fails", why=_raised(error, shown),
+            do="Mend that line: the file is run when the program is loaded.",
         ) from error  # fmt: skip
     return names
+
+
+def _raised(error: Exception, shown: str) -> str:
+    """What a line of the file raised when it was run, and which line that was."""
+    at = [each for each in extract_tb(error.__traceback__) if each.filename == shown][-1:]
+    said = f"{type(error).__name__}: {error}"
+    return said + "".join(f", at {NAME}:{each.lineno}: {each.line}" for each in at)
 
 
 def _check_takes_one(name: str, function: Callable[..., Any]) -> None:

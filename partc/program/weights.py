@@ -49,6 +49,17 @@ def whole_tensors(source: Source) -> Mapping[str, Tensor]:
     return TensorFiles(*paths)
 
 
+def named_state(given: Any) -> Mapping[str, Any]:
+    """What ``load_state_dict`` is given; LoadError for what has no values by name."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise LoadError(
+            where="load_state_dict", what=f"the state is {quoted(given)}",
+            why="a state dict has tensors by the names of the model",
+            do="Pass model.state_dict(), or load a model or files by stage.load_full(...).",
+        )  # fmt: skip
+    return given
+
+
 @dataclass(frozen=True)
 class Matched:
     """The given name for each held tensor, and the names of either side without a partner."""

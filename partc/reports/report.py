@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from partc.atomic import atomic_write
+from partc.file_endings import check_ending
 from partc.program import Program
 from partc.reports.drawn_program import check_program
 from partc.reports.report_data import Json, report_data
 from partc.reports.report_page import framed, report_page
-from partc.wrong_calls import as_path, known_arguments
+from partc.wrong_calls import as_path, known_arguments, quoted
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,13 @@ class ReportPage:
         """Write the page into a file.
 
         Args:
-            path: the file, which is replaced if it exists.
+            path: the file, as ``"report.html"``, which is replaced if it exists.
+
+        Raises:
+            UsageError: its name has another ending, or it cannot be written.
         """
-        atomic_write(as_path(path, "save"), self.html)
+        check_ending(file := as_path(path, "save"), "html", f"save({quoted(str(path))})")
+        atomic_write(file, self.html)
 
     def __str__(self) -> str:
         return str(self.told["verdict"])

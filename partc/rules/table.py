@@ -21,7 +21,8 @@ from partc.rules.wrong_rules import (
     slot_groups,
     warn_if_lost,
 )
-from partc.wrong_calls import failed_at, quoted
+from partc.users_line import failed_at
+from partc.wrong_calls import quoted
 
 MOST_NAMES = 4096  # ops whose names are remembered; many models together have some hundred
 Written = str | Callable[[Call], str]

@@ -15,7 +15,8 @@ from partc.errors import PartcError, PlanError
 from partc.schedules.actions import Action, Schedule, check_schedule
 from partc.schedules.named import Needs
 from partc.schedules.timing import Costs, timeline
-from partc.wrong_calls import failed_at, quoted
+from partc.users_line import failed_at
+from partc.wrong_calls import quoted
 
 Rows = tuple[tuple[Action, ...], ...]
 ROWS = "a schedule is a list with one row of actions for each rank"

@@ -17,6 +17,8 @@ from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.sharding import cut
 from partc.program import Program
 from partc.program.not_a_stage import no_stage_yet
+from partc.program.optimizer.optimizers import check_is_optimizer
+from partc.program.optimizer.state_form import check_state
 from partc.program.reading import division_of, rank_or_own
 from partc.program.stage.runtime import Stage
 from partc.program.tensors.copies import copied
@@ -80,21 +82,25 @@ class AsModel(Prepared):
     @known_arguments
     def full_optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as of one process, as of a ``Stage``."""
+        check_is_optimizer(optimizer)
         if self._stage is None:
             return optimizer.state_dict()
         return dict(self._stage.full_optim_state_dict(optimizer))
 
     @known_arguments
-    def load_full_optim_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def load_full_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Take a state as of one process, as of a ``Stage``."""
+        check_is_optimizer(optimizer)
+        check_state(state_dict, "load_full_optim_state_dict")
         if self._stage is None:
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(state_dict)
         else:
-            self._stage.load_full_optim_state_dict(optimizer, state)
+            self._stage.load_full_optim_state_dict(optimizer, state_dict)
 
     @known_arguments
     def step_on_pieces(self, optimizer: Optimizer) -> Optimizer:
         """As of a ``Stage``; an optimizer that follows the model steps so by itself."""
+        check_is_optimizer(optimizer)
         return optimizer if self._stage is None else self._stage.step_on_pieces(optimizer)
 
     def seed(self, seed: int, step: int = 0) -> None:

@@ -16,7 +16,7 @@ from partc.errors import LoadError, PartcError
 from tests.patience import patience
 
 FAULTS = {
-    "--plan megatorn": "Did you mean 'megatron'",
+    "--plan megabroken": "Did you mean 'megatron'",
     "--plan fsdp+ddp": "exclude each other",
     "--plan none.toml": "none.toml",
     "--mesh dp:2": "Write 'dp=2'",
@@ -29,6 +29,9 @@ FAULTS = {
     "/none/train.py:setup": "Change to its folder, and name the module: cd /none; train:setup",
     "train.py:setup": "Write the module, as Python imports it from here: train:setup",
     "llama": "Write hf:llama",
+    "hf:tiny.json": 'line 2: "model_type": "llama",: nothing follows this comma',
+    "hf:tiny": "nothing follows this comma: delete it",
+    "broken:setup": "does not parse (SyntaxError: '(' was never closed, at broken.py:2: x = (1",
 }
 
 
@@ -45,6 +48,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise SystemExit('it was run')")
     (tmp_path / "file").write_text("")
+    (tmp_path / "broken.py").write_text("import torch\nx = (1\n")
+    (tmp_path / "tiny").mkdir()
+    for name in ("tiny.json", "tiny/config.json"):
+        (tmp_path / name).write_text('{\n"model_type": "llama",\n}\n')
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("")
     return tmp_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -247,4 +248,12 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no such file" in capsys.readouterr().err
     assert main(["launch", "build", "--emit", "slurm", "-o", "build/launch"]) == 2
     assert "it lies in the program's folder" in capsys.readouterr().err
+    for option, said in (
+        ("--args=--epochs 3", "--args, --epochs: the program's run.py has no such option"),
+        ("--args=--step 3 --stepz=4", "Did you mean '--steps'.* A script of yours is named by"),
+        ("--devices-per-node=0", "--devices-per-node 0: that cannot be .* Write --devices-per-n"),
+        ("--resource=rdma/hca=0", "--resource rdma/hca=0: that cannot be .* Write rdma/hca=8"),
+    ):
+        assert main(["launch", "build", "--emit", "slurm", "-o", "none", option]) == 2
+        assert re.search(said, capsys.readouterr().err)
     assert not (here / "build" / "launch").exists()

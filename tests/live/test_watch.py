@@ -69,7 +69,12 @@ def test_half_a_line_counts_as_none(tmp_path: Path) -> None:
         file.write('{"step": 3, "loss_met')
     run = read_run(tmp_path)
     assert (run.step, run.leader.unread) == (2, 1)
-    assert "1 lines are no JSON" in run_text(run, time.time())
+    assert "1 line is no JSON with a step, and left out: metrics.jsonl:3" in run_text(
+        run, time.time()
+    )
+    (tmp_path / "table.csv").write_text("\nstep,loss\n1,2.5\n")
+    with pytest.raises(UsageError, match=r"no run to watch .table\.csv:2 is no line .*: step,loss"):
+        read_run(tmp_path / "table.csv")
 
 
 @pytest.mark.parametrize("text", ["", "[]\n", '{"step": "3"}\n', '{"step": true}\n', "[" * 10**5])

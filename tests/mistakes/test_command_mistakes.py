@@ -229,13 +229,25 @@ def test_a_terminal_obeys_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "\u202e" not in told.out + told.err
 
 
-def test_run_py_refuses_a_device_that_is_not_there(build: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--device=gpu", "--device gpu: there is no such device"),
+        ("--epochs=3", "unrecognized arguments: --epochs=3. Its options are --help, --steps, --lr"),
+        ("--steps=many", "invalid int value: 'many'. Its options are"),
+        ("--timeout=nan", "--timeout nan: give a number from 0 to 100,000,000."),
+        ("--join-timeout=-1", "--join-timeout -1.0: give a number from 0"),
+        ("--steps=-1", "--steps -1: give a number from 0"),
+    ],
+)
+def test_run_py_refuses_an_option_in_one_line(build: Path, option: str, words: str) -> None:
     done = subprocess.run(
-        [sys.executable, build / "run.py", "--device", "gpu"],
+        [sys.executable, build / "run.py", option],
         capture_output=True, text=True, timeout=patience(),
     )  # fmt: skip
     assert done.returncode == 2
-    assert "--device gpu: there is no such device" in done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_run_py_says_which_number_was_too_high(tmp_path: Path) -> None:

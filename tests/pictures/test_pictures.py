@@ -18,6 +18,7 @@ from partc.cost.cost_parts import peak_memory
 from partc.drawing import LETTER, marks, page, rounded_up, wrapped
 from partc.errors import UsageError
 from partc.machines.topology import Topology
+from partc.metrics import JsonLines
 from partc.pictures import mesh_svg, pipeline_svg
 from partc.pictures.picture import OF, picture
 from partc.plan.mesh import PP, Mesh
@@ -144,6 +145,20 @@ def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == out.read_text()
     assert main(["picture", build, "--of", "mesh", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["svg"] == out.read_text()
+
+
+def test_a_name_with_another_ending_is_refused(tmp_path: Path) -> None:
+    made = picture(compiled("ddp"), "mesh")
+    for name in ("mesh.png", "mesh.html", "mesh.v2.PDF", "mesh.svgz"):
+        with pytest.raises(UsageError, match=r"an SVG picture is written .* Name .*\.svg\."):
+            made.save(tmp_path / name)
+    assert not [*tmp_path.iterdir()]
+    for name in ("mesh.svg", "mesh.SVG", "mesh", "mesh-0.5"):
+        made.save(tmp_path / name)
+    with pytest.raises(UsageError, match=r"an HTML page is written .* Name .*step\.html"):
+        partc.report(compiled("ddp")).save(tmp_path / "step.md")
+    with pytest.raises(UsageError, match=r"a line of JSON a step is written .* Name .*m\.jsonl"):
+        JsonLines(tmp_path / "m.csv")
 
 
 # pieces -----------------------------------------------------------------------------------------

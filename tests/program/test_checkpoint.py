@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from partc.errors import LoadError, RunError
 from partc.program.checkpoints import writing
 from partc.program.checkpoints.checkpoint import latest, load_checkpoint, save_checkpoint
+from partc.program.checkpoints.checkpoints import Checkpoints
 from partc.program.stage.runtime import Stage
 from partc.verification.processes import Processes
 from tests.example_program import example_model
@@ -204,6 +206,34 @@ def refusals(folder: Path) -> None:
     dist.barrier()
     with pytest.raises(LoadError, match="schema 7"):
         load_checkpoint(path, stage)
+
+
+def into_several(folder: Path) -> list[str]:
+    """What is said where each rank names a folder of its own, to save and to load."""
+    stage, optimizer = begin(2, 2, 0)
+    own = folder / f"run_{dist.get_rank()}"
+    told, runs = list[str](), Checkpoints(own, async_save=False)
+
+    def refuse(call: Callable[[], object]) -> None:
+        with pytest.raises((LoadError, RunError)) as error:
+            call()
+        told.append(str(error.value))
+
+    refuse(lambda: save_checkpoint(own, stage, optimizer))
+    refuse(lambda: runs.save(1, stage, optimizer))
+    if dist.get_rank() == 0:
+        assert not [*own.iterdir()]
+    save_checkpoint(folder / "run_0", stage, optimizer, step=1)
+    refuse(lambda: load_checkpoint(own, stage, optimizer))
+    refuse(lambda: runs.load_latest(stage, optimizer))
+    return told
+
+
+def test_folders_of_single_ranks_are_named(world: Processes, tmp_path: Path) -> None:
+    for told in world.run(into_several, tmp_path):
+        for text in told:
+            assert f"rank 0 names the folder '{tmp_path}/run_0', and rank 1 '{tmp_path}/run" in text
+            assert "Give all ranks the same folder: leave the rank out of its name." in text
 
 
 def damage(path: Path) -> None:

@@ -168,11 +168,17 @@ def test_what_is_missing_is_refused_by_name(folder: Path, tmp_path: Path) -> Non
         check_hooks(program.sources.values(), program.hooks)
     for text, said in (
         (OWN.replace("def head_grad", "def heads_grad"), "has no function head_grad"),
-        (OWN.replace("def head_grad", "def head_grad("), "cannot be read"),
+        (
+            OWN.replace("def head_grad", "def head_grad("),
+            r"cannot be read .SyntaxError: .*, at hooks\.py:14: def head_grad.* Mend that line",
+        ),
     ):
         (tmp_path / "build" / NAME).write_text(text)
         with pytest.raises(LoadError, match=said):
             load(tmp_path / "build")
+    (tmp_path / "build" / NAME).write_text(f"{OWN}\nlimit = 1 / 0\n")
+    with pytest.raises(LoadError, match=r"ZeroDivisionError: .*, at hooks\.py:17: limit = 1 / 0"):
+        load(tmp_path / "build").role(0)
     (tmp_path / "build" / NAME).unlink()
     with pytest.raises(LoadError, match="cannot be read"):
         load(tmp_path / "build")

@@ -88,9 +88,18 @@ def handlers(folder: Path) -> list[int]:
         pass
     os.kill(os.getpid(), NOTICE)
     signal.signal(NOTICE, signal.SIG_DFL)
-    wrong: list[Any] = [NOTICE, {NOTICE: 0}, {signal.SIGKILL: 3}, {NOTICE: "soon"}, {"USR1": 3}]
-    for each in wrong:
-        with pytest.raises(UsageError, match="by signal how many seconds"):
+    wrong: list[tuple[Any, str]] = [
+        (NOTICE, r"Pass {signal.SIGTERM: 30}"),
+        ({NOTICE: 0}, r"signal.SIGUSR1: 0 .* signal.SIGUSR1: 30"),
+        ({signal.SIGKILL: 3}, "no process can catch it.* Write signal.SIGTERM: 30"),
+        ({NOTICE: "soon"}, r"signal.SIGUSR1: 'soon'"),
+        ({"USR1": 3}, r"'USR1': 3 .* Write signal.SIGUSR1: 3, behind import signal"),
+        ({"SIGTERM": 30}, r"'SIGTERM': 30 .* Write signal.SIGTERM: 30, behind import signal"),
+        ({30: signal.SIGTERM}, r"30: signal.SIGTERM .* Write signal.SIGTERM: 30\."),
+        ({45: "SIGTERM"}, r"45: 'SIGTERM' .* Write signal.SIGTERM: 45\."),
+    ]
+    for each, words in wrong:
+        with pytest.raises(UsageError, match=words):
             partc.Checkpoints(folder, notices=each)
     refused: list[str] = []
     thread = threading.Thread(target=lambda: refused.append(_refusal(folder)))

@@ -133,8 +133,12 @@ def refuse(folder: Path) -> list[str]:
     with pytest.raises(LoadError, match=r"Odd 'two' does not take its state.*13 is no value"):
         checkpoints.load_latest(stage, optimizer, states={"one": first, "two": second})
     assert (first.value, second.value) == (0, 1)  # none has been changed
-    with pytest.raises(LoadError, match="saved without a state of 'three'"):
-        checkpoints.load_latest(stage, optimizer, states={"three": first})
+    for name, words in (
+        ("three", r"It has 'one', 'two': pass states={'one': \.\.\.}"),
+        ("two.", "Did you mean 'two'.* Pass it under the name that was saved"),
+    ):
+        with pytest.raises(LoadError, match=f"saved without a state of '{name}'.*{words}"):
+            checkpoints.load_latest(stage, optimizer, states={name: first})
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("partc").addHandler(handler)

@@ -7,16 +7,17 @@ what the tables in the other files write into. Never: a key that is left out wit
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from partc.errors import UsageError
-from partc.file_text import Unreadable, file_text, toml_table
+from partc.file_text import Unreadable, file_text, json_value, toml_table
 from partc.plan.ports import accelerate, deepspeed, torchtitan
 from partc.plan.ports.draft import Draft, Table
+from partc.wrong_calls import did_you_mean
 
+_ALIKE, _ALIKE_WORDS = 0.85, 0.75  # keys of one tool are long, and have much in common
 TOOLS = {"Accelerate": accelerate, "DeepSpeed": deepspeed, "torchtitan": torchtitan}
 
 
@@ -37,7 +38,9 @@ def read_config(path: str | Path, devices: int | None = None) -> Draft:
     draft = Draft(name, path.name, devices)
     tool.before(keys, draft)
     for key, value in keys.items():
-        draft.put(key, value, _entry(tool.KEYS, key), tool.KEYS)
+        if meant := _meant(tool.KEYS, key):
+            draft.refuse_key(key, meant)
+        draft.put(key, value, _entry(tool.KEYS, key))
     draft.finish()
     return draft
 
@@ -49,6 +52,22 @@ def _entry(table: Table, key: str) -> Any:
     parts = key.split(".")
     above = (".".join([*parts[:number], "*"]) for number in range(len(parts) - 1, 0, -1))
     return next((table[name] for name in above if name in table), None)
+
+
+def _meant(table: Table, key: str) -> str:
+    """The key that a misspelt one may mean; "" for one that the table has, and for a new one.
+
+    Beside keys of a table with an entry ``"fp16.*"`` the last word alone is compared: all begin
+    alike.
+    """
+    if key in table:
+        return ""
+    if _entry(table, key) is None:
+        return did_you_mean(key, table, _ALIKE)
+    above, _, name = key.rpartition(".")
+    beside = (each.rpartition(".") for each in table if each.startswith(f"{above}."))
+    words = [word for over, _, word in beside if over == above and word != "*"]
+    return did_you_mean(name, words, _ALIKE_WORDS)
 
 
 _OF_LIGHTNING = ("trainer.accelerator", "trainer.strategy", "trainer.devices")
@@ -72,10 +91,16 @@ def _tool_of(path: Path, keys: Mapping[str, Any]) -> tuple[str, Any]:
         raise UsageError(
             where=str(path), what="it is no configuration that partc can read",
             why=f"none of its keys is one of {', '.join(TOOLS)}",
-            do="Name an Accelerate config (.yaml), a DeepSpeed config (.json) or one of torchtitan "
-            "(.toml).",
+            do=f"{_nearest(keys)} Name an Accelerate config (.yaml), a DeepSpeed config (.json) or "
+            "one of torchtitan (.toml).".strip(),
         )  # fmt: skip
     return name, TOOLS[name]
+
+
+def _nearest(keys: Iterable[str]) -> str:
+    """What a file of misspelt keys alone may mean."""
+    found = ((key, _meant(tool.KEYS, key)) for key in keys for tool in TOOLS.values())
+    return next((f"{key}: {meant}" for key, meant in found if meant), "")
 
 
 KINDS = ("yaml", "yml", "json", "toml")  # endings of names
@@ -87,7 +112,7 @@ def _table(path: Path) -> Mapping[str, Any]:
         text = file_text(path)
         if path.suffix == ".toml":
             return toml_table(text)
-        table = json.loads(text) if path.suffix == ".json" else _yaml(text)
+        table = json_value(text) if path.suffix == ".json" else _yaml(text)
         if not isinstance(table, dict):
             raise Unreadable("it has no keys")
         return table
@@ -113,8 +138,19 @@ def _yaml(text: str) -> Any:
         import yaml
     except ImportError:
         raise Unreadable("YAML needs a package: pip install pyyaml") from None
+
+    class Once(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses a key that stands twice in a table: only the last would count."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [each.value for each, _ in node.value if isinstance(each.value, str)]
+            for name in names:
+                if names.count(name) > 1 and name != "<<":
+                    raise Unreadable(f"the key {name!r} stands in it twice: keep one")
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Once)
     except yaml.YAMLError as error:
         raise Unreadable(" ".join(str(error).split())) from None
 

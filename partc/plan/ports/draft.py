@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from partc.errors import PlanError, UsageError
 from partc.plan import Plan
-from partc.wrong_calls import did_you_mean
 
 # What becomes of a key: a function of its value that says so, or why there is nothing for it.
 Entry = str | Callable[[Any, "Draft"], str]
 Table = Mapping[str, Entry]
 AXES = ("pp", "dp_replicate", "dp_shard", "dp", "tp")  # outermost first
-_ALIKE = 0.85  # keys of one tool are long, and have much in common
 LONGEST = 60  # characters of a value that a comment quotes
 
 
@@ -27,8 +25,7 @@ class Draft:
     ``mesh``: sizes of axes. ``is_open``: whether the data axis has the devices that other axes
     leave. ``data``: the preset over data axes, ``tensor`` over tp. ``fields``: further lines of the
     plan. ``told``: by key, what became of it. ``left_out``: what no plan says, and what changes a
-    training if nobody says it elsewhere. ``unknown``: keys that partc does not know, ``meant``: by
-    those that are misspelt, which they may be.
+    training if nobody says it elsewhere. ``unknown``: keys that partc does not know.
     """
 
     tool: str
@@ -43,17 +40,21 @@ class Draft:
     told: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    meant: dict[str, str] = field(default_factory=dict)
 
-    def put(self, key: str, value: Any, entry: Entry | None, known: Iterable[str] = ()) -> None:
-        """Add what a key of the configuration asks for; ``known``: the tool's keys."""
+    def refuse_key(self, key: str, meant: str) -> NoReturn:
+        """UsageError for a misspelt key: the tool leaves it out, or refuses it too."""
+        raise UsageError(
+            where=f"{self.file}: {key}", what=f"{self.tool} has no such key that partc knows",
+            why="the plan would have nothing of it", do=f"{meant} Else delete it from the file.",
+        )  # fmt: skip
+
+    def put(self, key: str, value: Any, entry: Entry | None) -> None:
+        """Add what a key of the configuration asks for."""
         shown = json.dumps(value, default=str)
         shown = shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
         if entry is None:
             self.unknown.append(key)
-            meant = did_you_mean(key, known, _ALIKE)
-            self.meant |= {key: meant} if meant else {}
-            said = f"unknown to partc: {meant or f'look up what it does in {self.tool}'}"
+            said = f"unknown to partc: look up what it does in {self.tool}"
         elif value == "auto":
             said = "no line: the Trainer fills it in, so set it there"
         else:

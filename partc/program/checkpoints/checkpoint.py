@@ -22,6 +22,7 @@ from partc.plan.local_steps import is_outer
 from partc.plan.wires import is_residual
 from partc.program.checkpoints.checkpoint_call import check_arguments, folder_of_run, stage_of
 from partc.program.checkpoints.generators import load_generators, saved_generators
+from partc.program.checkpoints.one_folder import of_one_folder
 from partc.program.checkpoints.residuals import MET, check_same_sums
 from partc.program.checkpoints.run_folder import committed, step_folder
 from partc.program.checkpoints.saved_checkpoint import MANIFEST, Saved, refuse
@@ -158,11 +159,13 @@ def read_step(
     of.writes.forget()
     of.check_together("load_checkpoint")
     ranks = Together("load_checkpoint", of.device, LoadError)
-    saved = ranks.do(lambda: _accepted(folder, of, optimizer))
+    with of_one_folder(ranks, folder):
+        saved = ranks.do(lambda: _accepted(folder, of, optimizer))
+        ranks.check_alike({"step": saved.step, "content of a step": saved.digest})
     given = {
         "optimizer": class_of(optimizer), "loader": loader is not None, "states": sorted(states),
     }  # fmt: skip
-    ranks.check_alike({"step": saved.step, "content of a step": saved.digest, **given})
+    ranks.check_alike(given)
     drawn = saved_generators(saved, of) if resumes else {}
     ranks.do(lambda: saved.verify({**_wanted(saved, of, optimizer), **drawn}, of))
     ranks.do(lambda: load_states(saved, states))

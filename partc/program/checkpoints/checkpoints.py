@@ -25,6 +25,7 @@ from partc.program.checkpoints.checkpoint_call import (
     stage_of,
 )
 from partc.program.checkpoints.notices import Notices
+from partc.program.checkpoints.one_folder import of_one_folder
 from partc.program.checkpoints.run_folder import Retention, committed
 from partc.program.checkpoints.saves_under_way import THREAD, finish_before_groups_go
 from partc.program.checkpoints.script_states import check_states
@@ -236,7 +237,8 @@ class Checkpoints:
         given = check_states(call, states)
         self.wait()
         found = [path.name for path in committed(self.folder)[-1:]]
-        self._ranks().check_alike({"newest step": found})
+        with of_one_folder(ranks := self._ranks(), self.folder):
+            ranks.check_alike({"newest step": found})
         if not found:
             return None
         step = self.folder / found[0]

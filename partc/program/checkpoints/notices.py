@@ -57,12 +57,10 @@ class Notices:
 
 def check_notices(seconds: object) -> dict[int, float]:
     """The seconds by signal; UsageError for what is none, or cannot be taken here."""
-    if not isinstance(seconds, Mapping) or not all(map(_is_notice, seconds.items())):
-        raise UsageError(
-            where="Checkpoints(notices=...)", what=f"it is {quoted(seconds)}",
-            why="it says by signal how many seconds the run lives behind it",
-            do="Pass {signal.SIGTERM: 30, signal.SIGUSR1: 120}.",
-        )  # fmt: skip
+    if not isinstance(seconds, Mapping):
+        raise _refusal(f"it is {quoted(seconds)}", "Pass {signal.SIGTERM: 30}.")
+    for pair in seconds.items():
+        _check_notice(*pair)
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
             where="Checkpoints(notices=...)", what="this is not the main thread",
@@ -72,7 +70,47 @@ def check_notices(seconds: object) -> dict[int, float]:
     return {int(number): float(each) for number, each in seconds.items()}
 
 
-def _is_notice(pair: tuple[object, object]) -> bool:
-    number, seconds = pair
-    catchable = number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-    return catchable and isinstance(seconds, int | float) and 0 < seconds < NEVER_S
+def _check_notice(number: object, seconds: object) -> None:
+    """UsageError for a pair that is not a signal and the seconds behind it."""
+    pair = f"{_shown(number)}: {_shown(seconds)} is no signal with its seconds"
+    if name := _named(seconds):  # the other way round
+        raise _refusal(pair, f"Write {name}: {number if _is_time(number) else 30}.")
+    if not _is_signal(number):
+        name = _named(number) or "signal.SIGTERM"
+        after = seconds if _is_time(seconds) else 30
+        raise _refusal(pair, f"Write {name}: {after}, behind import signal.")
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise _refusal(f"{pair}: no process can catch it", "Write signal.SIGTERM: 30.")
+    if not _is_time(seconds):
+        raise _refusal(pair, f"Write how many seconds, {_shown(number)}: 30.")
+
+
+def _refusal(what: str, do: str) -> UsageError:
+    return UsageError(
+        where="Checkpoints(notices=...)", what=what,
+        why="it says by signal how many seconds the run lives behind it", do=do,
+    )  # fmt: skip
+
+
+def _is_signal(given: object) -> bool:
+    return isinstance(given, int) and type(given) is not bool and given in signal.valid_signals()
+
+
+def _is_time(given: object) -> bool:
+    """Whether a value is a number of seconds; a signal, which is a number too, is none."""
+    if isinstance(given, bool | signal.Signals) or not isinstance(given, int | float):
+        return False
+    return 0 < given < NEVER_S
+
+
+def _named(given: object) -> str:
+    """The signal of a name such as ``"SIGTERM"`` or ``"term"``, or of itself; "" for another."""
+    if isinstance(given, signal.Signals):
+        return _shown(given)
+    name = str(given).upper().rpartition(".")[2]
+    names = (name, f"SIG{name}")
+    return next((f"signal.{each}" for each in names if each in signal.Signals.__members__), "")
+
+
+def _shown(given: object) -> str:
+    return f"signal.{given.name}" if isinstance(given, signal.Signals) else quoted(given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +12,7 @@ from partc.errors import UsageError
 from partc.program.checkpoints.plain_states import plain, value_of
 from partc.program.checkpoints.saved_checkpoint import Saved, refuse
 from partc.program.model.habits import LOG
-from partc.wrong_calls import quoted
+from partc.wrong_calls import did_you_mean, quoted
 
 
 def check_states(call: str, states: object) -> Mapping[str, Any]:
@@ -46,12 +46,11 @@ def load_states(saved: Saved, states: Mapping[str, Any]) -> None:
     LoadError for a name that was not saved, or a state that the object refuses. A warning on the
     first rank for a state that nobody takes.
     """
-    if lacking := sorted(states.keys() - saved.states.keys()):
-        refuse(
-            saved.path, f"it was saved without a state of {lacking[0]!r}",
-            "Leave it out of states=, or load a step that has it: save(..., states={...}).",
-        )  # fmt: skip
-    if (left := sorted(saved.states.keys() - states.keys())) and dist.get_rank() == 0:
+    lacking = sorted(states.keys() - saved.states.keys())
+    left = sorted(saved.states.keys() - states.keys())
+    if lacking:
+        refuse(saved.path, f"it was saved without a state of {lacking[0]!r}", _meant(lacking, left))
+    if left and dist.get_rank() == 0:
         LOG.warning(
             "partc: %s has the state of %s, which nobody takes: that begins anew. Pass "
             "states={%r: ...} to go on with it.", saved.path, ", ".join(left), left[0],
@@ -70,5 +69,14 @@ def load_states(saved: Saved, states: Mapping[str, Any]) -> None:
 
 
 # inside --------------------------------------------------------------------------------------
+def _meant(lacking: Sequence[str], left: Sequence[str]) -> str:
+    """What to do about names that were not saved, where ``left`` are those that nobody takes."""
+    if not left:
+        return "Leave it out of states=, or load a step that has it: save(..., states={...})."
+    near = did_you_mean(lacking[0], left)
+    said = f"It has {', '.join(map(repr, left))}: pass states={{{left[0]!r}: ...}}."
+    return f"{near} Pass it under the name that was saved." if near else said
+
+
 def _has_state(each: object) -> bool:
     return all(callable(getattr(each, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from partc.errors import LoadError
 from partc.program.checkpoints.files import FileEntry, Parts, file_name, link_or_write, write_file
+from partc.program.checkpoints.one_folder import check_seen, of_one_folder
 from partc.program.checkpoints.run_folder import (
     KEEP_ALL,
     Retention,
@@ -47,6 +48,8 @@ class Writer:
         num_bytes = sum(ranks.exchange(snapshot.num_bytes))
         ranks.do(lambda: first_rank_makes(target, num_bytes))
         try:
+            with of_one_folder(ranks, target.parent):
+                ranks.do(lambda: check_seen(partial_of(target)))
             files = ranks.do(lambda: self._files(snapshot, partial_of(target)))
             text = self._list(snapshot, files, ranks)
             ranks.do(lambda: first_rank_commits(target, text))

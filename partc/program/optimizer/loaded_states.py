@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from partc.errors import RunError
 from partc.program.optimizer.optimizer_states import OptimizerStates
 from partc.program.optimizer.own_states import check_shape, in_own_layout, own_state
+from partc.program.optimizer.state_form import check_state
 from partc.program.optimizer.whole_states import (
     NAMES,
     check_shapes,
-    check_state,
     groups_of,
     other_sizes,
     sizes_of,

@@ -25,10 +25,11 @@ from partc.program.optimizer.same_optimizer import (
     lacking_states,
 )
 from partc.program.optimizer.served_states import exchanged
+from partc.program.optimizer.state_form import check_state
 from partc.program.role import Shard, dtype_of
 from partc.program.tensors.holders import exchange_texts, from_first
 from partc.program.tensors.rank_tensors import RankTensors
-from partc.wrong_calls import known_arguments, quoted
+from partc.wrong_calls import known_arguments
 
 Optimizer = torch.optim.Optimizer
 StateDict = dict[str, Any]
@@ -69,18 +70,6 @@ class WholeStates(nn.Module):
         check_state(state_dict, "load_full_optim_state_dict")
         params = dict(self.named_parameters())
         load_whole_states(self.states_of(optimizer), optimizer, params, state_dict)
-
-
-def check_state(given: Any, where: str) -> None:
-    """LoadError for what is no state dict of an optimizer."""
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-        has = ", ".join(map(str, list(given)[:4])) if isinstance(given, Mapping) else quoted(given)
-        raise LoadError(
-            where=where, what="the state is none of an optimizer",
-            why=f"it {'has' if isinstance(given, Mapping) else 'is'} {has or 'nothing'}, and that "
-            "of an optimizer has state and param_groups",
-            do="Pass what full_optim_state_dict, or an optimizer's state_dict(), gave.",
-        )  # fmt: skip
 
 
 def whole_states(

@@ -49,7 +49,7 @@ from partc.program.tensors.loaded import Loaded
 from partc.program.tensors.rank_tensors import RankTensors, Unmatched
 from partc.program.tensors.shown import Shown, register_at
 from partc.program.tensors.whole_states import given_whole
-from partc.program.weights import Source, whole_tensors
+from partc.program.weights import Source, named_state, whole_tensors
 from partc.trace.default_dtype import float32_default
 from partc.wrong_calls import check_flag, check_whole_number, known_arguments
 
@@ -350,7 +350,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         """Copy this rank's shards from whole tensors, or DTensors of any mesh and placements."""
         check_flag(strict, "load_state_dict(strict=...)")
         self._begin_loading()
-        return self._tensors.load(state_dict, strict, self._tensors.shards)
+        return self._tensors.load(named_state(state_dict), strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
     def _begin_loading(self) -> None:
