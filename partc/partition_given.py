@@ -1,4 +1,4 @@
-"""What ``partc.partition`` is given: a graph on a mesh, and a Plan; refusals say how each is made."""
+"""What ``partc.partition`` is given: a graph on a mesh, and a Plan; how each is made."""
 
 from __future__ import annotations
 
