@@ -49,10 +49,11 @@ def check_loss(loss: Any) -> None:
         )  # fmt: skip
 
 
-def check_no_loader(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """TraceError for what deals out batches in the place of a batch, loaders and datasets, and for
-    a loss in its place.
+def check_batch(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """TraceError for what stands in the place of a batch: a loss, the keys of a dict, and what
+    deals out batches, loaders and datasets.
     """
+    _check_no_keys(signature, args, kwargs)
     if len(args) == 1 and isinstance(args[0], FunctionType):
         raise TraceError(
             where="inputs", what=f"the function {args[0].__name__} stands where a batch is needed",
@@ -69,6 +70,20 @@ def check_no_loader(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             why=f"it has {'many batches' if is_loader else 'rows, one after the other'}, and "
             "inputs are the tensors of one step", do=f"Pass one batch: next(iter({batch})).",
         )  # fmt: skip
+
+
+def _check_no_keys(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """TraceError for the keys of a dict in the place of its tensors: ``model(*batch)``."""
+    names = [each for each in args if isinstance(each, str) and each.isidentifier()]
+    several = len(names) > 1 or any(name in signature.parameters for name in names)
+    if kwargs or len(names) < len(args) or not several:
+        return
+    raise TraceError(
+        where="inputs", what=f"the names {', '.join(map(repr, names))} stand where tensors are "
+        "needed", why="the batch is a dict, and * before a dict gives its keys",
+        do="Pass the dict as inputs of a compile; in a call write two stars, model(**batch), or "
+        "none where it is one argument, model(batch).",
+    )  # fmt: skip
 
 
 def _renamed(signature: Signature, kwargs: Mapping[str, Any]) -> str:

@@ -11,7 +11,16 @@ from torch.nn import functional as F
 
 import partc
 from partc.lowering import partition
-from tests.mistakes.things import Mistake, Net, batch_of, check, compiled, loss_of, program
+from tests.mistakes.things import (
+    Mistake,
+    Net,
+    batch_of,
+    check,
+    compiled,
+    loss_of,
+    one_rank,
+    program,
+)
 
 anything: Any = partc  # to a type checker these are no mistakes
 PART: Any = partition
@@ -134,3 +143,21 @@ def test_labels_that_are_no_input_are_named() -> None:
     words = "FIXED of with_fixed", "test_misplaced.py", "Make it an input"
     check((lambda: compiled(inputs=(x,), loss=with_fixed, **own), words))
     compiled(inputs=(x, torch.as_tensor(y.tolist())), loss=weighted(F.cross_entropy), **own)
+
+
+def of_entries(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss_of(model, batch["x"], batch["target"])
+
+
+def test_the_keys_of_a_dict_are_told_from_its_tensors() -> None:
+    batch = dict(zip(("x", "target"), batch_of(), strict=True))
+    with one_rank():
+        stage: Any = compiled(mesh="dp=1", inputs=batch).module()
+        one: Any = compiled(mesh="dp=1", inputs=(batch,), loss=of_entries).module()
+        stars = "the names 'x', 'target', and no tensors", "Write two stars: step(**batch)."
+        check((lambda: stage.step(*batch), stars))
+        check((lambda: stage.step(*{"ids": 1, "labels": 2}), ("with the names (x, target)",)))
+        check((lambda: one.step(*batch), ("Pass the dict as it was compiled: step(batch).",)))
+        check((lambda: stage.eval()(*{"x": 1}), ("the names 'x' stand", "write two stars")))
+        one.step(batch)
+    check((lambda: compiled(inputs=(*batch,)), ("'x', 'target' stand", "Pass the dict as inputs")))
