@@ -4,7 +4,7 @@ where it is ``Traced(model, batch, loss)``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -116,7 +116,7 @@ def _is_plan(given: Any) -> bool:
     return text or isinstance(given, PathLike) or _is_ours(given, "Plan")
 
 
-_KINDS = {
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
     "path": lambda given: isinstance(given, str | PathLike),
     "model": _is_model, "inputs": _is_batch, "loss": _is_loss, "mesh": _is_mesh, "plan": _is_plan,
     "program": lambda given: _is_ours(given, "Program"),

@@ -71,7 +71,8 @@ _KNOWN = (
     (r"must be Tensor, not (str|list|tuple|dict)|'(str|list)' object has no attribute",
      "a text or a list stands where a tensor is needed",
      "Give tensors for what is computed with: of a loader's batch, which is a list, its entries "
-     '(x, y = batch), of a dict **batch; of texts the ids that the tokenizer gives (return_tensors="pt").'),
+     "(x, y = batch), of a dict **batch; of texts the ids that the tokenizer gives "
+     '(return_tensors="pt").'),
     (r"'(tuple|dict|list|\w+Output\w*)' object has no attribute",
      "a tuple, dict or output of a model stands where a tensor is needed",
      "Take the tensor out of it: model(x)[0], or model(x)['logits']."),

@@ -237,7 +237,8 @@ def evaluated(
 ) -> Any:
     """A forward's results, one or several by name, that say why they have no backward.
 
-    ``args`` and ``named``: its arguments. Under ``torch.no_grad()``, as evaluations run, they stay plain.
+    ``args`` and ``named``: its arguments. Under ``torch.no_grad()``, as evaluations run, results
+    stay plain.
     """
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return results
