@@ -24,11 +24,11 @@ from partc import pass_calls as calls
 from partc.checks.local_graph import check
 from partc.codegen.calls.tidy import tidy
 from partc.collecting import no_collecting
-from partc.errors import UsageError
 from partc.graph import Graph
 from partc.graph.folds import TracedStages
 from partc.graph.given_back import hold_back, start_behind, waits_for_script
 from partc.installed import RULES, load_installed
+from partc.partition_given import check_given
 from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
 from partc.passes.canonical.dedupe_layers import Unfolded, check_plan
@@ -67,7 +67,7 @@ from partc.plan.mesh import Mesh
 from partc.trace.capture import Objective
 from partc.trace.record import Source
 from partc.trace.scan_blocks import no_calls
-from partc.wrong_calls import known_arguments, quoted
+from partc.wrong_calls import known_arguments
 
 AUTO = When("auto", lambda s: True)  # a search runs it, and nothing else does
 FOLDED = When("many blocks", lambda s: bool(s.made.get("fold")))
@@ -314,13 +314,10 @@ def to_local_graph(state: State) -> State:
 
 @known_arguments
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
-    """Complete a plan for a traced graph and make the local graph of one rank that is printed."""
-    if not isinstance(graph, Graph) or not isinstance(plan, Plan):
-        raise UsageError(
-            where="partition", what=f"it is given {quoted(graph)} and {quoted(plan)}",
-            why="it takes a graph, and a plan with the axes of a mesh",
-            do="Pass partition(partc.Traced(model, inputs, loss).graph(), plan).",
-        )  # fmt: skip
+    """Complete a plan for a traced graph, whose ``mesh`` is set, and make the local graph of one
+    rank that is printed.
+    """
+    check_given(graph, plan)
     state = next(order_step(to_local_graph(begin(graph, plan, strict=strict))))
     run(state, "tidy")
     return printing.noted_pieces(state.plan, [state.graph]), state.graph

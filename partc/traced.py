@@ -64,6 +64,8 @@ class Traced:
     _state: Seen | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            check_model(self.model, "Traced")
         check_loss(self.loss)
 
     @classmethod

@@ -25,6 +25,7 @@ from partc.plan import Cuts, Plan
 from partc.plan.batch import BATCH, is_pinned, layout_of, spread_batch
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import R, cut, dtype_name
+from partc.trace.fixed_rows import fixed_rows
 from partc.trace.record import Source
 from partc.traced import Traced
 
@@ -108,6 +109,8 @@ class _Pieces:
 
     def _not_along(self, cuts: Mapping[str, Cuts], error: PartcError) -> PlanError:
         """The refusal of inputs that were joined along these dims, to all ranks' samples."""
+        if (fixed := fixed_rows(self.source.given, self._frozen())) is not None:
+            return fixed.refusal(error)
         whole = [n for n, each in cuts.items() if is_pinned(n, self.plan) and not each]
         dims = {n: x.dim for n, each in cuts.items() for x in each.values() if x != R}
         joined = [f"{name} along dim {dim}" for name, dim in dims.items()]
@@ -141,6 +144,13 @@ class _Pieces:
                         f"{rows * num} in place of {rows}, the same on every rank. "
                     )
         return ""
+
+    def _frozen(self) -> tuple[str, ...]:
+        """Sentences on the tensors that one rank's step reads from outside; none where it fails."""
+        try:
+            return tuple(self._graph(self._of({})).frozen)
+        except PartcError:
+            return ()
 
     def _runs_without_pins(self) -> bool:
         """Whether what the plan says of inputs stands in the way."""

@@ -80,6 +80,7 @@ _TOP_NAMES = [
     "idle_keys",
     "key_readers",
     "lowering",
+    "partition_given",
     "other_inputs",
     "pass_calls",
     "printing",

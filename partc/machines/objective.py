@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from partc.errors import PlanError, UsageError
 from partc.machines.devices import Device
 from partc.machines.topology import Topology
+from partc.wrong_calls import did_you_mean, is_word, quoted
 
 Objective = Literal["time", "dollars", "energy"]
 S_PER_HOUR = 3600.0
@@ -30,17 +31,40 @@ class Batch:
 NO_BATCH = Batch(0, "tokens")
 
 
+# By parts of other words: which objective is meant by them, or what says the same.
+_MEANT = (
+    (("mem",), "Memory is a limit: memory_bytes=16_000_000_000 takes the fastest plan whose ranks "
+     "need no more than 16 GB each."),
+    (("cost", "price", "money", "cheap", "usd", "$"),
+     'Write "dollars": the least price of a token.'),
+    (("power", "watt", "kwh", "carbon", "co2"), 'Write "energy": the least energy of a token.'),
+    (("speed", "fast", "throughput", "latency", "step", "tokens", "second", "mfu"),
+     'Leave it out, or write "time": the step that takes least time.'),
+)  # fmt: skip
+
+
 def objective_of(name: str) -> Objective:
-    """The objective of this name; UsageError lists the known names."""
+    """The objective of this name; UsageError says what the known ones are."""
     known: dict[str, Objective] = {each: each for each in get_args(Objective)}
-    if name not in known:
+    if not is_word(name, known):
         raise UsageError(
-            where=f"objective {name!r}",
-            what="there is none of this name",
-            why="",
-            do=f"Known are {', '.join(known)}.",
+            where=f"objective={quoted(name)}",
+            what="there is no such objective",
+            why='it is "time", of a step, or "dollars" or "energy", of a token, whichever '
+            'plan="auto" is to make least',
+            do=_meant(name)
+            or did_you_mean(name, known)
+            or f"Write one of {', '.join(known)}; "
+            "memory is limited by memory_bytes=16_000_000_000.",
         )
     return known[name]
+
+
+def _meant(name: object) -> str:
+    """What to write for another word; "" for one that is unknown."""
+    said = name.lower() if isinstance(name, str) else ""
+    found = (do for words, do in _MEANT if any(word in said for word in words))
+    return next(found, "")
 
 
 def check_price(objective: Objective, topology: Topology) -> None:

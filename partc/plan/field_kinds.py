@@ -9,6 +9,7 @@ from typing import Any
 from partc.errors import PlanError
 from partc.plan.allowed import ALLOWED_TABLES, OWN_TABLES
 from partc.plan.decided import BACKENDS, DECIDED, flaw_of, meant_by
+from partc.plan.field_words import MEANT, SAYS
 from partc.schedules import NAMES
 from partc.schedules.csv_form import CSV
 from partc.schedules.named import is_known, what_to_do
@@ -36,45 +37,6 @@ _NUMBERS = {
     "overlap_pieces": (0, 10_000),
     "virtual_stages": (0, 10_000),
     "memory_bytes": (0, _MOST_BYTES),
-}
-_MEANT: dict[str, dict[Any, str]] = {  # words of other tools, and what says the same here
-    "recompute": {
-        True: "block", "true": "block", "full": "block", "all": "block",
-        "layer": "block", "layers": "block", "uniform": "block", False: "none", "false": "none",
-        "off": "none", "no": "none", "selective": "attention", "auto": "cheap", "default": "cheap",
-    },
-    "batch": {
-        **dict.fromkeys(
-            ("per-rank", "per_rank", "rank", "ddp", "own", "sharded", "shard", "split"), "local"
-        ),
-        **dict.fromkeys(("whole", "full", "all", "replicated", "replicate"), "global"),
-    },
-    "compile": {True: "inductor", "true": "inductor", False: "none", "false": "none"},
-    "batch_norm": {
-        True: "global", "sync": "global", "synced": "global", "syncbn": "global", False: "local",
-    },
-}  # fmt: skip
-_SAYS = {  # what words of a field say
-    "recompute": {
-        "block": "each block is computed again in the backward",
-        "attention": "attention alone is computed again",
-    },
-    "batch": {
-        "global": "every rank is given the whole batch",
-        "local": "each rank is given rows of its own, as under DDP",
-    },
-    "batch_norm": {
-        "global": "statistics over the whole batch",
-        "local": "over each rank's own rows, as under DDP",
-    },
-    "random": {
-        "pieces": "each rank draws the pieces that it holds",
-        "single-device": "ranks draw the whole value, so that layouts can be compared",
-    },
-    "reduce": {
-        "step": "gradients are summed over ranks once per step",
-        "microbatch": "once per microbatch, and kept in pieces",
-    },
 }
 _FLAGS = ("messages", "profiler_ranges")
 _TEXTS = ("preset", "order")
@@ -151,7 +113,8 @@ def _word(name: str, given: Any, where: str) -> None:
 
 def _no_word(name: str, given: Any, where: str, words: Iterable[str]) -> PlanError:
     listed = ", ".join(map(repr, words))
-    do = _meant(name, given) or did_you_mean(given, words) or _listed(name, words)
+    field = name.partition(".")[0]
+    do = _meant(field, given) or did_you_mean(given, words) or _listed(field, words)
     if name == "batch" and not isinstance(given, str):
         do = "Pass example inputs as the third argument, or as inputs=."
         if isinstance(given, int):
@@ -164,7 +127,7 @@ def _no_word(name: str, given: Any, where: str, words: Iterable[str]) -> PlanErr
 
 def _listed(name: str, words: Iterable[str]) -> str:
     """The words of a field, with what each says."""
-    says = _SAYS.get(name, {})
+    says = SAYS.get(name, {})
     listed = [f"{word!r}, {says[word]}" if word in says else repr(word) for word in words]
     return f"Write {'; or '.join(listed)}." if says else f"Write one of {', '.join(listed)}."
 
@@ -173,10 +136,10 @@ def _meant(name: str, given: Any) -> str:
     """What to write for a word of another tool; "" for one that is unknown."""
     if not isinstance(given, str | bool):
         return ""
-    word = _MEANT.get(name, {}).get(given.lower() if isinstance(given, str) else given)
+    word = MEANT.get(name, {}).get(given.lower() if isinstance(given, str) else given)
     if word is None:
         return ""
-    said = _SAYS.get(name, {}).get(word, "")
+    said = SAYS.get(name, {}).get(word, "")
     return f"Write {word!r}{said and ': ' + said}."
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from partc.errors import PlanError
 from partc.file_text import Unreadable, toml_table
+from partc.other_words import told_elsewhere
 from partc.plan.allowed import OWN_TABLES
 from partc.plan.decided import read_decided
 from partc.plan.entries import number_in
@@ -18,7 +19,7 @@ from partc.plan.field_kinds import FIELDS, check_fields, check_places, plan_erro
 from partc.plan.mesh import Mesh
 from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
-from partc.wrong_calls import RENAMED, did_you_mean, told_elsewhere
+from partc.wrong_calls import RENAMED, did_you_mean
 
 _EACH_MICROBATCH = ("zero2", "fsdp", "hsdp")  # presets that sum gradients once per microbatch
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.

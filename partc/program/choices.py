@@ -11,6 +11,7 @@ from partc.wrong_calls import check_whole_number, did_you_mean, is_word, quoted
 
 Partial = Literal["replicate", "drop", "pad"]
 Pad = Mapping[str, float]
+IGNORED = "labels get a number that the loss ignores, as ignore_index=-100 of a cross entropy"
 MOST_PROGRAMS = 32  # of one stage, unless module(most_programs=...) says another number
 
 
@@ -70,6 +71,17 @@ def check_pad(pad: Mapping[str, Any] | None, inputs: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
+def pad_of(inputs: Mapping[str, tuple[Any, str]]) -> str:
+    """An example of ``pad`` for these inputs, shape and dtype by name: ``pad={"x": 0, "y": -100}``.
+
+    Whole numbers that come last are labels most often, and -100 is what cross entropies ignore.
+    """
+    names = [*inputs] or ["input_ids"]
+    labels = names[-1] if len(names) > 1 and str(inputs[names[-1]][1]).startswith("int") else ""
+    numbers = (f'"{name}": {-100 if name == labels else 0}' for name in names)
+    return f"pad={{{', '.join(numbers)}}}"
+
+
 def choices_of(
     partial: Partial | None, pad: Pad | None, most_programs: int, inputs: Mapping[str, Any]
 ) -> Choices:
@@ -81,7 +93,6 @@ def choices_of(
         raise UsageError(
             where="module(partial='pad')", what="pad= is missing",
             why="it has the number with which each input is filled up, by its name",
-            do=f"Write pad={{{next(iter(inputs), 'input_ids')!r}: 0}}; the inputs are "
-            f"{', '.join(inputs)}.",
+            do=f"Write {pad_of(inputs)}: {IGNORED}.",
         )  # fmt: skip
     return Choices(partial, pad or {}, most_programs)

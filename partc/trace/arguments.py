@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from partc.errors import TraceError
 from partc.trace.capture import names_of
-from partc.trace.inputs_refused import check_loss, check_no_loader, check_takes, unbound
+from partc.trace.inputs_refused import check_batch, check_loss, check_takes, unbound
 from partc.trace.odd_tensors import dense_of, odd_kind
 from partc.trace.trees import Names, Tree, TreeError, filled, tensors_of, tree_of
 
@@ -161,8 +161,8 @@ class Given:
         loss: Callable[..., Any] | None = None,
     ) -> Given:  # fmt: skip
         """The same of arguments by place and by name."""
-        check_no_loader(args, kwargs)
         signature = _signature(model, loss)
+        check_batch(signature, args, kwargs)
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -25,6 +25,7 @@ from partc.trace.contents import Contents, Outside, memory_of
 from partc.trace.odd_tensors import dense_parts, odd_kind
 from partc.trace.reachable import Place
 
+OUTSIDE = "frozen at trace time, whole on every rank: "  # a note on such a tensor begins so
 NAMED = 3  # tensors of one variable that a note names one by one
 
 
@@ -227,7 +228,7 @@ def notes_on(contents: Contents, places: Iterable[Place]) -> Iterator[str]:
     for root, texts in groups.items():
         many = f"{len(texts)} tensors in {root}, {amount(sizes[root], 'B')}"
         for text in texts if len(texts) <= NAMED else [many]:
-            yield f"frozen at trace time, whole on every rank: {text}"
+            yield f"{OUTSIDE}{text}"
 
 
 def _described(place: Place | None, outside: Outside, size: int) -> str:

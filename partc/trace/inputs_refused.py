@@ -6,15 +6,17 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from partc.errors import TraceError
-from partc.wrong_calls import quoted
+from partc.wrong_calls import is_word, quoted
 
 _MODELS = ("model", "m", "module", "net", "network", "self")  # as losses call their first argument
+_KINDS = ("step", "forward")  # of Traced, which has them behind the loss
 _CALLED = "a loss is called as loss(model, *inputs), and computes predictions too"
 
 
@@ -32,17 +34,32 @@ def check_loss(loss: Any) -> None:
     name = kind.__name__ if kind.__module__ == "torch.nn.modules.loss" else ""
     if getattr(loss, "__module__", "") == "torch.nn.functional":
         name = str(getattr(loss, "__name__", "a function"))
+    if isinstance(loss, type) and not name:
+        raise TraceError(
+            where=f"loss={loss.__name__}", what="it is a class, of which none is made",
+            why=_CALLED, do=f"Make one: loss={loss.__name__}(model)."
+            if loss.__name__ == "ScriptLoss" else f"Make one: loss={loss.__name__}(...).",
+        )  # fmt: skip
     if name or (loss is not None and not callable(loss)):
+        do = "Write loss=lambda model, x, y: criterion(model(x), y), for inputs (x, y)."
         raise TraceError(
             where=f"loss={name or quoted(loss)}",
-            what="it takes no model" if name else "it is no function",
-            why=_CALLED,
-            do="Write loss=lambda model, x, y: criterion(model(x), y), for inputs (x, y).",
-        )
+            what="it takes no model" if name else "it is no function", why=_CALLED,
+            do=f"Write kind={loss!r}." if is_word(loss, _KINDS) else do,
+        )  # fmt: skip
 
 
-def check_no_loader(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """TraceError for what deals out batches in the place of a batch: loaders and datasets."""
+def check_batch(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """TraceError for what stands in the place of a batch: a loss, the keys of a dict, and what
+    deals out batches, loaders and datasets.
+    """
+    _check_no_keys(signature, args, kwargs)
+    if len(args) == 1 and isinstance(args[0], FunctionType):
+        raise TraceError(
+            where="inputs", what=f"the function {args[0].__name__} stands where a batch is needed",
+            why="inputs are the tensors of one step", do="Pass the batch there, a tuple (x, y), "
+            f"and what computes the loss as loss={args[0].__name__}.",
+        )  # fmt: skip
     for given in (*args, *kwargs.values()):
         if not isinstance(given, DataLoader | Dataset):
             continue
@@ -53,6 +70,20 @@ def check_no_loader(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             why=f"it has {'many batches' if is_loader else 'rows, one after the other'}, and "
             "inputs are the tensors of one step", do=f"Pass one batch: next(iter({batch})).",
         )  # fmt: skip
+
+
+def _check_no_keys(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """TraceError for the keys of a dict in the place of its tensors: ``model(*batch)``."""
+    names = [each for each in args if isinstance(each, str) and each.isidentifier()]
+    several = len(names) > 1 or any(name in signature.parameters for name in names)
+    if kwargs or len(names) < len(args) or not several:
+        return
+    raise TraceError(
+        where="inputs", what=f"the names {', '.join(map(repr, names))} stand where tensors are "
+        "needed", why="the batch is a dict, and * before a dict gives its keys",
+        do="Pass the dict as inputs of a compile; in a call write two stars, model(**batch), or "
+        "none where it is one argument, model(batch).",
+    )  # fmt: skip
 
 
 def _renamed(signature: Signature, kwargs: Mapping[str, Any]) -> str:
@@ -86,6 +117,8 @@ def unbound(
         "Give inputs that the model takes, or loss=, a function of the model and these inputs: "
         "loss=lambda model, x, y: F.cross_entropy(model(x), y)."
     )  # fmt: skip
+    if type(loss).__name__ == "ScriptLoss":
+        do = _of_script(signature)
     by_name = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
     if args and by_name and "positional" in str(error):
         entries = ", ".join(f"{name!r}: ..." for name in by_name[: len(args)])
@@ -151,6 +184,14 @@ def _as_takes(count: int) -> str:
     return (
         "Let the loss take the model and then the inputs: "
         f"def loss_of({', '.join(['model', *_names(count)])})." + one * (count > 1)
+    )
+
+
+def _of_script(signature: Signature) -> str:
+    """What a step takes whose loss the script computes."""
+    return (
+        f"Pass what the model takes, ({', '.join(signature.parameters)}): the script computes the "
+        "loss from what the model returns, and the labels go into that."
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
 
-from torch import device, dtype, jit, nn
+from torch import Tensor, device, dtype, jit, nn
 from torch.distributed.tensor import DTensor
 from torch.jit._trace import TopLevelTracedModule
 
@@ -90,6 +90,10 @@ def _instead(given: Any) -> str:
         return f"Make one: {given.__name__}(...)."
     if isinstance(given, str):
         return f"{_DO} The command line takes names: partc compile package.module:callable."
+    if isinstance(given, Tensor) or (
+        isinstance(given, list | tuple) and any(isinstance(x, Tensor) for x in given)
+    ):
+        return "This is a batch: pass the module before it."
     if isinstance(given, Mapping):
         return "Pass the module; weights are not needed: stage.load_full(weights) loads them."
     if isinstance(given, list | tuple):

@@ -50,8 +50,9 @@ def without_transfers(asked: dict[str, None]) -> Iterator[None]:
 def transfer_notes(asked: dict[str, None]) -> list[str]:
     """Sentences on what the step asked ``torch.distributed``."""
     return [
-        f"{each}: a program has the answer that was given when it was compiled; a step is written "
-        "for one device and the global batch" for each in asked
+        f"{each}: a program has the answer that was given when it was compiled. A step is written "
+        "for one device and the global batch, so that its loss and gradients need no division by "
+        "the number of ranks: leave the call out" for each in asked
     ]  # fmt: skip
 
 

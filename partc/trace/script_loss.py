@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from partc.errors import TraceError
+from partc.errors import TraceError, UsageError
 from partc.graph.given_back import GIVEN_BACK
 from partc.trace.arguments import Given
 from partc.trace.trees import TreeError, tensors_of
+from partc.wrong_calls import did_you_mean, quoted
 
 
 class ScriptLoss:
@@ -43,6 +44,8 @@ class ScriptLoss:
     # called as a loss is, it gives 0, whose gradients by the results are what the script gives back
 
     def __init__(self, model: nn.Module, inputs: Sequence[str] = ()) -> None:
+        _check_model(model)
+        _check_names(model, inputs)
         first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
         taken = inspect.signature(model.forward).parameters.values()
         self.__signature__ = inspect.Signature([first, *taken])
@@ -56,6 +59,47 @@ class ScriptLoss:
 
     def __hash__(self) -> int:
         return hash(self.inputs)
+
+
+def _check_model(given: Any) -> None:
+    """UsageError for what is no model, as the criterion or the loss of a script."""
+    if isinstance(given, nn.Module) and type(given).__module__ != "torch.nn.modules.loss":
+        return
+    do = "Pass the model: loss=partc.ScriptLoss(model)."
+    if callable(given) and not isinstance(given, type):
+        do = (
+            "Pass the model, loss=partc.ScriptLoss(model), and compute the loss in the script: "
+            "loss = criterion(stage(x), y), then loss.backward(). Or let the step compute it: "
+            "loss=lambda model, x, y: criterion(model(x), y)."
+        )
+    raise UsageError(
+        where=f"ScriptLoss({getattr(given, '__name__', type(given).__name__)})",
+        what="a loss stands where the model is needed" if callable(given) else "it is no model",
+        why="it stands for a loss that the script computes from what the model returns, and takes "
+        "what the model takes", do=do,
+    )  # fmt: skip
+
+
+def _check_names(model: nn.Module, inputs: Any) -> None:
+    """UsageError unless these are names of what the model takes; ``"batch.ids"`` is an entry of an
+    argument.
+    """
+    taken = inspect.signature(model.forward).parameters
+    texts = isinstance(inputs, list | tuple) and all(isinstance(each, str) for each in inputs)
+    if not texts:
+        raise UsageError(
+            where="ScriptLoss(inputs=...)", what=f"it is {quoted(inputs)}", why="it has the names "
+            "of inputs that get a gradient", do=f"Pass a list: [{next(iter(taken), 'x')!r}].",
+        )  # fmt: skip
+    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in taken.values()):
+        return
+    known = {*taken, *(f"input_{name}" for name in taken)}  # where a parameter is called so too
+    for name in (each for each in inputs if each.partition(".")[0] not in known):
+        raise UsageError(
+            where=f"ScriptLoss(inputs=[{name!r}])", what="the model takes no such input",
+            why=f"it takes {', '.join(taken)}",
+            do=did_you_mean(name, taken) or "Name one of these.",
+        )  # fmt: skip
 
 
 class GivenOut(tuple[Tensor, Any]):

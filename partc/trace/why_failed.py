@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from partc.errors import TraceError
 from partc.plan.sharding import dtype_name
+from partc.trace.class_weights import of_class_weights
 from partc.trace.distribution_checks import is_wanted_check
 from partc.trace.forward_lines import forward_of
 from partc.trace.odd_tensors import INSTEAD
@@ -70,7 +71,8 @@ _KNOWN = (
     (r"must be Tensor, not (str|list|tuple|dict)|'(str|list)' object has no attribute",
      "a text or a list stands where a tensor is needed",
      "Give tensors for what is computed with: of a loader's batch, which is a list, its entries "
-     '(x, y = batch); of texts the ids that the tokenizer gives (return_tensors="pt").'),
+     "(x, y = batch), of a dict **batch; of texts the ids that the tokenizer gives "
+     '(return_tensors="pt").'),
     (r"'(tuple|dict|list|\w+Output\w*)' object has no attribute",
      "a tuple, dict or output of a model stands where a tensor is needed",
      "Take the tensor out of it: model(x)[0], or model(x)['logits']."),
@@ -140,7 +142,11 @@ def explained(
     path = path or type(model).__name__
     kind = type(error).__name__
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    what, do = _known(f"{kind}: {reason}") or _shapes(kind, reason, names, inputs)
+    what, do = (
+        _known(f"{kind}: {reason}")
+        or of_class_weights(error, reason)
+        or _shapes(kind, reason, names, inputs)
+    )
     if path in dict(model.named_modules()) and "do not fit" in what:
         do += _weights_of(path, model)
     if _is_model_for_tensor(reason, type(model).__name__):

@@ -12,8 +12,18 @@ from torch import nn
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
 from partc.program import Program
+from partc.trace.arguments import Given
 from partc.trace.fingerprint import Fingerprint
+from partc.verification.reference import Reference, Tensors
 from partc.wrong_calls import quoted
+
+
+def check_asked(program: Program, lr: Any, dtype: Any, timeout: Any, *, lossy: bool) -> None:
+    """UsageError for what ``verify`` cannot be asked, before a rank runs."""
+    check_program(program)
+    check_numbers(lr, dtype, timeout)
+    if lossy:
+        check_compresses(program)
 
 
 def check_program(program: Program) -> None:
@@ -77,3 +87,29 @@ def other_shapes(program: Program, model: nn.Module) -> bool:
     """Whether a model has other tensors than the one that was compiled, whatever their dtypes."""
     mine, compiled = Fingerprint.of(model).tensors, program.fingerprint.tensors
     return {n: x.shape for n, x in mine.items()} != {n: x.shape for n, x in compiled.items()}
+
+
+def other_mode(program: Program, model: nn.Module) -> str:
+    """The mode of a program whose model is in the other one; "" where both are in one."""
+    mode = program.wanted.mode
+    return mode if model.training != (mode == "train") else ""
+
+
+def without_number(given: Given, reference: Reference) -> str:
+    """``the input x has NaN`` for the first input or weight that has; else of the first that has
+    infinite numbers, as masks may; "" where the model alone gives finite numbers.
+    """
+    loss = {} if reference.loss is None else {"loss": reference.loss}
+    made = {**loss, **reference.results, **reference.grads}
+    if all(bool(x.isfinite().all()) for x in _floats(made).values()):
+        return ""
+    named = {f"the input {n}": x for n, x in zip(given.names, given.tensors, strict=True)}
+    named |= {f"the model's {name}": x for name, x in reference.weights.items()}
+    for word, has in (("NaN", torch.isnan), ("infinite numbers", torch.isinf)):
+        if found := next((n for n, x in _floats(named).items() if bool(has(x).any())), ""):
+            return f"{found} has {word}"
+    return ""
+
+
+def _floats(tensors: Tensors) -> Tensors:
+    return {n: x for n, x in tensors.items() if x.is_floating_point() or x.is_complex()}

@@ -40,6 +40,7 @@ class Verification:
     ``suspects``: passes and rules of others, of which one may be at fault where tensors differ.
     ``mode``: that of the program, ``"train"`` or ``"eval"``, if the model is in the other one.
     ``sent``: how far gradients that are sent in fewer bytes are from exact ones, where asked for.
+    ``without_number``: the first input or weight that has NaN or infinite numbers.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Verification:
     suspects: str = ""
     mode: str = ""
     sent: tuple[SentError, ...] = ()
+    without_number: str = ""
 
     @property
     def worst(self) -> Row:
@@ -76,6 +78,8 @@ class Verification:
             raise self._beyond(beyond)
         wrong = sorted((row for row in self.rows if not row.error <= tolerance), reverse=True)
         least = min((row.error for row in wrong), default=0.0)
+        if not isfinite(least) and self.without_number:
+            raise self._of_no_number(len(wrong))
         last = f"look at what is yours. {self.suspects}" if self.suspects else (
             "report it with the plan."
         )  # fmt: skip
@@ -91,6 +95,14 @@ class Verification:
             f"are the same, {last}{hint} These differ most:\n"
             + "\n".join(f"  {row}" for row in wrong[:10]),
         )
+
+    def _of_no_number(self, num: int) -> CheckError:
+        """What follows from NaN cannot be compared: it equals nothing, itself neither."""
+        return CheckError(
+            where=self.title, what=self.without_number,
+            why=f"{num} tensors that follow from it are no numbers, with the model alone too",
+            do=f"Give {self.without_number.rpartition(' has ')[0]} finite numbers.",
+        )  # fmt: skip
 
     def _beyond(self, beyond: Sequence[SentError]) -> CheckError:
         first = beyond[0]

@@ -32,11 +32,11 @@ from partc.trace.arguments import Given
 from partc.trace.default_dtype import float32_default
 from partc.trace.no_model import check_model
 from partc.verification.asked import (
+    check_asked,
     check_carried,
-    check_compresses,
-    check_numbers,
-    check_program,
+    other_mode,
     other_shapes,
+    without_number,
 )
 from partc.verification.coded_weights import (
     Comparing,
@@ -124,10 +124,7 @@ def verify(
 
         partc.verify(program, model, batch, loss=loss_of).check()
     """
-    check_program(program)
-    check_numbers(lr, dtype, timeout)
-    if lossy:
-        check_compresses(program)
+    check_asked(program, lr, dtype, timeout, lossy=lossy)
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     place = device_of(device, "verify")
@@ -162,8 +159,9 @@ def verify(
     rows = merged([rows for rows, _ in found])
     sent = worst([each for _, each in found])
     theirs = suspects(Plan.parse(program.plan).other_passes)
-    mode = program.wanted.mode if model.training != (program.wanted.mode == "train") else ""
-    return Verification(title, (*rows, *held_nowhere(reference.grads, rows)), theirs, mode, sent)
+    rows = (*rows, *held_nowhere(reference.grads, rows))
+    mode, without = other_mode(program, model), without_number(inputs, reference)
+    return Verification(title, rows, theirs, mode, sent, without)
 
 
 @dataclass(frozen=True)

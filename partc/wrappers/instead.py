@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from partc.api import compile as compile_program
 from partc.errors import RunError
-from partc.wrong_calls import did_you_mean, told_elsewhere
+from partc.other_words import told_elsewhere
+from partc.wrong_calls import did_you_mean
 
 OF_COMPILE = tuple(inspect.signature(compile_program).parameters)
 DECIDED = ("model", "mesh", "inputs", "loss", "plan")  # of these, by a wrapper's own arguments

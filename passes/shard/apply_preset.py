@@ -283,5 +283,5 @@ def _for_input(name: str, size: int, layout: Layout) -> str:
 
 
 def _divisors(size: int) -> str:
-    fits = [str(n) for n in range(2, min(size, 129)) if size % n == 0]
+    fits = [str(n) for n in range(2, min(size, 128) + 1) if size % n == 0]
     return ", ".join(fits[:8]) or "nothing above 1"

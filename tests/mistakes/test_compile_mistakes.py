@@ -230,7 +230,7 @@ MISTAKES: dict[str, Mistake] = {
         "differ", "the loss that were compiled", loss=lambda m, x, y: (m(x) - y).abs().mean()
     ),
     "verify what is no number": verified(
-        "differ", "finite", inputs=(torch.full((8, 4), math.nan), Y)
+        "the input x has NaN", "finite", inputs=(torch.full((8, 4), math.nan), Y)
     ),
 }
 

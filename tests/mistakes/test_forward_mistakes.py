@@ -129,6 +129,7 @@ def test_what_a_step_asks_of_the_process_is_told(caplog: pytest.LogCaptureFixtur
         program.module()
     told = [r.getMessage() for r in caplog.records]
     assert any("torch.distributed.get_world_size" in t and "get_world_size()" in t for t in told)
+    assert any("need no division by the number of ranks: leave the call out" in t for t in told)
     assert "the answer that was given when it was compiled" in program.plan
 
 

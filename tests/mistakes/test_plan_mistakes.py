@@ -89,6 +89,16 @@ def test_rows_of_a_rank_that_microbatches_do_not_divide_are_told() -> None:
     own = {"batch": "local", "inputs": batch_of(6), "microbatches": 4}
     check((lambda: compiled(**own), words))
     check((lambda: compiled(inputs=batch_of(6), microbatches=4), ("cut by microbatches=4",)))
+    own = {"batch": "local", "inputs": batch_of(3)}
+    check((lambda: compiled(**own, microbatches=2), ("microbatches could be 3",)))
+    compiled(**own, microbatches=3)
+
+
+def test_how_long_gathered_weights_live_is_explained() -> None:
+    words = "gather.dp = 'forward'", "'use', a weight is gathered before each use", "'step', it is"
+    plan = 'preset = "fsdp"\n[gather]\ndp = "{}"'
+    check((lambda: compiled(plan=plan.format("forward")), words))
+    check((lambda: compiled(plan=plan.format("shard_grad_op")), ("Write 'step'",)))
 
 
 def perplexity(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

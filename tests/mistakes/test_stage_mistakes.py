@@ -197,7 +197,7 @@ MISTAKES: dict[str, Called] = {
         lambda at: one().module(partial=np.ones(2)),
         ("no such way to treat a partial batch",),
     ),
-    "a pad of nothing": (lambda at: one().module(partial="pad"), ("pad= is missing", "'x': 0")),
+    "a pad of nothing": (lambda at: one().module(partial="pad"), ("pad= is missing", '"x": 0')),
     "collate": (
         lambda at: next(iter(stage().loader(ROWS, collate_fn=lambda rows: rows["x"]))),
         ("TensorDataset", "TypeError", "test_stage_mistakes.py"),

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import partc
 from partc.errors import PlanError, UsageError
-from partc.machines.objective import Batch, per_million
+from partc.machines.objective import Batch, objective_of, per_million
 from partc.machines.topology import Topology
 from partc.passes.search.plans.choose_plan import choose
 from partc.plan.mesh import Mesh
@@ -74,5 +75,27 @@ def test_what_has_no_price_or_nothing_to_choose_is_refused() -> None:
     assert "H100 SXM 80GB" in str(caught.value)
     with pytest.raises(PlanError, match="leaves nothing to choose"):
         partc.compile(model, "dp=4", batch(), loss=loss_of, plan="ddp", objective="energy")
-    with pytest.raises(UsageError, match="Known are time, dollars, energy"):
-        partc.compile(model, "dp=4", batch(), loss=loss_of, objective="beauty")
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        ("beauty", "Write one of time, dollars, energy; memory is limited by memory_bytes="),
+        ("memory", "Memory is a limit: memory_bytes=16_000_000_000"),
+        ("throughput", 'or write "time"'),
+        ("cost_per_token", 'Write "dollars"'),
+        ("Power", 'Write "energy"'),
+        ("times", "Did you mean 'time'"),
+        (None, 'it is "time", of a step, or "dollars" or "energy", of a token'),
+        (["time"], "objective=['time']: there is no such objective"),
+    ],
+)
+def test_another_objective_is_told_which_there_are(objective: Any, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        objective_of(objective)
+    assert said in str(caught.value)
+
+
+def test_memory_is_limited_as_an_objective_of_memory_is_told() -> None:
+    program = partc.compile(tower(), "dp=4", batch(), loss=loss_of, memory_bytes=16_000_000_000)
+    assert "memory_bytes = 16000000000" in program.plan

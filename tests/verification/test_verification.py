@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import partc
 from partc.errors import CheckError, UsageError
 from partc.program import Program
 from partc.verification.report import Report
@@ -113,3 +114,51 @@ def test_a_random_model_is_refused() -> None:
 def test_a_model_without_values_is_refused() -> None:
     with pytest.raises(UsageError, match="meta device"):
         verify(example_program(), example_model().to("meta"), example_batch(), example_loss)
+
+
+def _total(model: nn.Module, x: Tensor) -> Tensor:
+    total: Tensor = model(x).sum()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "said"),
+    [
+        (torch.nan, 1.0, "the input x has NaN"),
+        (torch.inf, 1.0, "the input x has infinite numbers"),
+        (1.0, torch.nan, "the model's weight has NaN"),
+    ],
+)
+def test_what_has_no_number_is_named(x: float, weight: float, said: str) -> None:
+    """A batch with NaN cannot be compared; one that the model masks can."""
+    model, batch = nn.Linear(4, 2), (torch.ones(4, 4),)
+    program = partc.compile(model, "dp=2", batch, loss=_total, plan="ddp")
+    batch[0][1, 2] = x
+    nn.init.constant_(model.weight, weight)
+    report = partc.verify(program, model, batch, loss=_total)
+    with pytest.raises(CheckError, match=said):
+        report.check()
+
+
+def test_a_batch_whose_nan_is_masked_is_compared() -> None:
+    model, batch = nn.Linear(4, 2), (torch.ones(4, 4),)
+    batch[0][1, 2] = torch.nan
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        total: Tensor = model(x.nan_to_num()).sum()
+        return total
+
+    program = partc.compile(model, "dp=2", batch, loss=loss, plan="ddp")
+    partc.verify(program, model, batch, loss=loss).check()
+
+
+def test_a_model_that_gives_nan_by_itself_is_not_verified() -> None:
+    """NaN equals nothing, so that no gradient of the program could be told from another."""
+    model, batch = nn.Linear(4, 2), (torch.ones(4, 4),)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        total: Tensor = (0 * model(x)).sqrt().sum()  # whose gradient is 0 / 0
+        return total
+
+    program = partc.compile(model, "dp=2", batch, loss=loss, plan="ddp")
+    assert not partc.verify(program, model, batch, loss=loss).ok()

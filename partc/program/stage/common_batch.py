@@ -17,6 +17,14 @@ from partc.program.stage.family_errors import (
     not_ignored,
     ranks_differ,
 )
+from partc.program.stage.unlike_batches import (
+    OF_ISLANDS,
+    OF_ONE_BATCH,
+    OF_OWN_ROWS,
+    of_lengths,
+    of_microbatches,
+    of_other_calls,
+)
 from partc.program.step.batch_fit import Pieces, Rows, longest, uneven_error
 from partc.program.step.uneven_rows import UnevenRows
 from partc.program.wanted import Wanted
@@ -56,9 +64,22 @@ class CommonBatch:
         found = longest(each, self._rows)
         if found is None or not self._may_fill(each, found):
             mine = [self.pieces.mine(one) for one in each]
-            rows = {tuple(self._rows.sizes(one)) for one in each}
-            raise ranks_differ(mine, rows_differ=bool(self.pieces.of_each) and len(rows) > 1)
+            raise ranks_differ(mine, self._what_helps(each))
         return found
+
+    def _what_helps(self, each: Sequence[Wanted]) -> str:
+        """What to do where ranks want other batches."""
+        plan, first = Plan.parse(self._first.plan), self._first
+        if found := of_other_calls(each):
+            return found
+        if len({tuple(self._rows.sizes(one)) for one in each}) == 1:
+            return of_lengths(each, first.inputs)
+        if plan.uneven is not None:
+            return of_microbatches(plan.uneven.of_each)
+        joined = self.uneven is not None and self.uneven.whole(each) is not None
+        if first.mesh.islands > 1 and not joined:
+            return OF_ISLANDS
+        return OF_OWN_ROWS if self.pieces.of_each else OF_ONE_BATCH
 
     def together(self, texts: Sequence[str]) -> Wanted | None:
         """The whole batch where ranks have different numbers of its rows, and may gather it."""
@@ -94,7 +115,7 @@ class CommonBatch:
             return alone
         turns = self._in_turns and wanted.kind == "step"
         if self._choices.partial is None or (turns and self._choices.partial != "drop"):
-            raise uneven_error(wanted, uneven)
+            raise uneven_error(wanted, uneven, self._first.inputs, in_turns=turns)
         if self._choices.partial == "replicate":
             return alone
         if self._choices.partial == "pad" and wanted.kind == "forward":
@@ -109,11 +130,13 @@ class CommonBatch:
         to = self._rows.filled(wanted)
         values = self.values(to)
         changed = [i for i, one in enumerate(wanted.inputs) if one != to.inputs[i]]
-        why = "not every input has a number in pad"
+        without = [name for i, name in enumerate(self._first.inputs) if i in changed]
+        without = [name for name in without if name not in self._choices.pad]
+        why = f"pad has no number for {', '.join(without)}"
         if all(values[i] is not None for i in changed):
             why = self._why_not(wanted, to)
         if why:
-            raise not_ignored(wanted, why)
+            raise not_ignored(wanted, why, self._first.inputs if without else {})
         return to
 
     def _may_fill(self, each: Sequence[Wanted], to: Wanted) -> bool:

@@ -161,7 +161,7 @@ class Family:
     def forward(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
         """What the model returns."""
         found = self._ready("forward", self.mode_now, args, named, device)
-        return found and results_of(evaluated(found[1]()), found[0].program.returns)
+        return found and results_of(evaluated(found[1](), args, named), found[0].program.returns)
 
     # chosen ----------------------------------------------------------------------------------
     @of_other_ranks("step")

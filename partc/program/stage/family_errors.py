@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from partc.errors import RunError
 from partc.program import Program
+from partc.program.choices import IGNORED, pad_of
 from partc.program.wanted import Wanted
 
 REFUSED = "refused"  # what a rank says that does not run
@@ -53,15 +55,13 @@ def no_input_gradient(name: str) -> RunError:
     )  # fmt: skip
 
 
-def ranks_differ(each: Sequence[Wanted], *, rows_differ: bool) -> RunError:
-    """The error of all ranks; ``each``: what a rank was given, by rank. ``rows_differ``: ranks are
-    given samples of their own, and not as many.
-    """
+def ranks_differ(each: Sequence[Wanted], what_helps: str) -> RunError:
+    """The error of all ranks; ``each``: what a rank was given, by rank."""
     return RunError(
         where="the step of all ranks",
         what=f"ranks differ in what they run: {_by_rank(map(str, each))}",
         why="one program computes a step on all ranks together",
-        do=f"Call the same on every rank.{_what_helps(each, rows_differ)}",
+        do=f"Call the same on every rank. {what_helps}",
     )
 
 
@@ -92,41 +92,19 @@ def _shown(text: str) -> str:
     return "a batch that it refuses" if text == REFUSED else str(Wanted.parse(text))
 
 
-def _what_helps(each: Sequence[Wanted], rows_differ: bool) -> str:
-    if len({(one.kind, one.mode) for one in each}) > 1:
-        return (
-            " Take the call, and eval() or train() before it, out of `if rank == 0`; only what is "
-            "then printed or written may be of one rank."
-        )
-    if rows_differ:
-        return (
-            " Where numbers of rows differ, as in a last batch, give every rank as many "
-            "(DataLoader(..., drop_last=True), stage.loader(dataset)), or say "
-            'program.module(partial="replicate"): all ranks then compute all rows.'
-        )
-    if any(one.kind == "forward" for one in each):
-        return (
-            " A forward is not filled up, as its results would be longer: let the collator pad to "
-            "one length on all ranks, or return the results as extras of the loss, eval_step."
-        )
-    return (
-        " Where only lengths differ, pad= with a number for each input that is filled up fills all "
-        'up to the longest: program.module(pad={"input_ids": 0, "labels": -100}); the Accelerator '
-        "and the Trainer of partc take pad= too."
-    )
-
-
 def _ranges(ranks: Sequence[int]) -> str:
     text = ", ".join(map(str, ranks[:8]))
     return text + ", ..." * (len(ranks) > 8)
 
 
-def not_ignored(wanted: Wanted, why: str) -> RunError:
+def not_ignored(wanted: Wanted, why: str, without: Mapping[str, tuple[Any, str]]) -> RunError:
+    """The refusal of rows that fill up a batch; ``without``: the inputs, where pad lacks one."""
+    do = f"Write {pad_of(without)}: {IGNORED}" if without else f"See that {IGNORED}"
     return RunError(
         where=str(wanted),
         what="the batch cannot be filled up with rows that the loss ignores",
         why=why,
-        do='Take partial="replicate", which is right for every loss, or "drop".',
+        do=f'{do}; or take partial="replicate", which is right for every loss, or "drop".',
     )
 
 

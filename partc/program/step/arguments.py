@@ -42,14 +42,20 @@ def tensors_given(
 
 
 def _check_no_keys(arguments: Arguments, args: Sequence[Any], call: str) -> None:
-    """RunError where the names of inputs stand in their place, as ``step(*batch)`` of a dict."""
-    known = {each.name for each in arguments.each}
-    if args and all(isinstance(each, str) and each in known for each in args):
-        raise RunError(
-            where=call, what=f"it is given the names {', '.join(map(repr, args))}, and no tensors",
-            why="the batch is a dict, and * before a dict gives its keys",
-            do=f"Write two stars: {call}(**batch).",
-        )  # fmt: skip
+    """RunError where names of inputs stand in their place, as ``step(*batch)`` of a dict."""
+    texts = [each for each in arguments.each if isinstance(each.tree.plain, str)]
+    if texts or not args or not all(isinstance(each, str) for each in args):
+        return
+    known = [each.name for each in arguments.each]
+    do = f"Write two stars: {call}(**batch)."
+    if len(known) == 1 and arguments.each[0].tree.kind == "dict":
+        do = f"Pass the dict as it was compiled: {call}(batch)."
+    elif not {*args} <= {*known}:
+        do = f"Write two stars, {call}(**batch), of a dict with the names ({', '.join(known)})."
+    raise RunError(
+        where=call, what=f"it is given the names {', '.join(map(repr, args))}, and no tensors",
+        why="the batch is a dict, and * before a dict gives its keys", do=do,
+    )  # fmt: skip
 
 
 def _check_no_rows(arguments: Arguments, args: Sequence[Any], call: str) -> None:

@@ -14,6 +14,7 @@ from partc.errors import RunError
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, R
+from partc.program.choices import IGNORED, pad_of
 from partc.program.step.other_shape import is_for_all, rows_now
 from partc.program.wanted import Wanted
 
@@ -225,14 +226,24 @@ def _comparable(one: Wanted, other: Wanted) -> bool:
     return alike and all((len(a), d) == (len(b), e) for (a, d), (b, e) in pairs)
 
 
-def uneven_error(wanted: Wanted, uneven: Sequence[tuple[int, int]]) -> RunError:
-    """The refusal of a batch that data ranks cannot share, where nothing says what to do."""
+def uneven_error(
+    wanted: Wanted, uneven: Sequence[tuple[int, int]], inputs: Inputs, *, in_turns: bool
+) -> RunError:
+    """The refusal of a batch that data ranks cannot share, where nothing says what to do.
+
+    ``in_turns``: islands compute it in microbatches, which are of as many rows.
+    """
     rows, num = uneven[0]
+    ways = (
+        'program.module(partial="replicate") computes the whole batch on every rank, "drop" leaves '
+        f'the batch out; module(partial="pad", {pad_of(inputs)}) fills it up with rows that the '
+        f"loss has to ignore: {IGNORED}"
+    )
+    if in_turns:
+        ways = 'program.module(partial="drop") leaves the batch out'
     return RunError(
         where=str(wanted),
         what=f"a batch of {rows} cannot be shared by {num} data ranks",
         why=f"{rows} is not a multiple of {num}",
-        do='Say what is meant: program.module(partial="replicate") computes the whole batch on '
-        'every rank, "drop" leaves the batch out, "pad" fills it up with rows that the loss '
-        "ignores; or give the data loader drop_last=True.",
+        do=f"Say what is meant: {ways}. Or give the data loader drop_last=True.",
     )

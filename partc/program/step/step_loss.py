@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -104,7 +105,37 @@ class Evaluated(_Detached):
         if self.requires_grad:
             plain(self).backward(*args, **kwargs)
             return
-        raise _of_eval_mode()
+        raise self.refusal()
+
+    @staticmethod
+    def refusal() -> RunError:
+        """What a backward is told."""
+        return _of_eval_mode()
+
+
+class EvaluatedInput(Evaluated):
+    """The same, where an input waits for its gradient, as an adversarial example does."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.autograd.grad:
+            raise cls.refusal()
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @staticmethod
+    def refusal() -> RunError:
+        """What a backward is told."""
+        return RunError(
+            where="backward()",
+            what="it was computed from what stage(...) gives in eval mode, without gradients, and "
+            "an input waits for one (requires_grad)",
+            why="a program computes gradients together with what was compiled",
+            do="Compile the model itself in eval mode, model.eval() and loss=partc.ScriptLoss("
+            'model, ["x"]), with the names of such inputs: its stage gives x.grad as it is, '
+            "without stage.eval(). It takes the weights by load_full(stage.full_state_dict()).",
+        )
 
 
 def _of_eval_mode() -> RunError:
@@ -171,7 +202,7 @@ def _refusing(x: Any) -> Any:
     if not isinstance(x, Extra | Evaluated) or x.dim():  # what is no number is no loss
         return x
     apply: Any = _Refuses.apply
-    error = _untrained_extra if isinstance(x, Extra) else _of_eval_mode
+    error = _untrained_extra if isinstance(x, Extra) else x.refusal
     return apply(plain(x).detach().requires_grad_(), error)
 
 
@@ -201,16 +232,21 @@ def of_step(loss: Any, *, is_half: bool = False) -> Any:
     return loss.as_subclass(kind) if type(loss) is Tensor else loss
 
 
-def evaluated(results: Any) -> Any:
+def evaluated(
+    results: Any, args: Sequence[Any] = (), named: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
     """A forward's results, one or several by name, that say why they have no backward.
 
-    Under ``torch.no_grad()``, as evaluations run, they stay plain.
+    ``args`` and ``named``: its arguments. Under ``torch.no_grad()``, as evaluations run, results
+    stay plain.
     """
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return results
     if isinstance(results, dict):
-        return {name: evaluated(each) for name, each in results.items()}
-    return results.as_subclass(Evaluated) if type(results) is Tensor else results
+        return {name: evaluated(each, args, named) for name, each in results.items()}
+    waits = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *named.values()))
+    kind = EvaluatedInput if waits else Evaluated
+    return results.as_subclass(kind) if type(results) is Tensor else results
 
 
 class Dropped(Evaluated):

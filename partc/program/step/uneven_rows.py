@@ -31,13 +31,14 @@ ROWS_OF_EXAMPLE = 2  # of each rank, in a program that is compiled to see how re
 class UnevenRows:
     """Joins the pieces of ranks whose numbers of rows differ.
 
-    ``pieces``: how inputs are dealt. ``firsts``: of each piece in order the first rank that has it.
-    ``own``: the number of this rank's piece.
+    ``pieces``: how inputs are dealt. ``firsts``: of each piece in order the first rank that has it,
+    ``of_islands`` the same of every island. ``own``: the number of this rank's piece.
     """
 
     pieces: Pieces
     firsts: Sequence[int]
     own: int
+    of_islands: Sequence[Sequence[int]]
 
     @classmethod
     def of(cls, program: Program) -> UnevenRows | None:
@@ -51,12 +52,18 @@ class UnevenRows:
         division = Division.of(Plan.parse(program.plan), program.mesh)
         numbers = [division.rank(rank) for rank in range(program.mesh.num_ranks)]
         own = numbers[dist.get_rank()]
-        before = own - own % division.world  # pieces of other islands
-        firsts = [numbers.index(before + piece) for piece in range(division.world)]
-        return cls(pieces, firsts, own - before)
+        pieces_of = range(division.world)
+        of_islands = [
+            [numbers.index(before + piece) for piece in pieces_of]
+            for before in range(0, max(numbers) + 1, division.world)
+        ]
+        mine = own // division.world
+        return cls(pieces, of_islands[mine], own % division.world, of_islands)
 
     def whole(self, each: Sequence[Wanted]) -> Wanted | None:
-        """The batch of all rows, given what every rank has; None if ranks differ in more."""
+        """The batch of all rows, given what every rank has; None if ranks differ in more, or
+        islands in their rows.
+        """
         mine = [self.pieces.mine(wanted) for wanted in each]
         dims, first = self._dims(each), mine[0]
         layouts = self.pieces.forward(each[0]) or ()
@@ -67,7 +74,11 @@ class UnevenRows:
         shapes = [list(shape) for shape, _ in first.inputs]
         for i, dim in enumerate(dims):
             if dim is not None:
-                shapes[i][dim] = sum(mine[rank].inputs[i][0][dim] for rank in self.firsts)
+                rows = [one.inputs[i][0][dim] for one in mine]
+                sums = {sum(rows[rank] for rank in firsts) for firsts in self.of_islands}
+                if len(sums) > 1:
+                    return None
+                shapes[i][dim] = sums.pop()
         pairs = zip(shapes, first.inputs, strict=True)
         inputs = tuple((tuple(shape), dtype) for shape, (_, dtype) in pairs)
         return replace(first, inputs=inputs, replicated=True)
