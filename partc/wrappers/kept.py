@@ -85,7 +85,7 @@ class Kept:
                 f"partc: the script keeps the {self._name} that it gave to parallelize, whose "
                 "weights are trained no more from the first step on. Keep what parallelize gave in "
                 "its place: model = partc.parallelize(model, ...); another loss of it is "
-                "model.also(loss). To evaluate or save with it, give it the trained weights first, "
+                "model.also(loss). To evaluate or save with it, first give it the trained weights, "
                 "on all ranks: kept.load_state_dict(model.full_state_dict())"
             )
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
-from partc.graph import Graph, value
+from torch import fx
+
+from partc.graph import Graph, tensor_args, value
 from partc.plan import Cuts, Plan, fold_names
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.rules.discover import strategies_for
+from partc.rules.strategy import has_rule
+from partc.rules.table import name_of
 
 IDLE = "so that its ranks all compute the same"  # in the notes of axes that divide nothing
 NO_ROWS = "no batch is a multiple of its ranks: take a size that divides the rows of the batch"
@@ -35,9 +41,35 @@ def idle_axes(
             if axis == MICROBATCH_AXIS or num == 1:
                 continue
             if axis not in cut_axes:
-                yield f"{axis}={num} cuts no {kind}, {IDLE}: {why}"
+                op = next(ruleless(graph, num), None) if table is params else None
+                yield f"{axis}={num} cuts no {kind}, {IDLE}: {why if op is None else _because(op)}"
             elif table is params and axis not in named:
                 yield from _whole_matrices(graph, params, axis, num)
+
+
+def ruleless(graph: Graph, num: int) -> Iterator[fx.Node]:
+    """The calls of the forward, of weights and inputs, that can be cut in no way on ``num`` ranks,
+    as no rule says how, and no experiment finds it.
+    """
+    kinds: dict[fx.Node, set[str]] = {}
+    for node in graph.fx.nodes:
+        operands = tensor_args(node) if node.op == "call_function" else []
+        kinds[node] = {value(node).kind} if node.op == "placeholder" else set()
+        kinds[node].update(*(kinds[operand] for operand in operands))
+        if not operands or node.target is operator.getitem or value(node).phase != "F":
+            continue
+        known = has_rule(node.target) or not {"param", "input"} <= kinds[node]
+        if not known and not strategies_for(node, num):
+            yield node
+
+
+def _because(node: fx.Node) -> str:
+    known = value(node)
+    at = ", ".join(filter(None, (known.module, known.source)))
+    return (
+        f"{name_of(node.target)} ({at}) stands between the products, has no sharding rule, and "
+        "runs whole on every rank: add a rule for it"
+    )
 
 
 def _whole_matrices(graph: Graph, params: Mapping[str, Cuts], axis: str, num: int) -> Iterator[str]:

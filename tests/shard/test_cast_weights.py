@@ -265,3 +265,18 @@ def test_a_cast_shard_gives_the_bits_of_the_cast_whole() -> None:
     made = partc.compile(model, "dp=2", (ids,), loss=loss_of, plan="fsdp")
     assert "to(torch.bfloat16)" in made.source(0)
     assert partc.verify(made, model, (ids,), loss_of, dtype=None).worst.error == 0.0
+
+
+def test_an_op_without_a_rule_is_named_where_tp_cuts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not the sizes, which are right."""
+    monkeypatch.setattr("partc.rules.discover.discover", lambda node, num: [])
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        result: Tensor = model[1](torch.renorm(model[0](x), 2, 0, 1.0)).sum()
+        return result
+
+    with pytest.warns(UserWarning, match=r"tp=2 cuts no weight.*renorm.* has no sharding rule"):
+        partc.compile(model, "tp=2", (torch.ones(4, 4),), loss=loss, plan="megatron")
