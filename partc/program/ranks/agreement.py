@@ -145,8 +145,8 @@ class Agreement:
             kind = "parameter" if name in self._holders.params else "buffer"
             kinds.setdefault((kind, apart, places), []).append(name)
             if kind == "parameter":
-                for each in OF_PARAMETERS:
-                    kinds.setdefault((each, frozenset(), places), []).append(name)
+                for of in OF_PARAMETERS:
+                    kinds.setdefault((of, frozenset(), places), []).append(name)
             if apart or len(every) > 1:
                 kinds.setdefault(("source", frozenset(), every), []).append(name)
         kinds["optimizer", frozenset({PP}), every] = [*NAMES]  # its groups are of a rank's stages
