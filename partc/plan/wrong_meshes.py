@@ -20,6 +20,9 @@ def no_mesh(given: object) -> PlanError:
     if all(isinstance(size, int) and size > 0 for size in sizes) and 0 < len(sizes) < 3:
         axes = ",".join(f"{name}={size}" for name, size in zip(("dp", "tp"), sizes, strict=False))
         do = f"Name the axes, for example {axes!r}."
+        if len(sizes) == 1:
+            do += f' Where plan="auto" is to choose them: partc.Mesh.load("cpu", {sizes[0]}), or '
+            do += "another machine."
     elif hasattr(given, "mesh_dim_names"):
         do = 'Name its axes: init_device_mesh(..., mesh_dim_names=("dp",)).'
     elif "torch" in sys.modules and isinstance(given, sys.modules["torch"].optim.Optimizer):

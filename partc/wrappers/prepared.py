@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ import partc
 from partc.errors import RunError
 from partc.plan import Plan
 from partc.program import Program
+from partc.program.model.habits import tell_first
 from partc.program.model.raw_model import empty_model
 from partc.program.stage.exported import check_not_exported, no_export
 from partc.program.stage.runtime import Stage
@@ -142,7 +144,10 @@ class Prepared(nn.Module):
         how = self._how if loss is not None else self._how.of_forwards()
         like = self._given(args, named, loss)
         options = {"backend": group_backend(self._device_type), "batch": "local", **how.options}
+        begun = perf_counter()
+        tell_first("partc compiles %s for its first batch", type(self._whole).__name__)
         program = partc.compile(self._whole, how.mesh, like, loss=loss, plan=how.plan, **options)
+        tell_first("partc compiled it in %.1f s: %s", perf_counter() - begun, program.mesh)
         self._keep(program, loss)
         self._know_batch(program)
         return program.module(self._device_type, partial="replicate")

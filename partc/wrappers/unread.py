@@ -6,10 +6,12 @@ import dis
 import inspect
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
 _READ_ALL = frozenset({"locals", "vars", "dir", "eval", "exec", "breakpoint"})
+_OF_AN_ARGUMENT = frozenset({"vars", "dir"})  # where one is given: `vars(options)` reads that
 _ENDS = ("RETURN_", "RAISE_", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
 
 
@@ -50,8 +52,13 @@ def _reads_all(code: CodeType) -> bool:
     """
     if _READ_ALL.isdisjoint(code.co_names):
         return False
-    calls = dis.get_instructions(code)
-    return any(x.opname in ("LOAD_GLOBAL", "LOAD_NAME") and x.argval in _READ_ALL for x in calls)
+    calls = [*dis.get_instructions(code)]
+    return any(
+        x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        and x.argval in _READ_ALL
+        and not (x.argval in _OF_AN_ARGUMENT and behind.opname.startswith("LOAD_"))
+        for x, behind in pairwise(calls)
+    )
 
 
 def _read_later(code: CodeType, at: int, name: str) -> bool:

@@ -96,7 +96,8 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a path for loggers": (lambda: Meter(any_type("m.jsonl")), ("'m.jsonl' is no logger",)),
     "several numbers": (lambda: Meter([]).log(1, {"a": torch.ones(2)}), ("Meter.log, a",)),
     "a traced step": (
-        lambda: partc.Traced(Net(), loss_of, any_type(batch_of())), ("it is no function",),
+        lambda: partc.Traced(Net(), loss_of, any_type(batch_of())),
+        ("Write Traced(model, inputs, loss)",),
     ),
     "a preset by place": (lambda: partc.Plan(any_type("fsdp")), ("Plan(preset='fsdp')",)),
     "an attribute of a program": (lambda: any_type(compiled()).modul, ("Did you mean 'module'",)),

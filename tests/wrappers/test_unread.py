@@ -88,6 +88,24 @@ def read_by_name() -> int:
     return found
 
 
+def read_by_a_name_of_vars() -> int:
+    value = Value()
+    mine = vars()
+    found = unread()
+    assert mine["value"] is value
+    return found
+
+
+def beside_vars_of_another() -> int:
+    options = Value()
+    str(vars(options)), str(dir(options))
+    for value in [Value()]:
+        str(value)
+    found = unread()
+    str(options)
+    return found
+
+
 def of_a_caller() -> int:
     value = Value()
     str(value)
@@ -99,7 +117,8 @@ def of_a_caller() -> int:
     [
         (behind_its_loop, 1), (in_its_loop, 0), (read_in_the_next_turn, 0), (set_anew, 1),
         (of_a_caller, 2), (read_by_a_handler, 0), (read_on_one_branch, 0),
-        (read_by_a_closure, 0), (read_by_name, 0),
+        (read_by_a_closure, 0), (read_by_name, 0), (read_by_a_name_of_vars, 0),
+        (beside_vars_of_another, 1),
     ],
 )  # fmt: skip
 def test_variables_of_functions(function: Callable[[], int], expected: int) -> None:

@@ -89,8 +89,23 @@ class StepChecks:
                 where="step",
                 what="; ".join(changes[:4]),
                 why="a program has numbers, and tensors from outside, as they were when compiled",
-                do=CHANGING,
+                do=_back_in_its_mode(changes[0]) or CHANGING,
             )
+
+
+def _back_in_its_mode(change: str) -> str:
+    """What to do about a module in another mode, as ``model.encoder.training was True ... now``; ""
+    for another change. It may be of the model that the script has kept, to evaluate a part of it.
+    """
+    module, is_mode, values = change.partition(".training was ")
+    if not is_mode:
+        return ""
+    call = "train" if values.startswith("True") else "eval"
+    return (
+        f"Call {module}.{call}() before this step. The modules of the model that partc was given are "
+        "these too: put a part of it back in its mode where it was evaluated. A part that is to "
+        "train in another mode has to be in it when the model is compiled."
+    )
 
 
 def check_world_stands(world: Any) -> None:
