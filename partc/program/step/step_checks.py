@@ -102,9 +102,9 @@ def _back_in_its_mode(change: str) -> str:
         return ""
     call = "train" if values.startswith("True") else "eval"
     return (
-        f"Call {module}.{call}() before this step. The modules of the model that partc was given are "
-        "these too: put a part of it back in its mode where it was evaluated. A part that is to "
-        "train in another mode has to be in it when the model is compiled."
+        f"Call {module}.{call}() before this step. The modules of the model that partc was given "
+        "are these too: put a part of it back in its mode where it was evaluated. A part that is "
+        "to train in another mode has to be in it when the model is compiled."
     )
 
 
