@@ -92,6 +92,7 @@ def apart(folder: Path, call: str, build: Path | None = None) -> str:
     """What each rank is told where the first alone makes a call of all; with a folder the program
     is one that was saved there, and knows no model.
     """
+    torch.manual_seed(0)  # where a call before this one has drawn on one rank alone
     model, x = nn.Linear(8, 4), torch.ones(4, 8)
     program = compile(model, "dp=2", (x,), loss=loss, plan="fsdp")
     if build is not None:
@@ -167,6 +168,7 @@ def test_of_whole_copies_a_rank_may_compute_alone(world: Processes) -> None:
 
 def behind_its_group() -> str:
     """What a stage says whose process group is gone, and has another one then."""
+    torch.manual_seed(0)  # where a call before this one has drawn on one rank alone
     model, x = nn.Linear(8, 4), torch.ones(4, 8)
     stage = compile(model, "dp=2", (x,), loss=loss, plan="fsdp").module()
     stage.load_full(model)
