@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 import partc
 from partc.api import Job
 from partc.errors import MemoryLimitError, PartcError, PlanError, ShardingError
+from partc.passes.search.plans.save_scaling_model import taken_as_json, taken_of_json
+from partc.plan.mesh import Mesh
 
 
 def tower() -> nn.Module:
@@ -45,6 +48,20 @@ def test_a_pipeline_may_have_fewer_samples_than_stages() -> None:
     model, batch = tower(), (torch.randn(1, 8),)
     program = partc.compile(model, "pp=2", batch, loss=square)
     partc.verify(program, model, batch, loss=square).check()
+
+
+def test_a_script_that_computes_the_loss_gets_no_pipeline() -> None:
+    """Nor microbatches: none of either is a candidate, for however fast it is estimated."""
+    model, batch = tower(), (torch.randn(8, 8),)
+    script = partc.ScriptLoss(model)
+    program = partc.compile(model, Mesh.load("cpu", 2), batch, loss=script)
+    partc.verify(program, model, batch, loss=script).check()
+    assert program.basis.taken
+    saved = json.dumps(taken_as_json(program.basis.taken))
+    for taken in (program.basis.taken, taken_of_json(json.loads(saved))):
+        assert {(one.pp, one.microbatches) for _, _, one in taken.search.candidates} == {(1, 1)}
+    with pytest.raises(PlanError, match="has an axis pp, and there is no loss="):
+        partc.compile(model, "pp=2", batch, loss=script)
 
 
 class Pair(nn.Module):

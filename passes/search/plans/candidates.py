@@ -30,7 +30,8 @@ MOST_MICROBATCHES = 8  # per pipeline rank; more microbatches gain less than a p
 @dataclass(frozen=True)
 class Space:
     """The limits of the candidates: pins, the number of devices, and the sizes that axes must
-    divide. A mesh with axes fixes their sizes.
+    divide. A mesh with axes fixes their sizes. ``in_turns``: whether parts of a batch may take
+    turns, as they do in pipelines and microbatches.
     """
 
     mesh: Mesh
@@ -41,7 +42,7 @@ class Space:
     dp_divides: int  # data ranks times microbatches have to divide this
     tp_divides: Mapping[str, int]  # by tensor preset
     units: int
-    trains: bool = True
+    in_turns: bool = True
     fewer: bool = False  # candidates may leave devices of an open mesh unused
 
     def candidates(self) -> Iterator[Candidate]:
@@ -74,7 +75,7 @@ class Space:
         for tp in divisors(devices):
             for pp in divisors(devices // tp):
                 data = devices // tp // pp
-                if self.dp_divides % data == 0 and pp <= self.units and self.trains >= (pp > 1):
+                if self.dp_divides % data == 0 and pp <= (self.units if self.in_turns else 1):
                     for shard in self._shard_sizes(data, tp):
                         yield pp, data // shard, shard, tp
 
@@ -104,6 +105,7 @@ class Space:
         """The candidate with every number of microbatches, recomputation and schedule."""
         left = self.dp_divides // base.data_ranks
         counts = [count for count in divisors(left) if _pays(base.pp, count)]
+        counts = counts if self.in_turns else [1]
         if base.given and not counts:
             counts = [1]  # too few samples for the user's own pipeline
         for count in [self.microbatches] if self.microbatches else counts:

@@ -16,6 +16,7 @@ from typing import Any
 from partc.cost.prediction import Work
 from partc.errors import PartcError, ShardingError
 from partc.graph import Graph
+from partc.graph.given_back import waits_for_script
 from partc.machines.objective import Objective, check_price
 from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Recompute
@@ -106,8 +107,9 @@ def choose_plan(
     """The best candidates for one training step; PlanError if none fits the memory.
 
     ``microbatches``, or a plan with more than one, pins the number of microbatches. A model with
-    batch norms, which in microbatches compute something else, has one unless several are pinned.
-    PlanError if ``objective`` is money and the machines have no price.
+    batch norms, which in microbatches compute something else, has one unless several are pinned;
+    so has a script that computes the loss, whose mesh gets no pipeline. PlanError if ``objective``
+    is money and the machines have no price.
     """
     check_price(objective, mesh.hardware)
     pinned = microbatches or (plan.microbatches if plan.microbatches > 1 else None)
@@ -119,7 +121,7 @@ def choose_plan(
     search = Search(
         mesh=mesh, scaling_models=models, memory_bytes=plan.memory_bytes, microbatches=pinned,
         schedule=plan.schedule, recompute=ways, objective=objective, batch=Work.of(graph).batch,
-        reading=reading,
+        reading=reading, in_turns=not waits_for_script(graph),
     )  # fmt: skip
     presets = choose(search)
     ranked = presets.ranked if presets else ()

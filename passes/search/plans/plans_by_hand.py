@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from partc.errors import PartcError
 from partc.graph import Graph
+from partc.graph.given_back import waits_for_script
 from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Data
 from partc.passes.search.plans.candidates import WORDS, names_axes, sizes_of
@@ -32,7 +33,9 @@ def by_hand(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> Taken | None:
         )
     except PartcError:
         return None
-    return Taken(Search(mesh, scaling_models, plan.memory_bytes), candidate, searched=False)
+    turns = not waits_for_script(graph)
+    search = Search(mesh, scaling_models, plan.memory_bytes, in_turns=turns)
+    return Taken(search, candidate, searched=False)
 
 
 def candidate_of(mesh: Mesh, plan: Plan) -> Candidate | None:

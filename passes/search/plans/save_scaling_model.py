@@ -33,6 +33,7 @@ def taken_as_json(taken: Taken) -> Json:
         "recompute": list(search.recompute),
         "objective": search.objective,
         "batch": asdict(search.batch),
+        "in_turns": search.in_turns,
         "candidate": {**asdict(taken.candidate), "given": None},
         "searched": taken.searched,
         "profiles": [
@@ -57,6 +58,7 @@ def taken_of_json(data: Mapping[str, Any]) -> Taken:
         microbatches=data["microbatches"], schedule=data["schedule"],
         recompute=tuple(data["recompute"]),
         objective=objective_of(data["objective"]), batch=Batch(**data["batch"]),
+        in_turns=bool(data.get("in_turns", True)),
     )  # fmt: skip
     given = mesh if mesh.axes else None
     candidate = Candidate(**{**data["candidate"], "given": given})

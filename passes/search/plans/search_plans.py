@@ -95,6 +95,7 @@ class Search:
     objective: Objective = "time"
     batch: Batch = NO_BATCH
     reading: Reading = READING  # how the scaling models were read
+    in_turns: bool = True  # whether parts of the batch may take turns
 
     @property
     def devices(self) -> int:
@@ -115,7 +116,7 @@ class Search:
             devices=self.devices, recompute=self.recompute,
             dp_divides=uncut.dp_divides,
             tp_divides={w: found.tp_divides for (w, _), found in self.scaling_models.items() if w},
-            units=len(uncut.chain), fewer=self.objective != "time",
+            units=len(uncut.chain), fewer=self.objective != "time", in_turns=self.in_turns,
         )  # fmt: skip
 
     @cached_property
