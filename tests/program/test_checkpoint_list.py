@@ -119,7 +119,7 @@ def disagree(folder: Path) -> None:
     stage.load_full(example_model(1))
     mine, state = stage.full_state_dict(), {**optimizer.state}
     one = folder / f"step-0000000{2 + first}"
-    refused("not the same step:?", lambda: load_checkpoint(one, stage, optimizer))
+    refused("rank 0 names the folder", lambda: load_checkpoint(one, stage, optimizer))
     refused(
         "rank 0 cannot go|no such folder",
         lambda: load_checkpoint(folder / "x" if first else folder, stage, optimizer),
