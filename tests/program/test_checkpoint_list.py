@@ -121,7 +121,7 @@ def disagree(folder: Path) -> None:
     one = folder / f"step-0000000{2 + first}"
     refused("rank 0 names the folder", lambda: load_checkpoint(one, stage, optimizer))
     refused(
-        "rank 0 cannot go|no such folder",
+        "rank 0 names the folder",
         lambda: load_checkpoint(folder / "x" if first else folder, stage, optimizer),
     )
     refused(
