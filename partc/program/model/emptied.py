@@ -4,6 +4,8 @@ not by torch's.
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 from weakref import WeakSet
 
@@ -25,6 +27,31 @@ def refuse_calls(model: nn.Module) -> None:
     _EMPTY.update(model.modules())
     if not _HOOKS:
         _HOOKS.append(register_module_forward_pre_hook(_check_values))
+        _refuse_states()
+
+
+def _refuse_states() -> None:
+    """Refuse ``state_dict`` of such a model, also by a method that a script has kept from before.
+
+    By what each ``state_dict`` calls: ``old = model.state_dict`` is torch's own from then on.
+    """
+    plain = nn.Module._save_to_state_dict
+
+    @functools.wraps(plain)
+    def save_to_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if self in _EMPTY and is_emptied(self) and not _is_asked_by_partc():
+            raise no_values(f"{type(self).__name__}.state_dict()")
+        plain(self, *args, **kwargs)
+
+    nn.Module._save_to_state_dict = save_to_state_dict  # type: ignore[method-assign]
+
+
+def _is_asked_by_partc() -> bool:
+    """Whether partc is the one outside of torch's modules who asks for a state."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == nn.Module.__module__:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")).startswith("partc.")
 
 
 def _check_values(module: nn.Module, args: tuple[Any, ...]) -> None:

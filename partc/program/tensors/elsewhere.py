@@ -12,8 +12,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,15 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map
 
 from partc.errors import RunError
 from partc.program.tensors.holders import Holders
+from partc.program.tensors.stand_in import StandIn, on_ranks
 
 NAMES = "parameters", "named_parameters"  # the methods that give a module's parameters
-_READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
 _HOOKS: list[Any] = []
 _ROOTS: WeakSet[Any] = WeakSet()  # stages of pipelines
 # of each optimizer that had stand-ins, one of them
@@ -78,44 +74,6 @@ class Table(dict[str, Any]):
         """Forget all."""
         super().clear()
         self.elsewhere.clear()
-
-
-class StandIn(nn.Parameter):
-    """A parameter that another pipeline rank has, ``f32[0]``: it has no gradient and no state.
-
-    What is computed from stand-ins alone is one too; its value, and that with a tensor of this
-    rank, are refused. ``called``: its name; ``groups``: the stage's process groups, by axis.
-    """
-
-    called = "a parameter"
-    groups: Mapping[str, Any] = MappingProxyType({})
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # fmt: skip
-        name = getattr(func, "__name__", str(func))
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        mine = next((x for x in tensors if isinstance(x, StandIn)), None)
-        with torch._C.DisableTorchFunctionSubclass():
-            others = any(_has_values(x) for x in tensors)
-            if mine is not None and (others or name in _READS):
-                raise _mixed(name, mine) if others else _unknown(name, mine)
-            return tree_map(partial(_as_stand_in, mine), func(*args, **(kwargs or {})))
-
-
-def _has_values(x: Tensor) -> bool:
-    """Whether it is no stand-in, and no plain number."""
-    return not isinstance(x, StandIn) and (isinstance(x, DTensor) or x.dim() > 0)
-
-
-def _as_stand_in(of: StandIn | None, result: Any) -> Any:
-    """What was computed from stand-ins, as one of the same name."""
-    if of is None or not isinstance(result, Tensor) or isinstance(result, StandIn):
-        return result
-    made = result.as_subclass(StandIn)
-    made.called = of.called
-    return made
 
 
 class _Parameters:
@@ -190,6 +148,7 @@ def _stand_in(name: str, holders: Holders, root: Any) -> StandIn | None:
         return None
     made = StandIn(torch.empty(0, dtype=holders.shards[name].dtype, device=root.device))
     made.called, made.groups = name, root.groups
+    made.places = holders.places.get(name, ())
     return made
 
 
@@ -325,31 +284,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     drop_stand_ins(optimizer)
 
 
-def _mixed(call: str, param: StandIn) -> RunError:
-    return RunError(
-        where=f"{call} of {param.called} and another tensor",
-        what="they are not on the same pipeline rank",
-        why="the parts that are computed with each other lie on several stages",
-        do="Compute it of whole tensors: whole = stage.full_state_dict() on all ranks, then "
-        "stage.load_full(whole); or let both parts lie in one stage (stages=).",
-    )
-
-
-def _unknown(call: str, param: StandIn) -> RunError:
-    return RunError(
-        where=f"{call} of {param.called}",
-        what="this pipeline rank does not have its value",
-        why="it belongs to another stage of the pipeline",
-        do="Call stage.full_state_dict() on all ranks, which has every tensor whole.",
-    )
-
-
 def _elsewhere(name: str, places: tuple[int, ...]) -> ElsewhereError:
-    ranks = f"pipeline rank{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"
     return ElsewhereError(
         where=f"stage.{name}",
         what="this rank has not got it",
-        why=f"it belongs to another stage of the pipeline, on {ranks}",
+        why=f"it belongs to another stage of the pipeline{on_ranks(places)}",
         do="Call stage.full_state_dict() on all ranks, which has every tensor whole, or go by "
         "stage.named_parameters(), which has those of this rank.",
     )
