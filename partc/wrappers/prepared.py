@@ -17,6 +17,8 @@ from partc.plan import Plan
 from partc.program import Program
 from partc.program.model.habits import tell_first
 from partc.program.model.raw_model import empty_model
+from partc.program.ranks.farewell import tell_at_exit
+from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.stage.exported import check_not_exported, no_export
 from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
@@ -51,6 +53,7 @@ class Prepared(nn.Module):
 
     def __init__(self, model: nn.Module, how: How, device: str) -> None:
         super().__init__()
+        tell_at_exit()
         self.module = model
         # not registered: the stage takes its place
         object.__setattr__(self, "_whole", model)
@@ -69,6 +72,7 @@ class Prepared(nn.Module):
         self._draws: tuple[int, int] | None = None  # the stage's seed and number of steps
         self.training = model.training
 
+    @of_other_ranks("a call of the model")
     def forward(self, *args: Any, **named: Any) -> Any:
         """In train mode the step's loss, ready for ``backward``; in eval mode what the model
         returns, without gradients, for this rank's rows.
@@ -89,6 +93,7 @@ class Prepared(nn.Module):
     def __prepare_scriptable__(self) -> NoReturn:
         raise no_export("torch.jit.script")
 
+    @of_other_ranks("a call of the model")
     def eval_loss(self, *args: Any, **named: Any) -> Any:
         """The loss in eval mode of all ranks' rows, without gradients."""
         stage = self._trained(args, named)

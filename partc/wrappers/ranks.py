@@ -14,6 +14,8 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from partc.errors import RunError
+from partc.program.ranks.farewell import tell_at_exit
+from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.step.uneven_rows import gather_uneven
 from partc.program.tensors.holders import exchange_texts
 from partc.wrappers.dealing import DataRanks
@@ -27,6 +29,7 @@ class OnMesh(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, **named: Any) -> None:
         super().__init__(**named)
         atexit.register(_leave)
+        tell_at_exit()  # before the ranks part
 
     @property
     def num_processes(self) -> int:
@@ -42,10 +45,12 @@ class OnMesh(accelerate.Accelerator):  # type: ignore[misc]
     def is_last_process(self) -> bool:
         return bool(self.process_index == self.state.num_processes - 1)
 
+    @of_other_ranks("gather")
     def gather(self, tensor: Any) -> Any:
         """The rows of all pieces of the batch, each once; ranks may have different numbers."""
         return recursively_apply(self._gathered, tensor, error_on_other_type=True)
 
+    @of_other_ranks("gather_for_metrics")
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """The rows of all pieces in the order of the dataset, each once."""
         if not use_gather_object and _is_of_tensors(input_data):
@@ -53,12 +58,24 @@ class OnMesh(accelerate.Accelerator):  # type: ignore[misc]
         each = gather_object([input_data])
         return [row for rank in self.ranks.firsts for row in each[rank]]
 
+    @of_other_ranks("reduce")
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As accelerate's, over the pieces of the batch."""
         if reduction != "sum":
             return super().reduce(tensor, reduction, scale)
         return recursively_apply(lambda x: self._gathered(x[None]).sum(0), tensor)
 
+    @of_other_ranks("pad_across_processes")
+    def pad_across_processes(self, *args: Any, **named: Any) -> Any:
+        """As accelerate's."""
+        return super().pad_across_processes(*args, **named)
+
+    @of_other_ranks("wait_for_everyone")
+    def wait_for_everyone(self) -> None:
+        """As accelerate's."""
+        super().wait_for_everyone()
+
+    @of_other_ranks("prepare")
     def of_first(self, number: int) -> int:
         """The first rank's number; all ranks call this together."""
         told = torch.tensor([number % 2**62], device=self.device)

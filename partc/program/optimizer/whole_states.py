@@ -26,6 +26,7 @@ from partc.program.optimizer.same_optimizer import (
 )
 from partc.program.optimizer.served_states import exchanged
 from partc.program.optimizer.state_form import check_state
+from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.role import Shard, dtype_of
 from partc.program.tensors.holders import exchange_texts, from_first
 from partc.program.tensors.rank_tensors import RankTensors
@@ -42,6 +43,7 @@ class WholeStates(nn.Module):
     states_of: Callable[[Optimizer], OptimizerStates]
 
     @known_arguments
+    @of_other_ranks("full_optim_state_dict")
     def full_optim_state_dict(self, optimizer: Optimizer) -> StateDict:
         """The state dict of an optimizer over the single-device model, with whole tensors.
 
@@ -55,6 +57,7 @@ class WholeStates(nn.Module):
         return whole_states(self.states_of(optimizer), optimizer, params)
 
     @known_arguments
+    @of_other_ranks("load_full_optim_state_dict")
     def load_full_optim_state_dict(self, optimizer: Optimizer, state_dict: StateDict) -> None:
         """Take this rank's pieces of the states of an optimizer over the single-device model.
 

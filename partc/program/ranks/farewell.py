@@ -93,7 +93,11 @@ def _let_gloo_end() -> None:
 
 def _at_exit() -> None:
     error = getattr(sys, "last_value", None)  # what ended the script
-    if _state["joined"] or dist.is_initialized():
+    if _state["joined"]:
+        return
+    if dist.is_initialized():  # by the script: the others may wait in a transfer
+        if dist.get_world_size() > 1:
+            _say_end(dist.distributed_c10d._get_default_store(), dist.get_rank())
         return
     if error is not None:
         meeting.tell(f"{type(error).__name__}: {error}")

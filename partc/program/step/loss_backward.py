@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from partc.errors import RunError
+from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.tensors.shown import Shown, begin_all, end_all
 from partc.wrong_calls import quoted
 
@@ -108,6 +109,7 @@ class _LossOfStep(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @of_other_ranks("loss.backward()")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise no_graph()

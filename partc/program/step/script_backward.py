@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import RunError
+from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.ranks.waiting import waiting
 from partc.program.step.given_out import end
 from partc.program.step.loss_backward import fresh_grads, no_graph
@@ -156,6 +157,7 @@ class _GivenOut(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @of_other_ranks("loss.backward()")
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise no_graph()
