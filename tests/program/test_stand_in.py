@@ -71,4 +71,4 @@ def test_scripts_may_look_at_it_and_print_it() -> None:
     computed: Tensor = (param * 2).abs().sum()
     assert isinstance(computed, StandIn)
     with pytest.raises(TypeError, match="must be Tensor, not str"):
-        param.add_("text")  # wrong of whole tensors too
+        param.add_("text")  # type: ignore[arg-type]  # wrong of whole tensors too
