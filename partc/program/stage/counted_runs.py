@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from partc.program.ranks.waiting import waiting
 from partc.program.stage.island_turns import IslandTurns
 from partc.program.stage.members import Member
 from partc.program.stage.run_state import Guard
+from partc.program.stage.same_calls import SameCalls
 from partc.program.step.given_out import waits
 from partc.program.step.script_backward import Evenly, Halfway
 from partc.program.step.step_failures import naming_calls
@@ -27,8 +28,11 @@ from partc.program.tensors.rank_tensors import RankTensors
 class CountedRuns:
     """Runs programs of one loss on this rank. ``first``: its first program."""
 
-    def __init__(self, first: Member, islands: IslandTurns, guard: Guard) -> None:
+    def __init__(
+        self, first: Member, islands: IslandTurns, guard: Guard, calls: SameCalls
+    ) -> None:  # fmt: skip
         self._first, self._islands, self._guard = first, islands, guard
+        self._meet = partial(calls.check, "loss.backward()")
         self._reseeded = Reseeded()
 
     def run(self, member: Member, inputs: Sequence[Tensor]) -> Any:
@@ -64,7 +68,8 @@ class CountedRuns:
             return result
         results = next(result)
         dealt = _dealt_evenly(member.program, self._guard.tensors)
-        return Halfway(result, member.run, results, dealt, self._same_gradients.check)
+        check = self._same_gradients.check
+        return Halfway(result, member.run, results, dealt, check, self._meet)
 
     @cached_property
     def _same_gradients(self) -> SameGradients:

@@ -92,7 +92,7 @@ class Family:
         self._turns = MicrobatchesOfIsland.here(program)
         turns = self._turns is not None
         self._batch = CommonBatch(program, self.programs, choices, in_turns=turns)
-        self._runs = CountedRuns(first, self.islands, guard)
+        self._runs = CountedRuns(first, self.islands, guard, self.calls_alike)
 
     # asked -----------------------------------------------------------------------------------
     @property

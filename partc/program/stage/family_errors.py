@@ -73,8 +73,9 @@ def calls_differ(texts: Sequence[str]) -> RunError:
         where="a call of all ranks",
         what=f"ranks differ in what they run: {_by_rank(map(_shown, texts))}",
         why="each holds a part of what the others need there",
-        do="Make the call on every rank, and not behind `if rank == 0`; only what is then written "
-        "may be of one rank.",
+        do="Make the call on every rank, and not behind `if rank == 0`, nor by a number of this "
+        "rank's own, such as a loss by which it leaves the loop or skips a batch (decide on one "
+        "that all ranks have); only what is then written may be of one rank.",
     )
 
 

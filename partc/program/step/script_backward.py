@@ -77,7 +77,8 @@ class Evenly:
 class Halfway:
     """A step that has given out its results, and waits for their gradients.
 
-    ``run`` is the rank's module. ``shown`` are the results as the script has them: its own rows.
+    ``run`` is the rank's module. ``meet``: RunError on all ranks if some do not go on as this one.
+    ``shown`` are the results as the script has them: its own rows.
     """
 
     running: Any
@@ -85,6 +86,7 @@ class Halfway:
     results: Mapping[str, Tensor]
     dealt: Dealt
     check: Callable[[Sequence[Tensor]], None]
+    meet: Callable[[], None]
     shown: Mapping[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +102,7 @@ class Halfway:
         for (name, x), version in zip(self.results.items(), self._versions, strict=True):
             if x._version != version:
                 raise _changed(name)
+        self.meet()
         given = [self._given(*each) for each in zip(self.shown.items(), grads, strict=True)]
         self.check(given)
         with float32_default(), self._own_draws(), torch.no_grad():
