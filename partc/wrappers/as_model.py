@@ -16,6 +16,7 @@ from partc.plan.batch import data_axes
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.sharding import cut
 from partc.program import Program
+from partc.program.model.other_wrappers import HABITS, of_another_wrapper
 from partc.program.not_a_stage import no_stage_yet
 from partc.program.optimizer.optimizers import check_is_optimizer
 from partc.program.optimizer.state_form import check_state
@@ -151,6 +152,8 @@ class AsModel(Prepared):
                 self._stage is None and not name.startswith("_") and hasattr(Stage, name)
             ):
                 raise no_stage_yet(name) from None
+            if self._stage is None and name in HABITS:
+                raise of_another_wrapper(name) from None
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:

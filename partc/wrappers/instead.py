@@ -47,6 +47,11 @@ _TELLS: Mapping[str, Mapping[str, str]] = {
         **_DDP,
         "device_ids": 'parallelize(..., device="cuda") says where ranks compute',
         "output_device": 'parallelize(..., device="cuda") says where ranks compute',
+        **dict.fromkeys(
+            ("mp_policy", "mixed_precision", "precision"),
+            'torch.autocast("cuda", torch.bfloat16) around the step says what is computed in half '
+            "precision; parameters stay as they are",
+        ),
         "optimizer": "make it over model.parameters(); it follows the model's first step",
         "options": "they are arguments of parallelize itself, parallelize(..., microbatches=4)",
     },

@@ -32,7 +32,7 @@ class Watched(Prepared):
         found = super().forward(*args, **named)
         first = found[0] if isinstance(found, tuple) else found
         loss = first.get("loss") if isinstance(first, Mapping) else first
-        if self.training and isinstance(loss, Tensor) and loss.requires_grad:
+        if self.training and isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
             loss.register_hook(self._begun_backward)
         return found
 

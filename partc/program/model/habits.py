@@ -51,8 +51,10 @@ def tell_of_input_grads(
     name = names[waits[0]] if waits[0] < len(names) else "x"
     if inputs[waits[0]].is_leaf:
         begins = f"the input {name} has requires_grad, and {name}.grad stays as it is"
-        do = f"take torch.autograd.grad(loss, {name}) inside of the loss that is compiled and "
-        do += "return it beside the loss"
+        do = f"begin the loss that is compiled with {name} = {name}.detach().requires_grad_(), and "
+        do += (
+            f"let it return torch.autograd.grad(loss, {name}, retain_graph=True)[0] beside the loss"
+        )
     else:
         begins = f"the input {name} was computed by what has requires_grad, and gets no gradient"
         do = "let the model that is compiled compute it, too"

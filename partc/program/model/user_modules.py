@@ -16,8 +16,9 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
-from partc.errors import RunError, UsageError
+from partc.errors import RunError
 from partc.program.model.likeness import TABLES, Likeness
+from partc.program.model.other_wrappers import HABITS, NoAttributeError
 from partc.program.model.read_numbers import ReadNumbers
 from partc.program.stage.exported import no_export
 from partc.program.tensors.elsewhere import ElsewhereError, Table
@@ -31,26 +32,6 @@ MOST_PARTS = 8  # that a message names
 FIRST_STEPS, EVERY = 3, 50  # steps that look at all attributes
 
 
-_HABITS = {  # what scripts ask of other wrappers: what to do with a stage
-    "generate": "Write the loop over stage(ids) behind stage.eval(), as docs/how-to/"
-    "shapes-and-modes.md does; or load stage.full_state_dict() into the model, and generate there.",
-    "clip_grad_value_": "Call torch.nn.utils.clip_grad_value_(stage.parameters(), value).",
-    "loss": "Take loss = stage.step(*batch), which computes the gradients too; the loss alone is "
-    "stage.eval_step(*batch).",
-    "train_step": "Take loss = stage.step(*batch), and optimizer.step() behind it.",
-    "optimizer": "A script makes its own: torch.optim.AdamW(stage.parameters()).",
-    "load": "Weights go through stage.load_full(model, a state dict, or files); a checkpoint is "
-    "read by partc.load_checkpoint(folder, stage, optimizer).",
-    "load_checkpoint": "Call partc.load_checkpoint(folder, stage, optimizer).",
-    "save": "Call partc.save_checkpoint(folder, stage, optimizer); stage.full_state_dict() gives "
-    "the weights alone, and program.save(folder) writes the program.",
-    "save_checkpoint": "Call partc.save_checkpoint(folder, stage, optimizer).",
-    "backward": "Leave it out: stage.step(...) has computed the gradients.",
-    "module": "Leave .module out: a stage is no wrapper, and has the model's attributes itself.",
-    "no_sync": "Leave it out: gradients add up until zero_grad(); or compile with microbatches=.",
-}
-
-
 NEARLY = 0.75  # from how alike on a method of torch's is what a script may mean
 _WRITERS = "save_pretrained", "push_to_hub"  # methods that write the memory of all tensors
 
@@ -62,10 +43,6 @@ def _parts(model: str, names: list[str]) -> str:
     if by_number:
         return f"The parts of the {model} go by number, stage[0]: it has {listed}."
     return f"The {model} has {listed or 'no parts'}; dir(stage) lists what a stage has."
-
-
-class NoAttributeError(UsageError, AttributeError):
-    """A stage was asked for what neither it nor its model has; ``hasattr`` says no."""
 
 
 class UserModules(nn.Module):
@@ -172,7 +149,7 @@ class UserModules(nn.Module):
                 f"{near} The model is not in this process: give it to partc.load(folder, model), "
                 "and its attributes and methods are the stage's too."
             )
-        do = _HABITS.get(name, do)
+        do = HABITS.get(name, do)
         return NoAttributeError(
             where=f"stage.{name}", what=what,
             why="a stage has methods of its own, and the attributes of its model", do=do,

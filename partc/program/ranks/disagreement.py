@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ _DO = {
     "that it is given (stage.load_full, stage.load_state_dict).",
     "buffer": "Load the same buffers on all ranks (stage.load_full, stage.load_state_dict). One "
     "with rows of the batch, as a hidden state, is the same whole of all ranks' rows on each.",
+    "outside": "Compute tensors that a loss or a model takes from outside (class weights, masks) "
+    "alike on all ranks, of the whole data set; or make them inputs of the step.",
     "optimizer": "Make the optimizer alike on all ranks, and step it and its scheduler alike: a "
     "learning rate that follows a loss takes that of all ranks (stage.eval_step).",
     "write": "Let all ranks write to parameters, gradients and optimizers alike, and none alone, "
@@ -60,7 +63,8 @@ class Found:
             there, here = map(_of_gradient, self.values)
             found = f"{_ranks(self.odd)}: the {self.name} in optimizer.step() {here}"
             return f"{found}, and on rank {self.usual} it {there}"
-        known = "" if self.values is None else f" ({self.values[1]}, not {self.values[0]})"
+        outside = ", a tensor that the loss or the model takes from outside," * _is_outside(self)
+        known = outside if self.values is None else f" ({self.values[1]}, not {self.values[0]})"
         return f"{_ranks(self.odd)}: another {self.name}{known} than rank {self.usual}"
 
 
@@ -73,6 +77,8 @@ def disagreement(found: Sequence[Found], role: Role, *, own_rows: bool) -> RunEr
         "piece" if (x.kind, bool(cut)) == ("input", True) else x.kind for x in found
     )
     kinds = dict.fromkeys("batch" if kind == "input" else kind for kind in kinds)
+    if any(map(_is_outside, found)):
+        kinds = {"outside": None, **{kind: None for kind in kinds if kind != "buffer"}}
     if own_rows:
         kinds = dict.fromkeys("rows" if kind in ("batch", "piece") else kind for kind in kinds)
     return RunError(
@@ -121,6 +127,11 @@ def equal_input(name: str, ranks: Sequence[int], axes: Sequence[str]) -> str:
         f"{name} is one table for all ranks, the plan has to say so: "
         f"""plan='preset = "ddp"\\n[inputs]\\n"{name}" = {{}}'"""
     )
+
+
+def _is_outside(found: Found) -> bool:
+    """Whether it is a constant of the program, and no buffer of the model."""
+    return found.kind == "buffer" and bool(re.fullmatch(r"constant_\d+", found.name))
 
 
 def _of_gradient(how: int) -> str:
