@@ -62,7 +62,7 @@ class StandIn(nn.Parameter):
                 raise _unknown(name, mine) from error
             return tree_map(partial(_as_stand_in, mine), result)
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, **named: Any) -> str:  # type: ignore[override]
         return f"StandIn({self.called}{on_ranks(self.places)})"
 
     def __format__(self, spec: str) -> str:
