@@ -176,9 +176,11 @@ def test_links_are_compared_with_the_machine(times: float, state: str) -> None:
 def test_the_result_says_how_much_is_wrong() -> None:
     found = Findings((Finding(OK, "a", "1"), Finding(NOTE, "bc", "2", "See.")))
     assert str(found) == "ok     a   1\nnote   bc  2. See.\nnothing wrong, 1 to note, 2 looked at"
-    assert found.ok and found
+    assert found.ok
+    assert found
     wrong = Findings((*found.rows, Finding(WRONG, "d", "3")))
-    assert not wrong.ok and not wrong
+    assert not wrong.ok
+    assert not wrong
 
 
 # the command --------------------------------------------------------------------------------------
