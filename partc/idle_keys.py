@@ -15,6 +15,7 @@ from typing import Any
 
 from partc.key_readers import Compiled
 from partc.passes.search.plans.choose_plan import AUTO_PLAN
+from partc.passes.shard.overruled_preset import overruled_preset
 from partc.passes.shard.preset_words import said_by
 from partc.plan import Plan
 from partc.plan.allowed import ALLOWED_TABLES
@@ -232,6 +233,8 @@ def idle_keys(step: Compiled) -> Iterator[str]:
             continue
         if not key.read(step, given, *names):
             yield key.told(name, step, given, names)
+    axes = step.state.mesh.cutting_axes()
+    yield from overruled_preset(step.asked, step.plan, step.local.graph, axes)
 
 
 def said(plan: Plan) -> dict[str, tuple[Key, tuple[str, ...], Any]]:

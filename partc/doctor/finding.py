@@ -30,6 +30,9 @@ class Findings:
         """Whether nothing is wrong."""
         return all(row.state != WRONG for row in self.rows)
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def __str__(self) -> str:
         wide = max((len(row.what) for row in self.rows), default=0)
         lines = [

@@ -21,6 +21,7 @@ from partc.graph.draws import SORTED, UNREAD, Draw
 from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
+from partc.program.changed_file import changed, has_other_line_ends, other_line_ends
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
 from partc.program.folders import PROGRAM, if_checkpoints
@@ -128,7 +129,7 @@ class Manifest:
         except _MALFORMED as error:
             refuse(path, "has entries that are missing or malformed", repr(error))
         for name, digest in manifest.files.items():
-            _check_file(folder / name, None if edited else digest)
+            _check_file(folder / name, digest, edited=edited)
         for name in manifest.others:
             refuse_link(folder / OTHERS)
             refuse_link(folder / OTHERS / name)
@@ -250,7 +251,7 @@ def _instead(folder: Path) -> str:
     return f"Name the folder that program.save(), or `partc compile --out`, wrote{named}."
 
 
-def _check_file(path: Path, digest: str | None) -> None:
+def _check_file(path: Path, digest: str, *, edited: bool) -> None:
     refuse_link(path)
     if not path.is_file():
         refuse(path, "is missing", f"{NAME} lists it")
@@ -262,14 +263,10 @@ def _check_file(path: Path, digest: str | None) -> None:
             "was changed or damaged after it was saved",
             "it has another size than its header says",
         )
-    if digest is not None and sha256_of(path) != digest:
-        do = f"Undo the change, or accept it with `partc check {path.parent} --accept-edits`."
-        if path.name == "plan.toml":
-            do = (
-                f"Undo the change, or compile again: plan={str(path)!r}. The programs here are "
-                "of the plan as it was."
-            )
-        refuse(path, "was changed or damaged after it was saved", "its digest differs", do)
+    if has_other_line_ends(path, digest):
+        refuse(path, *other_line_ends(path))
+    if not edited and sha256_of(path) != digest:
+        refuse(path, *changed(path))
 
 
 def _check_torch(least: str, below: str) -> None:

@@ -57,6 +57,9 @@ class Trial:
     def holds(self) -> bool:
         return not self.failure and self.error <= self.tolerance
 
+    def __bool__(self) -> bool:
+        return self.holds
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -71,6 +74,9 @@ class Proof:
     def holds(self) -> bool:
         """Whether at least one trial was made and none failed."""
         return bool(self.trials) and all(trial.holds for trial in self.trials)
+
+    def __bool__(self) -> bool:
+        return self.holds
 
     @property
     def error(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -33,6 +34,15 @@ class Row:
         return {**vars(self), "error": self.error if isfinite(self.error) else None}
 
 
+class Verdict(partial[bool]):
+    """A call that gives a verdict, and is as true as it: ``assert report.ok`` would hold of any
+    report else.
+    """
+
+    def __bool__(self) -> bool:
+        return self()
+
+
 @dataclass(frozen=True)
 class Verification:
     """The result of a verification: one row per compared tensor; the title says how they ran.
@@ -54,20 +64,18 @@ class Verification:
     def worst(self) -> Row:
         return max(self.rows)
 
-    @known_arguments
-    def ok(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether something was compared, every relative error is at most the tolerance, and those
-        of gradients that are sent in fewer bytes at most their bounds.
+    @property
+    def ok(self) -> Verdict:
+        """``ok(tolerance=1e-9)``: whether something was compared, every relative error is at most
+        the tolerance, and those of gradients that are sent in fewer bytes at most their bounds.
 
         UsageError if the tolerance is no number from 0.
         """
-        if not isinstance(tolerance, int | float) or not tolerance >= 0:
-            raise UsageError(
-                where="tolerance", what=f"{quoted(tolerance)} is no such number",
-                why="relative errors are compared with it", do="Give a number from 0, as 1e-9.",
-            )  # fmt: skip
-        is_kept = all(each.holds for each in self.sent)
-        return bool(self.rows) and self.worst.error <= tolerance and is_kept
+        return Verdict(ok, self)
+
+    def __bool__(self) -> bool:
+        """The verdict of ``ok()``, for ``assert partc.verify(...)``."""
+        return self.ok()
 
     @known_arguments
     def check(self, tolerance: float = TOLERANCE) -> Verification:
@@ -142,6 +150,18 @@ class Verification:
             "rows": [row.as_json() for row in self.rows],
             "sent": [each.as_json() for each in self.sent],
         }
+
+
+@known_arguments
+def ok(self: Verification, tolerance: float = TOLERANCE) -> bool:
+    """What ``Verification.ok`` asks."""
+    if not isinstance(tolerance, int | float) or not tolerance >= 0:
+        raise UsageError(
+            where="tolerance", what=f"{quoted(tolerance)} is no such number",
+            why="relative errors are compared with it", do="Give a number from 0, as 1e-9.",
+        )  # fmt: skip
+    is_kept = all(each.holds for each in self.sent)
+    return bool(self.rows) and self.worst.error <= tolerance and is_kept
 
 
 def held_nowhere(trained: Iterable[str], rows: Sequence[Row]) -> Iterator[Row]:

@@ -112,8 +112,8 @@ def verify(
     Returns:
         A Verification with one row per tensor: its largest error over all ranks, divided by the
         largest value of the whole tensor. ``check()`` raises where one is above 1e-9, ``ok()``
-        asks. With ``lossy`` also ``sent``, a row per sum with its error and bound; both are beside
-        the norm of the exact sum.
+        asks, as ``assert`` does. With ``lossy`` also ``sent``, a row per sum with its error and
+        bound; both are beside the norm of the exact sum.
 
     Raises:
         RunError: a rank fails, or ranks call different collectives or wait for ever; there is no

@@ -177,7 +177,10 @@ def test_the_result_says_how_much_is_wrong() -> None:
     found = Findings((Finding(OK, "a", "1"), Finding(NOTE, "bc", "2", "See.")))
     assert str(found) == "ok     a   1\nnote   bc  2. See.\nnothing wrong, 1 to note, 2 looked at"
     assert found.ok
-    assert not Findings((*found.rows, Finding(WRONG, "d", "3"))).ok
+    assert found
+    wrong = Findings((*found.rows, Finding(WRONG, "d", "3")))
+    assert not wrong.ok
+    assert not wrong
 
 
 # the command --------------------------------------------------------------------------------------

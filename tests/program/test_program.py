@@ -97,6 +97,26 @@ def test_accepted_edits_load_again(tmp_path: Path) -> None:
         accept_edits(tmp_path)
 
 
+def test_texts_with_the_line_ends_of_another_system_are_named_as_that(tmp_path: Path) -> None:
+    example_program().save(tmp_path)
+    texts = [each for each in tmp_path.iterdir() if each.suffix in (".py", ".toml", ".json")]
+    for each in texts:
+        each.write_bytes(each.read_bytes().replace(b"\n", b"\r\n"))
+    for read in (load, accept_edits):
+        with pytest.raises(LoadError, match=r"only its line ends differ .*CRLF") as caught:
+            read(tmp_path)
+    run = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py")],
+        capture_output=True,
+        text=True,
+        timeout=patience(),
+    )
+    assert "only its line ends differ" in run.stderr
+    command = caught.value.do.removeprefix("Write LF: ").partition(";")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert load(tmp_path).source() == example_program().source()
+
+
 def test_an_error_inside_a_role_shows_its_line() -> None:
     source = example_program().source().replace("self.dp, self.tp =", "missing; self.dp, self.tp =")
     with pytest.raises(NameError) as caught:

@@ -74,6 +74,8 @@ def test_a_wrong_program_is_caught_by_name(mistake: str) -> None:
     old, new, name = MISTAKES[mistake]
     report = check(edited(old, new))
     assert not report.ok()
+    assert not report.ok  # without the call, as `assert verify(...)` without a verdict
+    assert not report
     with pytest.raises(CheckError, match=name):
         report.check()
 

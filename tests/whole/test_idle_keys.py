@@ -253,6 +253,23 @@ def test_gather_by_hand_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [("ddp", "fsdp", "keep every weight whole"), ("fsdp", "ddp", "store weights in shards")],
+)
+def test_a_preset_written_over_that_of_a_finished_plan_is_told(
+    old: str, new: str, why: str
+) -> None:
+    laid = Laid("two", old, "dp=2")
+    edited = Plan.parse(made(laid, laid.plan).plan).changed(preset=new)
+    (told,) = made(laid, edited).told
+    assert told.startswith(f'preset = "{new}" says nothing here: ')
+    assert why in told
+    remedied = made(laid, edited.changed(params={}, gather={}))
+    assert [text for text in remedied.told if text.startswith("preset")] == []
+    assert remedied.programs == made(laid, laid.plan.changed(preset=new, gather={})).programs
+
+
+@pytest.mark.parametrize(
     ("mesh", "word", "entry"),
     [
         ("dp=2", "compress", 'wire = "int8"'), ("island=2", "local_steps", "period = 2"),
