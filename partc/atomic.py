@@ -17,6 +17,7 @@ from tempfile import mkdtemp
 from partc.errors import PartcError, UsageError
 from partc.exchange import exchange
 from partc.interrupts import not_interrupted
+from partc.wrong_calls import refuse_tilde
 
 try:
     import fcntl
@@ -183,6 +184,7 @@ def _lock(folder: Path, *, wait: bool) -> int | None:
 @contextmanager
 def _said(path: str | Path) -> Iterator[None]:
     """Say in a sentence why `path` cannot be written."""
+    refuse_tilde(path, str(path))
     try:
         yield
     except PartcError:

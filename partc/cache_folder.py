@@ -22,6 +22,7 @@ from partc.atomic import atomic_directory, what_helps
 from partc.errors import LoadError, PartcError
 from partc.program import Program, load
 from partc.program.written import written_files
+from partc.wrong_calls import as_path
 
 try:
     import fcntl
@@ -42,7 +43,7 @@ class CacheFolder:
     """The entries of a folder, each a saved program by its key."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self._told = Path(path), False
+        self.path, self._told = as_path(path, "cache"), False
 
     def read(self, key: str) -> Found | None:
         """The program of a key with its notes; None if there is none, or it is damaged."""

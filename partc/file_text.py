@@ -57,7 +57,9 @@ def file_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
                 raise Unreadable("it is a folder" if stat.S_ISDIR(mode) else "it is no plain file")
             content = file.read(most + 1)
     except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from None
+        home = os.path.expanduser(path)
+        why = f"; a shell reads ~, and Python does not: write {home}" * (home != str(path))
+        raise Unreadable((error.strerror or str(error)) + why) from None
     except ValueError as error:  # a zero byte in the path
         raise Unreadable(str(error)) from None
     if len(content) > most:

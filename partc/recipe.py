@@ -30,9 +30,10 @@ from partc.plan.sharding import Layout, R
 from partc.program import Program, check_model
 from partc.program.model.likeness import point_at_twins
 from partc.program.model.parametrized import give_own_classes
+from partc.program.model.touched import warn_of_model
 from partc.program.step.autocast import within
 from partc.program.step.forward_batch import example_of, guessed
-from partc.program.wanted import Mode, Wanted, warn_of_mode
+from partc.program.wanted import Mode, Wanted
 from partc.trace.arguments import Arguments, Given
 from partc.trace.default_dtype import float32_default
 from partc.trace.fingerprint import Fingerprint
@@ -337,14 +338,12 @@ def with_model(
     check_loss(loss)
     _check_takes(program, model, loss)
     again = compile_again(Plan.parse(program.plan).left_out, cache_of(cache, model), strict=False)
-    warn_of_mode(program.wanted, model)
+    warn_of_model(program, model)
     recipe = Recipe.of(model, loss, again)
     return replace(program, recipe=recipe)
 
 
-def _check_takes(
-    program: Program, model: nn.Module, loss: Callable[..., Any] | None
-) -> None:  # fmt: skip
+def _check_takes(program: Program, model: nn.Module, loss: Callable[..., Any] | None) -> None:
     """UsageError for a loss, or for none, that does not take what the program's takes."""
     wanted = [each.name for each in program.arguments.each]
     each = [*inspect.signature(model.forward if loss is None else loss).parameters.values()]

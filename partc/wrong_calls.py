@@ -209,7 +209,20 @@ def as_path(given: Any, where: str) -> Path:
             where=where, what=f"{quoted(given)} is no path", why="a path is a text or a Path",
             do='Name a file or folder, for example "build".',
         )  # fmt: skip
+    refuse_tilde(given, where)
     return Path(given)
+
+
+def refuse_tilde(given: str | os.PathLike[str], where: str) -> None:
+    """UsageError for a path that begins with ``~``, as a folder of that very name would be made."""
+    text = str(given)
+    if text.startswith("~") and (home := os.path.expanduser(text)) != text:
+        raise UsageError(
+            where=f"{where}, {text}".removeprefix(f"{text}, "),
+            what="it names a folder called ~ in the current one, and not the home folder",
+            why="a shell reads ~ where a word begins with it, and Python does not",
+            do=f"Write {home}; in Python os.path.expanduser({text!r}) gives it.",
+        )  # fmt: skip
 
 
 def check_flag(given: Any, where: str) -> None:

@@ -14,7 +14,7 @@ from partc.atomic import check_output, refusal
 from partc.cli.model_names import check_name
 from partc.errors import LoadError
 from partc.file_endings import check_endings
-from partc.wrong_calls import did_you_mean
+from partc.wrong_calls import did_you_mean, refuse_tilde
 
 MANIFEST = "program.json"  # of a saved program
 AUTO = "auto"
@@ -54,6 +54,9 @@ def check_words(args: argparse.Namespace) -> None:
     """LoadError or UsageError for a folder, a file to write or a model's name that any command
     refuses.
     """
+    for given in vars(args).values():
+        if isinstance(given, str):
+            refuse_tilde(given, given)
     check_endings(args, getattr(args, "written", {}))
     for name in ("folder", "old", "new"):  # of a command that reads saved programs
         check_saved(getattr(args, name, "") or "")

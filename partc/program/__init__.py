@@ -35,7 +35,7 @@ from partc.program.helper_file import NAME as HELPERS
 from partc.program.helper_file import helpers_of
 from partc.program.hooks import read_hooks, write_hooks
 from partc.program.manifest import OTHERS, Manifest, sha256, sha256_of
-from partc.program.model.touched import check_touched
+from partc.program.model.touched import check_touched, warn_of_model
 from partc.program.not_a_stage import NotAStage
 from partc.program.origin import Origin
 from partc.program.ranks.farewell import tell_at_exit
@@ -48,7 +48,7 @@ from partc.program.step.forward_batch import ForwardBatch
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.program.tensors.pieces_of_one_rank import own_piece as own_piece  # for torch.load
 from partc.program.user_lines import UserLines
-from partc.program.wanted import Recipe, Wanted, warn_of_mode
+from partc.program.wanted import Recipe, Wanted
 from partc.program.written import written_files
 from partc.quoting import docstring
 from partc.trace.arguments import Arguments
@@ -342,7 +342,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     if model is not None:
         check_model(folder, manifest.fingerprint, model, manifest.model)
         check_touched(folder, folder / PLAN, manifest.fingerprint, model)
-        warn_of_mode(manifest.wanted, model)
+        warn_of_model(manifest, model)
     return replace(_program(folder, manifest), origin=Origin(model))
 
 

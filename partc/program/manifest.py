@@ -37,7 +37,7 @@ NAME = PROGRAM
 OTHERS = "programs"  # the folder with programs of other shapes and modes
 SCHEMA = 6
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
-MAX_BYTES = 64_000_000
+MAX_BYTES, _OPTIONAL = 64_000_000, ("decided", "touched", "code")  # fields that may be left out
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
 NEEDED = {"plan.toml", "run.py", "constants.safetensors"}  # files of every program
 COMPILE_AGAIN = "Compile the program again, or copy the folder again."
@@ -103,8 +103,8 @@ class Manifest:
             "others": list(self.others),
             "files": dict(sorted(self.files.items())),
         }
-        fields |= {"decided": list(self.decided)} if self.decided else {}
-        fields |= {"touched": dict(touched)} if (touched := self.fingerprint.touched) else {}
+        asked = self.decided, dict(self.fingerprint.touched), dict(self.fingerprint.code)
+        fields |= {name: each for name, each in zip(_OPTIONAL, asked, strict=True) if each}
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
 
     @classmethod
@@ -143,7 +143,7 @@ class Manifest:
         _need(schema == SCHEMA, f"it has schema {schema!r}, this partc reads {SCHEMA}")
         rest = {key: entry for key, entry in fields.items() if key != "sha256"}
         _need(fields["sha256"] == _digest_of(rest), "its content does not have its digest")
-        differ = (set(rest) ^ _FIELDS) - {"decided", "touched"}
+        differ = (set(rest) ^ _FIELDS) - {*_OPTIONAL}
         _need(not differ, f"its fields differ in {sorted(differ)}")
         _check_torch(*fields["torch"])
         mesh = Mesh(tuple((name, size) for name, size in fields["mesh"]))
@@ -154,9 +154,7 @@ class Manifest:
         _need(texts <= set(files), "a role has no file")
         lacking = sorted(NEEDED - set(files))
         _need(not lacking, f"it has no digest of {', '.join(lacking)}")
-        odd = sorted(
-            name for name in set(files) - texts - NEEDED - {HELPERS} if name.endswith(".py")
-        )
+        odd = sorted(n for n in set(files) - texts - NEEDED - {HELPERS} if n.endswith(".py"))
         _need(not odd, f"no rank runs {', '.join(odd)}")
         return cls(
             model=_text(fields["model"]),
@@ -169,7 +167,7 @@ class Manifest:
             results={_text(n): _cuts(cuts) for n, cuts in fields["results"].items()},
             fingerprint=Fingerprint(
                 {n: _spec(*entry) for n, entry in fields["fingerprint"].items()},
-                {_text(path): _text(has) for path, has in fields.get("touched", {}).items()},
+                *(_texts(fields.get(name, {})) for name in _OPTIONAL[1:]),
             ),
             cost=_cost(fields["cost"]),
             basis=Basis.of_json(fields["basis"]),
@@ -288,10 +286,12 @@ def _text(entry: Any) -> str:
     return str(entry)
 
 
+def _texts(entry: Any) -> dict[str, str]:
+    return {_text(name): _text(each) for name, each in entry.items()}
+
+
 def _file_name(entry: Any) -> str:
-    _need(
-        FILE_NAME.match(_text(entry)) is not None, f"{entry!r} is not the name of a program's file"
-    )
+    _need(bool(FILE_NAME.match(_text(entry))), f"{entry!r} is no name of a program's file")
     return _text(entry)
 
 

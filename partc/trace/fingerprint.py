@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from partc.errors import TraceError
 from partc.plan.sharding import dtype_name
+from partc.trace.forward_code import forward_code
 from partc.trace.touched_modules import touched_modules
 
 Kind = Literal["param", "buffer", "unsaved buffer"]
@@ -34,11 +35,13 @@ class Fingerprint:
     """The tensors of a model by name; a tied tensor stands under each of its names.
 
     Their order is that in which ``named_parameters``, ``named_buffers`` and ``state_dict`` of the
-    model have them. ``touched`` has the modules with hooks or a forward of their own.
+    model have them. ``touched`` has the modules with hooks or a forward of their own, ``code``
+    what the forward of each module is.
     """
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
     touched: Mapping[str, str] = field(default_factory=dict, compare=False)
+    code: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, model: nn.Module) -> Fingerprint:
@@ -46,7 +49,7 @@ class Fingerprint:
         tensors, saved = named_tensors(model), model.state_dict(keep_vars=True)
         in_order = _in_order(model, [name for name in saved if name in tensors])
         specs = {name: _spec(tensors[name], name in saved) for name in in_order}
-        return cls(specs, touched_modules(model))
+        return cls(specs, touched_modules(model), forward_code(model))
 
     def differences(self, other: Fingerprint) -> list[str]:
         """One line per name whose tensor differs between two fingerprints: compiled, given."""

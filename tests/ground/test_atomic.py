@@ -3,13 +3,18 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import partc
 from partc import exchange as exchanges
-from partc.atomic import atomic_directory, atomic_write, check_output, what_helps
-from partc.errors import UsageError
+from partc.atomic import atomic_directory, atomic_files, atomic_write, check_output, what_helps
+from partc.cli.main import main
+from partc.errors import PartcError, UsageError
+from partc.metrics import JsonLines
 from tests.house import HERE
 from tests.patience import patience
 
@@ -274,3 +279,16 @@ def test_interrupted_write_keeps_earlier_file(
         atomic_write(tmp_path / "plan.toml", "2")
     assert _tree(tmp_path) == {"plan.toml": "1"}
     assert os.listdir(tmp_path) == ["plan.toml"]
+
+
+@pytest.mark.parametrize("write", [atomic_write, atomic_files, JsonLines, partc.load])
+def test_no_folder_is_called_as_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/ada")
+    more = {atomic_write: ("",), atomic_files: ({"a": ""},)}.get(write, ())
+    with pytest.raises(PartcError, match=r"a shell reads ~.* Write /home/ada/x"):
+        write("~/x", *more)
+    assert main(["picture", "b", "--out=~/x.svg"]) == 2
+    assert _tree(tmp_path) == {}
