@@ -37,6 +37,15 @@ class Unreadable(Exception):
     """A file has no text that can be read; the message says why."""
 
 
+def if_of_another_rank(path: str | Path) -> str:
+    """What to add where a path is missing and there are other ranks, one of which may be about to
+    write it; "" else.
+    """
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.path.exists(path):
+        return ""
+    return " Another rank may not have written it yet: call dist.barrier() behind its save."
+
+
 def file_text(path: Path, most: int = MOST_BYTES) -> str:
     """The text of a file, as UTF-8.
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from partc.file_text import Unreadable, file_text
+from partc.file_text import Unreadable, file_text, if_of_another_rank
 from partc.plan.allowed import OWN_TABLES
 from partc.plan.coded import Coded
 from partc.plan.compress import Compress
@@ -205,7 +205,7 @@ class Plan:
         try:
             text = file_text(as_path(path, "Plan.load"))
         except Unreadable as error:
-            do = "Name a plan.toml, as program.save writes it."
+            do = "Name a plan.toml, as program.save writes it." + if_of_another_rank(path)
             if Path(path).name == str(path) and not Path(path).suffix:
                 do += f" A preset is no file: compile(plan={str(path)!r}), or Plan(preset=...)."
             if Path(path).is_dir():

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from partc.errors import LoadError, PartcError
-from partc.file_text import Unreadable, file_text
+from partc.file_text import Unreadable, file_text, if_of_another_rank
 from partc.graph.draws import SORTED, UNREAD, Draw
 from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
@@ -232,7 +232,9 @@ _OF_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 def _instead(folder: Path) -> str:
     """What to name in place of a folder without a program; "" if there is something else."""
     if not folder.exists():
-        return "Name the folder that program.save(), or `partc compile --out`, wrote."
+        do = "Name the folder that program.save(), or `partc compile --out`, wrote."
+        wait = if_of_another_rank(folder)
+        return do + wait.replace("save.", "save, or compile on all ranks with cache=FOLDER.")
     if folder.is_file():
         if folder.suffix in _OF_WEIGHTS:
             return (

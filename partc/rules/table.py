@@ -132,8 +132,9 @@ def rule(ops: str, notation: Written, **fields: Any) -> None:
     """Add a rule for one or more ops, separated by blanks.
 
     ``aten.add.Tensor`` names one overload, ``aten.add`` all overloads. ``fields`` are those of
-    `Rule`. UsageError if an op has a rule already, or a field is of a wrong kind; RuleError for a
-    malformed notation, and an op that torch has not got.
+    `Rule`. UsageError if an op has a rule already, other than one of a notebook's cell that runs
+    again, or a field is of a wrong kind; RuleError for a malformed notation, and an op that torch
+    has not got.
     """
     known = [
         each.name for each in dataclass_fields(Rule) if each.name not in ("notation", "module")
@@ -143,11 +144,11 @@ def rule(ops: str, notation: Written, **fields: Any) -> None:
     if not entry.module.startswith("partc."):
         check_places(ops, notation, fields)
     for name in ops.split():
-        if name in RULES:
+        if name in RULES and not entry.module == RULES[name].module == "__main__":
             raise has_rule_already(name, RULES[name].notation, RULES[name].module)
         if not entry.module.startswith("partc."):
             _tell_if_opened(name)
-        RULES.add(name, entry)
+        RULES.replace(name, entry)
 
 
 def _tell_if_opened(name: str) -> None:

@@ -12,6 +12,7 @@ from partc.passes.shard.value_names import value_names
 from partc.plan import Plan, fits
 
 _MOST = 5  # names of the model that an error lists
+_SLOW = re.compile(r"\)[*+{]|([*+{].*){4}")  # regular expressions that may not come to an end
 _FOLLOWS = "Drop the entry: how a buffer lies follows from the calls that read and write it."
 
 
@@ -43,6 +44,9 @@ def _refusal(kind: str, pattern: str, names: list[str], buffers: list[str]) -> P
     if longer := _longer(pattern, names):
         why += "; between dots * stands for one part of a name"
         do = f"Write '{longer}', or drop the entry."
+    elif globs := _globs_of(pattern, names):
+        why = "patterns are no regular expressions: between dots * stands for one part of a name"
+        do = f"Write {' and '.join(map(repr, globs))}, or drop the entry."
     return PlanError(where=f"plan, {pattern!r}", what=what, why=why, do=do)
 
 
@@ -57,6 +61,22 @@ def _longer(pattern: str, names: Sequence[str]) -> str:
         return ""
     stars = iter([".".join("*" * len(each.split("."))) for each in found.groups()])
     return "".join(next(stars) if part == "*" else part for part in parts)
+
+
+def _globs_of(pattern: str, names: Sequence[str]) -> list[str]:
+    """The entries for what a regular expression finds, equal layers once if it finds them all; []
+    if it finds none, or may be one that takes for ever.
+    """
+    if _SLOW.search(pattern):
+        return []
+    try:
+        found = [name for name in names if re.fullmatch(pattern, name)]
+    except re.error:
+        return []
+    globs = {each: re.sub(r"(?<=\.)\d+(?=[.:])", "*", each) for each in found}
+    narrow = {g for g in globs.values() if any(fits(g, n) and n not in globs for n in names)}
+    entries = (each if glob in narrow else glob for each, glob in globs.items())
+    return [*dict.fromkeys(entries)][:_MOST]
 
 
 def _calls_at(pattern: str, names: list[str]) -> list[str]:

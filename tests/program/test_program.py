@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import partc
 from partc.audit.edits import accept_edits
-from partc.errors import LoadError, TraceError, UsageError
+from partc.errors import LoadError, PlanError, TraceError, UsageError
 from partc.plan.mesh import Mesh
 from partc.program import load
 from partc.program.role import Role
@@ -115,6 +116,17 @@ def test_texts_with_the_line_ends_of_another_system_are_named_as_that(tmp_path: 
     command = caught.value.do.removeprefix("Write LF: ").partition(";")[0]
     subprocess.run(command, shell=True, check=True)
     assert load(tmp_path).source() == example_program().source()
+
+
+@pytest.mark.parametrize("read", [load, lambda path: partc.Plan.load(path / "plan.toml")])
+def test_what_another_rank_may_not_have_saved_yet_is_told(
+    read: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for world, waits in ("1", False), ("2", True):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises((LoadError, PlanError), match="cannot be read") as caught:
+            read(tmp_path / "program")
+        assert ("dist.barrier() behind its save" in caught.value.do) == waits
 
 
 def test_an_error_inside_a_role_shows_its_line() -> None:

@@ -122,3 +122,15 @@ def test_the_proof_of_the_page_fails_without_the_rule() -> None:
     assert "aten._cdist_forward" not in RULES
     with pytest.raises(AssertionError, match="no rule was read"):
         exec(recipe, {"torch": torch})
+
+
+def test_a_cell_that_runs_again_replaces_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RULES, "_entries", dict(RULES._entries))
+    op = "aten._cdist_forward.default"
+    cell, module = {"__name__": "__main__", "rule": rule}, {"__name__": "mine", "rule": rule}
+    exec(f"rule({op!r}, '...nk,...mk->...nm')", cell)
+    exec(f"rule({op!r}, '...n!k,...m!k->...nm')", cell)
+    assert RULES[op].notation == "...n!k,...m!k->...nm"
+    for other, taken in ((module, op), (cell, "aten.mm")):
+        with pytest.raises(UsageError, match="the op has a rule"):
+            exec(f"rule({taken!r}, 'mk,kn->mn')", other)
