@@ -324,6 +324,11 @@ USERS_MISTAKES = {
     "def make():\n    raise ValueError('my own')": "it raises ValueError: my own (mistake.py:2",
     "def make(n):\n    pass": "it needs the argument",
     "import not_installed": "it raises ModuleNotFoundError: No module named 'not_installed'",
+    "import argparse\nargparse.ArgumentParser().parse_known_args()": "it parses the command line "
+    "when it is imported (that is partc's own here: mistake.py:2",
+    "def make():\n    raise SystemExit(3)": "it ends the process when it is called, SystemExit(3)",
+    "from torch.distributed import init_process_group\ninit_process_group('gloo')": "it joins a "
+    "process group when it is imported, and this command is one process (mistake.py:2",
     "make = = 1": "it raises SyntaxError: invalid syntax (mistake.py:1: make = = 1)",
     "": "does not name a model (module 'mistake' has no attribute 'make')",
 }
