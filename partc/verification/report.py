@@ -9,7 +9,7 @@ from typing import Any
 
 from partc.errors import CheckError, UsageError
 from partc.verification.lossy import SentError, told
-from partc.wrong_calls import known_arguments, quoted
+from partc.wrong_calls import frozen, known_arguments, quoted
 
 ROUNDING = 1e-4  # in float32 errors below it may be those of another order of sums
 TOLERANCE = 1e-9  # for float64; one matmul with a sharded sum has an error of 2e-15
@@ -33,6 +33,7 @@ class Row:
         return {**vars(self), "error": self.error if isfinite(self.error) else None}
 
 
+@frozen
 @dataclass(frozen=True)
 class Verification:
     """The result of a verification: one row per compared tensor; the title says how they ran.
