@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from partc.cli.hugging_face import find_configured
 from partc.cli.model_names import as_hub, as_module, unknown
@@ -52,7 +52,8 @@ def _called(module: str, attribute: str) -> Target:
     if isinstance(made, nn.Module):
         with users_code(f"{module}:{attribute}"):
             return Target(made, _own_inputs(made, module, attribute))
-    if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+    several = isinstance(made, tuple | list) and len(made) in (2, 3)
+    if several and isinstance(made[0], nn.Module) and not _is_loss(made[1]):
         return Target(made[0], made[1], made[2] if len(made) == 3 else None)
     raise _no_model(f"{module}:{attribute}", made, is_called)
 
@@ -83,10 +84,19 @@ def _no_model(name: str, made: Any, is_called: bool) -> UsageError:
     each = ", ".join(type(x).__name__ for x in made) if isinstance(made, tuple | list) else ""
     gives = f"({each})" if each else quoted(made)
     return UsageError(
-        where=name, what=f"it gives {gives}, and no model",
+        where=name, what=f"it gives {gives}" + ", and no model" * (not _has_model(made)),
         why="it gives a model, or (model, inputs, loss) in this order",
         do="Let it return these: return model, (x, y), loss_of.",
     )  # fmt: skip
+
+
+def _has_model(made: Any) -> bool:
+    return isinstance(made, tuple | list) and any(isinstance(each, nn.Module) for each in made)
+
+
+def _is_loss(given: Any) -> bool:
+    """Whether what stands in the place of the inputs is a function."""
+    return callable(given) and not isinstance(given, Tensor)
 
 
 def _check_takes_none(name: str, function: Any) -> None:
