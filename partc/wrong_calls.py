@@ -116,7 +116,7 @@ def known_fields(cls: type[Made]) -> type[Made]:
     sets its fields as ``frozen`` does.
     """
     cls.__init__ = known_arguments(cls.__init__)  # type: ignore[method-assign]
-    return frozen(cls) if cls.__dataclass_params__.frozen else cls
+    return frozen(cls) if vars(cls)["__dataclass_params__"].frozen else cls
 
 
 class SetError(UsageError, AttributeError):
@@ -134,7 +134,7 @@ def frozen(cls: type[Made]) -> type[Made]:
             f"Make another one: dataclasses.replace({cls.__name__.lower()}, {name}=...).",
         )  # fmt: skip
 
-    cls.__setattr__ = cls.__delattr__ = refused  # type: ignore[method-assign, assignment]
+    cls.__setattr__ = cls.__delattr__ = refused  # type: ignore[method-assign]
     return cls
 
 
