@@ -70,6 +70,16 @@ _MISSING_OF = {  # the same, where one call has another meaning for it
     ("sampler", "dataset"): "a torch Dataset, or a list of rows",
 }
 
+_AGAIN = {  # how another one is made of something that stays as it was made, by class and field
+    ("Program", "plan"): "Compile again: partc.compile(model, mesh, batch, loss=loss, "
+    "plan=partc.Plan.parse(text)).",
+    ("Program", "sources"): "Edit the files of the saved program, and accept them by "
+    "partc check FOLDER --accept-edits.",
+    ("Program", "hooks"): "Edit hooks.py in the folder of the saved program.",
+    ("Program", ""): "Compile again: partc.compile(model, mesh, batch, loss=loss, plan=plan).",
+    ("Mesh", ""): 'Make another one: partc.Mesh.of("dp=2,tp=4").',
+}
+
 
 def known_arguments(call: Callable[P, R]) -> Callable[P, R]:
     """The function, which answers arguments that it does not take with a UsageError.
@@ -102,8 +112,29 @@ def known_arguments(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def known_fields(cls: type[Made]) -> type[Made]:
-    """A class, whose ``__init__`` answers as ``known_arguments`` does."""
+    """A class, whose ``__init__`` answers as ``known_arguments`` does, and a frozen one whoever
+    sets its fields as ``frozen`` does.
+    """
     cls.__init__ = known_arguments(cls.__init__)  # type: ignore[method-assign]
+    return frozen(cls) if vars(cls)["__dataclass_params__"].frozen else cls
+
+
+class SetError(UsageError, AttributeError):
+    """A field of something was set that stays as it was made."""
+
+
+def frozen(cls: type[Made]) -> type[Made]:
+    """A frozen dataclass, which says to whoever sets its fields how another one is made."""
+
+    def refused(self: Any, name: str, *value: Any) -> None:
+        raise SetError(
+            where=f"{cls.__name__.lower()}.{name}", what="it cannot be set or deleted",
+            why=f"a {cls.__name__} stays as it was made, and others rest on what it says",
+            do=_AGAIN.get((cls.__name__, name)) or _AGAIN.get((cls.__name__, "")) or
+            f"Make another one: dataclasses.replace({cls.__name__.lower()}, {name}=...).",
+        )  # fmt: skip
+
+    cls.__setattr__ = cls.__delattr__ = refused  # type: ignore[method-assign]
     return cls
 
 

@@ -6,6 +6,7 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,23 @@ def explain_command(args: argparse.Namespace) -> int:
     elif args.what.upper().startswith("PTC"):
         tell(args, explain(args.what), {"code": args.what.upper(), "text": explain(args.what)})
     else:
+        _check_no_op(args.what)
         _explain_program(args)
     return 0
+
+
+def _check_no_op(word: str) -> None:
+    """UsageError for the name of an op in the place of a folder that is not there."""
+    name = word.removeprefix("aten.")
+    if not Path(word).exists() and name.partition(".")[0].isidentifier():
+        import torch
+
+        if hasattr(torch.ops.aten, name.partition(".")[0]):
+            raise UsageError(
+                where=f"partc explain {word}", what="it is the name of an op, and no folder",
+                why="without --rules a saved program is explained",
+                do=f"Write partc explain --rules aten.{name}.",
+            )  # fmt: skip
 
 
 def _explain_rules(args: argparse.Namespace) -> None:

@@ -11,22 +11,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from traceback import FrameSummary, extract_tb, format_exception_only
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from partc.cli.hugging_face import find_configured
 from partc.cli.model_names import as_hub, as_module, unknown
 from partc.cli.target import Sizes, Target
-from partc.errors import PartcError, UsageError
+from partc.cli.users_code import users_code
+from partc.errors import UsageError
 from partc.wrong_calls import did_you_mean, quoted
 
 MOST_NAMED = 12  # functions of a file that a message lists
-LookingUp = ImportError, AttributeError
 
 
 def find_model(name: str, sizes: Sizes, values: bool = False) -> Target:
@@ -48,12 +47,13 @@ def _called(module: str, attribute: str) -> Target:
     is_called = callable(made) and not isinstance(made, nn.Module)
     if is_called:
         _check_takes_none(f"{module}:{attribute}", made)
-    with _users_code(f"{module}:{attribute}"):
+    with users_code(f"{module}:{attribute}"):
         made = made() if is_called else made
     if isinstance(made, nn.Module):
-        with _users_code(f"{module}:{attribute}"):
+        with users_code(f"{module}:{attribute}"):
             return Target(made, _own_inputs(made, module, attribute))
-    if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+    several = isinstance(made, tuple | list) and len(made) in (2, 3)
+    if several and isinstance(made[0], nn.Module) and not _is_loss(made[1]):
         return Target(made[0], made[1], made[2] if len(made) == 3 else None)
     raise _no_model(f"{module}:{attribute}", made, is_called)
 
@@ -84,10 +84,19 @@ def _no_model(name: str, made: Any, is_called: bool) -> UsageError:
     each = ", ".join(type(x).__name__ for x in made) if isinstance(made, tuple | list) else ""
     gives = f"({each})" if each else quoted(made)
     return UsageError(
-        where=name, what=f"it gives {gives}, and no model",
+        where=name, what=f"it gives {gives}" + ", and no model" * (not _has_model(made)),
         why="it gives a model, or (model, inputs, loss) in this order",
         do="Let it return these: return model, (x, y), loss_of.",
     )  # fmt: skip
+
+
+def _has_model(made: Any) -> bool:
+    return isinstance(made, tuple | list) and any(isinstance(each, nn.Module) for each in made)
+
+
+def _is_loss(given: Any) -> bool:
+    """Whether what stands in the place of the inputs is a function."""
+    return callable(given) and not isinstance(given, Tensor)
 
 
 def _check_takes_none(name: str, function: Any) -> None:
@@ -108,7 +117,7 @@ def _found(module: str, attribute: str) -> Any:
     """What a module, perhaps of the current directory, has under a name."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        with _users_code(module):
+        with users_code(module):
             return getattr(importlib.import_module(module), attribute)
     except AttributeError as error:
         do = _others(module, attribute)
@@ -117,36 +126,6 @@ def _found(module: str, attribute: str) -> Any:
         raise unknown(f"{module}:{attribute}", str(error), as_module(module, attribute)) from error
     finally:
         sys.path.pop(0)
-
-
-@contextmanager
-def _users_code(name: str) -> Iterator[None]:
-    """Tell of an error in the code that a name stands for, and where it was raised.
-
-    Not of those by which Python says that there is no such module or attribute.
-    """
-    try:
-        yield
-    except Exception as error:
-        frames = [f for f in extract_tb(error.__traceback__) if _is_users(f.filename)]
-        if isinstance(error, SyntaxError) and error.filename:
-            frames.append(FrameSummary(error.filename, error.lineno, ""))
-        if isinstance(error, PartcError) or (isinstance(error, LookingUp) and not frames):
-            raise
-        at = [f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in frames[-1:]]
-        raise UsageError(
-            where=name,
-            what=" ".join(["it raises", *format_exception_only(error)[-1].split()]),
-            why="; ".join(at),
-            do="The error is in the code that partc was to run; call it in Python to debug it.",
-        ) from error
-
-
-def _is_users(file: str) -> bool:
-    """Whether a file is neither partc's nor Python's own, nor of a package that is installed."""
-    others = {Path(__file__).parents[1], Path(importlib.__file__).parents[1]}
-    path = Path(file)
-    return path.is_file() and "site-packages" not in path.parts and others.isdisjoint(path.parents)
 
 
 def _own_inputs(model: nn.Module, module: str, attribute: str) -> Any:

@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 from partc.errors import visible
 
+OF_HF = ("--batch", "--seq", "--layers", "--dtype")
+
 
 class Parser(argparse.ArgumentParser):
     """Answers what it does not know with what may be meant, in one line, and not with all options.
@@ -32,12 +34,15 @@ class Parser(argparse.ArgumentParser):
             if line := getattr(found, "line", None):  # that of a launcher
                 self._tell_of_dashes(args, line[0], unknown[0])
             self._tell_of_value(unknown[0])
+            self._tell_of_list(unknown[0])
             self.error(f"there is no option or argument {unknown[0]!r}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
         for kind, words in (("int", "whole number"), ("float", "number")):
             message = re.sub(rf"invalid {kind} value: (.*)", rf"\1 is no {words}", message)
+        if (of_hf := re.match(r"argument (--[\w-]+): ", message)) and of_hf[1] in OF_HF:
+            self._tell_of_hf(of_hf[1])
         given, _, choices = message.partition(" (choose from ")
         known = re.findall(r"'([^']+)'", choices) or re.findall(r"--[\w-]+", self.format_usage())
         word = re.findall(r"'([^']*)'", given)
@@ -68,7 +73,31 @@ class Parser(argparse.ArgumentParser):
         """End where an option is given twice, with other values."""
         if first != now:
             said = f"{option} is given twice, as {first!r} and as {now!r}, and only one counts"
-            self.refuse(f"{said}. Give it once.")
+            joined = f": {option} {first},{now}" if self._is_list(option) else ""
+            self.refuse(f"{said}. Give it once{joined}.")
+
+    def _is_list(self, option: str) -> bool:
+        """Whether an option takes several names, joined by commas."""
+        known = self._option_string_actions.get(option)
+        return known is not None and "," in str(known.metavar)
+
+    def _tell_of_hf(self, option: str) -> None:
+        """End where an option of an hf: model is given beside another one, whatever its value."""
+        models = [re.fullmatch(r"(?:--model=)?([\w.]+:\w+)", each) for each in self.given]
+        other = next((each[1] for each in models if each and not each[1].startswith("hf:")), "")
+        if other:
+            why = "which says what the configuration of an hf: model leaves open"
+            do = "Leave it out, and let the function return a model and inputs of that size."
+            self.refuse(f"{other} does not follow {option}, {why}. {do}")
+
+    def _tell_of_list(self, word: str) -> None:
+        """End where names stand in several words behind an option that takes them in one."""
+        at = [*self.given].index(word) if word in self.given else 0
+        option = self.given[at - 2] if at > 1 else ""
+        if self._is_list(option) and not word.startswith("-"):
+            rest = takewhile(lambda each: not each.startswith("-"), self.given[at - 1 :])
+            said = f"{option} takes its names in one word, and {word!r} is another"
+            self.refuse(f"{said}. Write {option} {','.join(rest)}.")
 
     def _is_strange(self, word: str) -> bool:
         """Whether a word is an option that the command has not, nor any that begins so."""

@@ -17,9 +17,10 @@ from partc.program import Program
 from partc.reports.drawn_program import check_program
 from partc.reports.saved_step import saved_step
 from partc.reports.step_svg import step_svg
-from partc.wrong_calls import as_path, did_you_mean, known_arguments, quoted
+from partc.wrong_calls import as_path, did_you_mean, frozen, known_arguments, quoted
 
 
+@frozen
 @dataclass(frozen=True)
 class Picture:
     """An SVG picture: ``svg`` is its text, ``save`` writes it, a notebook shows it."""

@@ -162,7 +162,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, str):
-            do = f"Write Plan(preset={self.mesh!r}); the mesh is an argument of compile."
+            preset = self.preset or ("fsdp" if "=" in self.mesh else self.mesh)
+            do = f"Write Plan(preset={preset!r}); the mesh is an argument of compile."
             raise plan_error("Plan(...)", f"mesh is {quoted(self.mesh)}", "it comes first", do)
 
     @classmethod
@@ -186,9 +187,8 @@ class Plan:
             raise plan_error(where, f"{quoted(text)} is no text", "a plan is read from TOML", do)
         if text.endswith(".toml") and "=" not in text:
             do = f"Read the file: Plan.load({quoted(text)}), or plan={quoted(text)} itself."
-            raise plan_error(
-                where, f"{quoted(text)} is a path, and no plan", "parse takes TOML", do
-            )
+            what = f"{quoted(text)} is a path, and no plan"
+            raise plan_error(where, what, "parse takes TOML", do)
         return cls(**read_fields(text, where))
 
     @classmethod

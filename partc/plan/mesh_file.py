@@ -19,13 +19,17 @@ from partc.machines.topology_text import TOPOLOGY_KEYS, read_toml, topology_of
 from partc.plan.mesh import Mesh
 from partc.wrong_calls import quoted
 
-PLAN = ("preset", "params", "schedule", "recompute", "notes", "backend")  # keys of a plan.toml
+PLAN = (  # keys of a plan.toml, whose values are no sizes of axes
+    "preset", "params", "inputs", "values", "mesh", "batch", "batch_norm", "recompute", "schedule",
+    "backend", "stages",
+)  # fmt: skip
 _AXES = "Write a line [axes], and below it for example dp = 2."
 
 
 def read_mesh(path: Path) -> Mesh:
     """The mesh in a mesh.toml; PlanError names the entry that is wrong."""
     table, where = read_toml(path), str(path)
+    _check_no_plan(table, where)
     axes = table.pop("axes", {})
     if not isinstance(axes, Mapping):
         do = "Write a line [axes], and the sizes below it: dp = 2."
@@ -43,15 +47,26 @@ def read_mesh(path: Path) -> Mesh:
         raise refusal(where, f"[{name}] is unknown", why, _AXES)
     word = next((name for name, size in table.items() if isinstance(size, str | list)), "")
     if word:
-        do = (
-            'Pass a plan as plan=, and the mesh by its axes: mesh="dp=2".'
-            if word in PLAN
-            else _AXES
-        )
-        raise refusal(where, f"{word} = {quoted(table[word])} is no axis", "an axis has a size", do)
+        what = f"{word} = {quoted(table[word])} is no axis"
+        raise refusal(where, what, "an axis has a size", _AXES)
     if not (axes or table):
         raise refusal(where, "it is empty", "it has axes, machines, or both", _AXES)
     return Mesh(tuple((axes or table).items()))
+
+
+def _check_no_plan(table: Mapping[str, Any], where: str) -> None:
+    """PlanError for a plan.toml in the place of a mesh.toml."""
+    word = next((n for n in PLAN if isinstance(table.get(n), str | list | Mapping)), "")
+    if not word:
+        return
+    axes = table.get("mesh")
+    sizes = axes.items() if isinstance(axes, Mapping) and axes else [("dp", 2)]
+    mesh = ",".join(f"{axis}={size}" for axis, size in sizes)
+    raise refusal(
+        where, "it is a plan, and no mesh", f"it has the key {word} of a plan.toml",
+        f'Pass it as the plan, and the mesh by its axes: plan="{where}", mesh="{mesh}" (or --plan '
+        f"{where} --mesh {mesh}).",
+    )  # fmt: skip
 
 
 def _machine(table: Mapping[str, Any], axes: Mapping[str, Any], where: str) -> Topology:

@@ -26,6 +26,9 @@ _EACH_MICROBATCH = ("zero2", "fsdp", "hsdp")  # presets that sum gradients once 
 PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out: "))
 
 
+OF_MESH = ("axes", "machine", "devices", "levels", "dp", "tp", "pp")  # keys of a mesh.toml alone
+
+
 def read_fields(text: str, where: str) -> dict[str, Any]:
     """The arguments of ``Plan`` that a plan's text gives; keys that are missing are left out.
 
@@ -44,6 +47,12 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
         raise plan_error(
             where, f"there is no field {old!r}", f"it is called {new!r}", f"Write {new} = ..."
         )
+    if of_mesh := next((name for name in OF_MESH if name in unknown), ""):
+        raise plan_error(
+            where, "it is a mesh, and no plan", f"it has the key {of_mesh} of a mesh.toml",
+            f'Pass it as the mesh, and a plan or a preset as the plan: mesh="{where}", plan="fsdp" '
+            f"(or --mesh {where} --plan fsdp).",
+        )  # fmt: skip
     if unknown:
         do = _no_table(table[unknown[0]], unknown[0]) or _told(unknown[0])
         why = "" if do else f"fields are {', '.join(sorted(FIELDS))}"

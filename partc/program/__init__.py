@@ -58,7 +58,7 @@ from partc.trace.no_model import check_second_of_load
 from partc.trace.record import Kind
 from partc.trace.returns import extras_in
 from partc.trace.trees import Tree
-from partc.wrong_calls import as_path, check_whole_number, known_arguments
+from partc.wrong_calls import as_path, check_whole_number, frozen, known_arguments
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,6 +69,7 @@ PLAN, RUN = "plan.toml", "run.py"
 SCHEDULE = "schedule.csv"  # of a pipeline
 
 
+@frozen
 @dataclass(frozen=True)
 class Program(NotAStage):
     """A compiled training step: what ``compile`` and ``load`` give.
@@ -251,8 +252,7 @@ class Program(NotAStage):
 
     forward_batch = cached_property(ForwardBatch)
     _repr_html_ = shown.program_html
-    picture = shown.picture
-    report = shown.report
+    picture, report = shown.picture, shown.report
     data_world = property(reads_rows.data_world)
     data_rank = reads_rows.data_rank
     sampler = reads_rows.sampler

@@ -212,11 +212,21 @@ def device_of(device: str, call: str = "module") -> torch.device:
     if here.type == "cuda" and not torch.cuda.is_available():
         raise _no_device(call, device, "this process sees no GPU")
     if here.type == "cuda" and here.index is None:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        here = torch.device("cuda", local % max(torch.cuda.device_count(), 1))
+        here = torch.device("cuda", _local_rank() % max(torch.cuda.device_count(), 1))
     if here.type == "cuda":
         torch.cuda.set_device(here)
     return here
+
+
+def _local_rank() -> int:
+    """Which of the processes of this host it is; RunError where that is no number."""
+    try:
+        return number_of("LOCAL_RANK", "0")
+    except NotMetError as error:
+        raise RunError(
+            where="LOCAL_RANK", what="this process has no GPU of its own",
+            why=str(error).rstrip("."), do="Start the script with torchrun, or unset LOCAL_RANK.",
+        ) from None  # fmt: skip
 
 
 def _no_device(call: str, device: object, why: str) -> RunError:
@@ -247,6 +257,6 @@ def _join(device: torch.device) -> None:
         start_group(backend, store)
     except NotMetError as error:
         raise RunError(
-            where=f"rank {os.environ['RANK']}", what="the ranks do not meet", why=str(error),
-            do="Mend that, and start all ranks again.",
+            where=f"rank {os.environ.get('RANK', '?')}", what="the ranks do not meet",
+            why=str(error), do="Mend that, and start all ranks again.",
         ) from None  # fmt: skip

@@ -11,9 +11,10 @@ from partc.program import Program
 from partc.reports.drawn_program import check_program
 from partc.reports.report_data import Json, report_data
 from partc.reports.report_page import framed, report_page
-from partc.wrong_calls import as_path, known_arguments, quoted
+from partc.wrong_calls import as_path, frozen, known_arguments, quoted
 
 
+@frozen
 @dataclass(frozen=True)
 class ReportPage:
     """A program's predicted step: ``told`` has all numbers, ``html`` is the page that shows them.

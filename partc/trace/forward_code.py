@@ -74,8 +74,8 @@ def _code_of(kind: type) -> tuple[str, set[str]]:
     """The digest of the user's code that a class's forward calls, "" if there is none; the names
     that it reads.
     """
-    left, met = [getattr(kind, "forward", None)], list[FunctionType]()
-    names, digest = set[str](), sha256()
+    left, names, digest = [getattr(kind, "forward", None)], set[str](), sha256()
+    met: list[FunctionType] = []
     while left and len(met) < MOST:
         function = left.pop()
         if not isinstance(function, FunctionType) or function in met:

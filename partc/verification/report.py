@@ -10,7 +10,7 @@ from typing import Any
 
 from partc.errors import CheckError, UsageError
 from partc.verification.lossy import SentError, told
-from partc.wrong_calls import known_arguments, quoted
+from partc.wrong_calls import frozen, known_arguments, quoted
 
 ROUNDING = 1e-4  # in float32 errors below it may be those of another order of sums
 TOLERANCE = 1e-9  # for float64; one matmul with a sharded sum has an error of 2e-15
@@ -43,6 +43,7 @@ class Verdict(partial[bool]):
         return self()
 
 
+@frozen
 @dataclass(frozen=True)
 class Verification:
     """The result of a verification: one row per compared tensor; the title says how they ran.

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -324,6 +325,11 @@ USERS_MISTAKES = {
     "def make():\n    raise ValueError('my own')": "it raises ValueError: my own (mistake.py:2",
     "def make(n):\n    pass": "it needs the argument",
     "import not_installed": "it raises ModuleNotFoundError: No module named 'not_installed'",
+    "import argparse\nargparse.ArgumentParser().parse_known_args()": "it parses the command line "
+    "when it is imported (that is partc's own here: mistake.py:2",
+    "def make():\n    raise SystemExit(3)": "it ends the process when it is called, SystemExit(3)",
+    "from torch.distributed import init_process_group\ninit_process_group('gloo')": "it joins a "
+    "process group when it is imported, and this command is one process (mistake.py:2",
     "make = = 1": "it raises SyntaxError: invalid syntax (mistake.py:1: make = = 1)",
     "": "does not name a model (module 'mistake' has no attribute 'make')",
 }
@@ -395,3 +401,25 @@ def test_the_command_line_target_is_the_example() -> None:
     assert target.loss is example_loss
     assert torch.equal(target.inputs[0], example_batch()[0])
     assert type(target.model) is type(example_model())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("compile m:f --mesh pp=2 --stages a.1 a.2 --out b", "Write --stages a.1,a.2."),
+        ("compile m:f --mesh dp=2 --dtype bf16 --out b", "m:f does not follow --dtype"),
+        ("compile hf:llama --mesh dp=2 --dtype bf16 --out b", "Did you mean 'bfloat16'"),
+        ("explain linear", "Write partc explain --rules aten.linear."),
+        ("plan --from trainer.json", 'lines: preset = "zero2", recompute = "block"'),
+    ],
+)
+def test_what_is_meant_is_told(
+    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    args = {"output_dir": "x", "fsdp": "shard_grad_op auto_wrap", "gradient_checkpointing": True}
+    Path("trainer.json").write_text(json.dumps(args))
+    with suppress(SystemExit):
+        assert main(words.split()) == 2
+    assert told in capsys.readouterr().err

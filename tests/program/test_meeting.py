@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from partc.errors import RunError
 from partc.program import start as begin
 from partc.program.ranks import meeting
 from partc.program.ranks.meeting import (
@@ -339,3 +341,17 @@ def test_a_script_that_ends_before_it_joins_tells_the_others(tmp_path: Path) -> 
     told = [rank.communicate(timeout=patience(60))[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "rank 0: the ranks do not meet (rank 1 cannot begin: LoadError" in told[0]
+
+
+@pytest.mark.parametrize(("rank", "why"), [(None, "RANK is not set"), ("2", "RANK is 2 of")])
+def test_a_rank_without_its_number_is_told(
+    monkeypatch: pytest.MonkeyPatch, rank: str | None, why: str
+) -> None:
+    for name, text in {**where(1), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(RunError, match=why):
+        begin.join(torch.device("cpu"))

@@ -24,13 +24,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The first one."""
         self.seen = len(x)
-        made: Tensor = self.act(self.w(x)) * self.scale * (self.seen > 0)
-        return made
+        y: Tensor = self.act(self.w(x)) * self.scale * (self.seen > 0)
+        return y
 
 
 def rewritten(self: Block, x: Tensor) -> Tensor:
-    made: Tensor = self.act(self.w(x)) + self.scale
-    return made
+    y: Tensor = self.act(self.w(x)) + self.scale
+    return y
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -73,6 +73,28 @@ def _meant(table: Table, key: str) -> str:
 _OF_LIGHTNING = ("trainer.accelerator", "trainer.strategy", "trainer.devices")
 
 
+_OF_TRAINER = ("output_dir", "per_device_train_batch_size", "num_train_epochs", "fsdp")
+_WORDS_OF_FSDP = {"full_shard": "fsdp", "shard_grad_op": "zero2", "hybrid_shard": "hsdp"}
+
+
+def _of_trainer(path: Path, named: str, keys: Mapping[str, Any]) -> UsageError:
+    """The refusal of TrainingArguments of transformers, with the plan that says the same."""
+    said = [str(each) for key, each in keys.items() if key == "fsdp" or key.startswith("fsdp.")]
+    words = " ".join(said).replace(",", " ").lower().split()
+    preset = next((_WORDS_OF_FSDP[each] for each in words if each in _WORDS_OF_FSDP), "ddp")
+    lines = [f'preset = "{preset}"']
+    if isinstance(number := keys.get("gradient_accumulation_steps"), int) and number > 1:
+        lines.append(f"microbatches = {number}")
+    if keys.get("gradient_checkpointing") is True:
+        lines.append('recompute = "block"')
+    return UsageError(
+        where=f"{path}, {named}", what="it is a TrainingArguments of transformers",
+        why=f"partc plan --from reads configurations of {', '.join(TOOLS)}",
+        do=f"Write a plan.toml of these lines: {', '.join(lines)}; and see "
+        "docs/how-to/trainer-and-accelerate.md for the rest.",
+    )  # fmt: skip
+
+
 def _tool_of(path: Path, keys: Mapping[str, Any]) -> tuple[str, Any]:
     """The tool that most keys of a file belong to.
 
@@ -87,6 +109,8 @@ def _tool_of(path: Path, keys: Mapping[str, Any]) -> tuple[str, Any]:
             do='Give the Trainer partc\'s strategy: strategy=partc.wrappers.lightning.Strategy('
             '"dp=8", plan="fsdp"), with the mesh of your devices.',
         )  # fmt: skip
+    if named := next((key for key in keys if key in _OF_TRAINER), ""):
+        raise _of_trainer(path, named, keys)
     if not any(key in tool.KEYS for tool in TOOLS.values() for key in keys):
         raise UsageError(
             where=str(path), what="it is no configuration that partc can read",

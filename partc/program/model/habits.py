@@ -28,7 +28,8 @@ def once(what: str) -> bool:
 
 def tell_first(text: str, *values: object) -> None:
     """Tell the user, on the first rank; others tell those who listen."""
-    LOG.log(logging.WARNING if dist.get_rank() == 0 else logging.DEBUG, text, *values)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    LOG.log(logging.WARNING if first else logging.DEBUG, text, *values)
 
 
 @contextmanager

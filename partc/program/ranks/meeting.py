@@ -72,6 +72,8 @@ def answered(ask: Callable[[], T], seconds: float, beat: Beat | None = None) -> 
 def number_of(name: str, otherwise: str = "") -> int:
     """A number that the launcher sets; NotMetError for another text."""
     text = os.environ.get(name, otherwise)
+    if not text:
+        raise NotMetError(f"{name} is not set, which every rank needs. torchrun sets it.")
     if not text.isdecimal():
         raise NotMetError(f"{name} is {text!r}, which is no whole number. torchrun sets it.")
     return int(text)
@@ -79,7 +81,7 @@ def number_of(name: str, otherwise: str = "") -> int:
 
 def is_alone() -> bool:
     """Whether this process was started without a launcher, or as the only rank."""
-    return "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1"
+    return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def keeps_store() -> bool:
@@ -93,9 +95,8 @@ def open_store(seconds: float, keeps: bool, number: int = 0) -> PrefixStore:
 
     `number`: how many groups of all ranks there were before.
     """
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
-        if not os.environ.get(name):
-            raise NotMetError(f"{name} is not set, which every rank needs. torchrun sets it.")
+    if not os.environ.get("MASTER_ADDR"):
+        raise NotMetError("MASTER_ADDR is not set, which every rank needs. torchrun sets it.")
     rank, world, number_of_port = map(number_of, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if number_of_port > 65535:
         raise NotMetError(f"MASTER_PORT is {number_of_port}: ports are numbers from 1 to 65535.")
