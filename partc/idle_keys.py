@@ -234,7 +234,8 @@ def idle_keys(step: Compiled) -> Iterator[str]:
         if not key.read(step, given, *names):
             yield key.told(name, step, given, names)
     axes = step.state.mesh.cutting_axes()
-    yield from overruled_preset(step.asked, step.plan, step.local.graph, axes)
+    if step.asked.preset and step.asked.params:
+        yield from overruled_preset(step.asked, step.plan, step.local.graph, axes)
 
 
 def said(plan: Plan) -> dict[str, tuple[Key, tuple[str, ...], Any]]:

@@ -67,8 +67,8 @@ def test_a_damaged_folder_is_refused_by_file(folder: Path, name: str, damage: st
 
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another schema": (lambda m: m.update(schema=1), "schema 1, this partc reads 6"),
-    "a file outside": (lambda m: m["files"].update({"../x.py": ""}), r"'../x.py' is not the name"),
-    "an absolute file": (lambda m: m["files"].update({"/etc/x.py": ""}), "is not the name"),
+    "a file outside": (lambda m: m["files"].update({"../x.py": ""}), r"'../x.py' is no name"),
+    "an absolute file": (lambda m: m["files"].update({"/etc/x.py": ""}), "is no name"),
     "a role without a file": (lambda m: m.update(roles=[[4, "b.py"]]), "a role has no file"),
     "too few ranks": (lambda m: m.update(roles=[[3, "role0.py"]]), "do not cover its mesh"),
     "a later torch": (lambda m: m.update(torch=["99.0", "99.1"]), r"needs torch 99\.0"),
