@@ -94,7 +94,9 @@ def ended(folder: Path, **streams: Any) -> Any:
     """The two ranks of ``UNEVEN``, the first of which kills their launcher, once both have ended:
     they hold a file's lock till then.
     """
-    kills = "if dist.get_rank() == 0:\n    os.kill(os.getppid(), 9)\nfor _ in range(4 -"
+    kills = (  # once both have joined, for which they need the launcher's store
+        "dist.barrier()\nif dist.get_rank() == 0:\n    os.kill(os.getppid(), 9)\nfor _ in range(4 -"
+    )
     holds = (
         f"import fcntl, os\nheld = open({str(folder / 'lock')!r}, 'w')\n"
         "fcntl.flock(held, fcntl.LOCK_SH)\n"
