@@ -250,7 +250,7 @@ class Job:
             if self.printed is not None:
                 warn_of_no_training(self.step)
             return found
-        self.tells = bool(said(plan) or plan.preset and plan.params)
+        self.tells = bool(said(plan) or (plan.preset and plan.params))
         found = self.with_plan(mesh.settled(plan.mesh), plan)
         if self.printed is not None:  # else another process has compiled it
             warn_of_idle(plan, self.printed)
