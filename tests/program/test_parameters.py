@@ -31,6 +31,7 @@ from tests.program.training import (
     MAKERS,
     batch_of,
     difference,
+    in_double,
     loss_of,
     model_of,
     save_program,
@@ -60,17 +61,17 @@ ROUTES_OF = {
 
 
 class Wide(ModuleType):
-    """The module torch, whose 16 bits are 32."""
+    """The module torch, whose 16 bits are 64."""
 
     def __getattr__(self, name: str) -> Any:
-        return torch.float32 if name == "bfloat16" else getattr(torch, name)
+        return torch.float64 if name == "bfloat16" else getattr(torch, name)
 
 
 def every_route(path: Path) -> dict[tuple[str, str], float | str]:
     """The difference from one process, or why it was refused, by optimizer and route."""
     found: dict[tuple[str, str], float | str] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        # Muon rounds to 16 bits, where rounding errors of 32 bits flip digits on one device too
+    with in_double(), pytest.MonkeyPatch.context() as patch:
+        # Muon rounds to 16 bits, where rounding errors of 64 bits flip digits on one device too
         patch.setattr(Tensor, "bfloat16", Tensor.clone)
         patch.setattr("torch.optim._muon.torch", Wide("torch"))  # torch 2.15 asks for the dtype
         for maker, routes in ROUTES_OF.items():
@@ -83,15 +84,17 @@ def every_route(path: Path) -> dict[tuple[str, str], float | str]:
     return found
 
 
-def test_optimizers_are_those_of_one_process_or_refused(world: Processes, sharded: Path) -> None:
-    found = world.run(every_route, sharded)[0]
+def test_optimizers_are_those_of_one_process_or_refused(world: Processes, tmp_path: Path) -> None:
+    with in_double():
+        path = save_program(tmp_path / "double", "dp=2,tp=2", "fsdp+megatron")
+    found = world.run(every_route, path)[0]
     refused = {route: why for route, why in found.items() if isinstance(why, str)}
     for maker in ("Muon", "Whitened", "LARS", "Adafactor", "LBFGS"):
         assert f"step_on_pieces({maker})" in str(refused.pop((maker, ON_PIECES)))
     assert refused == {}
     right = {route: error for route, error in found.items() if isinstance(error, float)}
     assert len(right) == 18
-    assert {route: error for route, error in right.items() if error > 1e-6} == {}
+    assert {route: error for route, error in right.items() if error > 1e-12} == {}
 
 
 class LargeScaled(torch.optim.SGD):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ class Residuals(nn.Module):
             x = block(x)
         y: Tensor = self.head(x) * self.gain
         return y
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Models and batches that are made within are of float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def model_of(seed: int = 0) -> Residuals:
