@@ -36,6 +36,7 @@ from partc.program.ranks.meeting import (
     start_group,
 )
 from partc.program.ranks.other_ranks import of_other_ranks
+from partc.program.ranks.waiting import waiting
 from partc.program.stage.runtime import Stage
 from partc.trace.default_dtype import float32_default
 from partc.trace.own_transfers import ASKED
@@ -92,6 +93,7 @@ def join(device: torch.device) -> None:
     if not dist.is_initialized():
         _join(device)
     has_joined()
+    waiting()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from partc.collecting import made_inside
 from partc.errors import TraceError
+from partc.frames import none_held
 from partc.graph.fake_calls import RememberingMode, tensors_in
 from partc.trace.owners import getattr_dict
 from partc.trace.tensor_caches import of_type
@@ -29,6 +30,7 @@ def passing_mode() -> FakeTensorMode:
     return mode
 
 
+@none_held()
 def check_none_kept(graph: fx.Graph | None = None) -> None:
     """TraceError if anything but the recorded ``graph`` holds a fake of a past run."""
     nodes = graph.nodes if graph else ()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partc.errors import TraceError, UsageError
+from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.tensors.holders import exchange_texts
 from partc.trace.arguments import Given
 from partc.users_line import warn
@@ -57,6 +58,7 @@ def filled(
     return bound.args, bound.kwargs
 
 
+@of_other_ranks("a call of the model")
 def largest(shapes: list[list[int]], device_type: str) -> list[list[int]]:
     """The most of every size over all ranks, which are given batches of different lengths."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -18,7 +18,7 @@ from partc.program import Program
 from partc.program.choices import check_fillers
 from partc.program.ranks.handshake import check_world, world_size
 from partc.program.stage.runtime import Stage
-from partc.program.start import device_of, join
+from partc.program.start import device_of, join, said_if_waiting
 from partc.recipe import Recipe
 from partc.trace.arguments import Given
 from partc.trace.no_model import check_model
@@ -29,6 +29,7 @@ from partc.wrappers.how import How
 from partc.wrappers.kept import Kept, attributes_of_copies, check_not_stepping, warn_of_dynamo
 from partc.wrappers.longest import check_names_of_pad, warn_of_pad
 from partc.wrappers.moved import move, optimizers_over
+from partc.wrappers.prepared import FIRST_CALL
 from partc.wrappers.results import returned_loss
 from partc.wrappers.said import check_loss, check_outputs, check_said
 from partc.wrong_calls import known_arguments, quoted
@@ -230,7 +231,8 @@ class Parallel(AsModel):
         first = next(self._whole.parameters(), None)
         here = "cpu" if first is None or first.is_meta else first.device.type
         self._device_type = here if self._device is None else self._device
-        join(device_of(self._device_type))
+        with said_if_waiting(FIRST_CALL):
+            join(device_of(self._device_type))
         return super()._compiled(args, named, loss)
 
     def _given(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Given:

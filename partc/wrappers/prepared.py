@@ -19,6 +19,7 @@ from partc.program.model.habits import tell_first
 from partc.program.model.raw_model import empty_model
 from partc.program.ranks.farewell import tell_at_exit
 from partc.program.ranks.other_ranks import of_other_ranks
+from partc.program.ranks.waiting import waiting
 from partc.program.stage.exported import check_not_exported, no_export
 from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
@@ -27,6 +28,8 @@ from partc.trace.arguments import Given
 from partc.wrappers.how import How
 from partc.wrappers.longest import check_names_of_pad, filled, largest
 from partc.wrappers.results import called_as, returned_loss
+
+FIRST_CALL = "the first call of the model"
 
 
 class Outputs(dict[str, Any]):
@@ -54,6 +57,8 @@ class Prepared(nn.Module):
     def __init__(self, model: nn.Module, how: How, device: str) -> None:
         super().__init__()
         tell_at_exit()
+        if dist.is_initialized():
+            waiting()  # others may wait for this rank before its first call
         self.module = model
         # not registered: the stage takes its place
         object.__setattr__(self, "_whole", model)
@@ -111,6 +116,7 @@ class Prepared(nn.Module):
         """The stage, which is made of the first step's arguments."""
         return self._begun(args, named, self._loss_of) if self._stage is None else self._stage
 
+    @of_other_ranks(FIRST_CALL)
     def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
         """A stage that trains by this loss; it takes the model's place."""
         self._evaluated = None
@@ -145,6 +151,7 @@ class Prepared(nn.Module):
     def _versions(self) -> list[int]:
         return [x._version for x in (*self._whole.parameters(), *self._whole.buffers())]
 
+    @of_other_ranks(FIRST_CALL)
     def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
         how = self._how if loss is not None else self._how.of_forwards()
         like = self._given(args, named, loss)

@@ -18,7 +18,7 @@ from torch import nn
 
 from partc.api import compile
 from partc.program.ranks import waiting
-from partc.program.ranks.waiting import Place
+from partc.program.ranks.places import Place, apart, stand
 from partc.verification.processes import Processes
 from tests.patience import patience
 
@@ -170,11 +170,11 @@ def test_a_rank_that_is_late_is_named_once_and_nothing_ends(world: Processes) ->
     ids=["in a barrier", "in a step", "it computes", "it came on", "it says nothing new"],
 )
 def test_ranks_end_only_where_all_of_them_wait(now: Place, stands: bool) -> None:
-    assert waiting._stands({1: STANDS}, {1: now}, 1) == stands
-    assert not waiting._stands({1: STANDS}, {1: now}, 2)
+    assert stand({1: STANDS}, {1: now}, 1) == stands
+    assert not stand({1: STANDS}, {1: now}, 2)
 
 
 def test_a_rank_that_has_ended_the_step_is_not_named() -> None:
-    assert waiting._apart("step 7", {1: replace(STANDS, call="step 7")}) == {}
-    assert [*waiting._apart("step 7", {1: replace(STANDS, call="step 6")})] == [1]
-    assert waiting._apart("step 7", {1: replace(STANDS, call="step 6", inside=True)}) == {}
+    assert apart("step 7", {1: replace(STANDS, call="step 7")}) == {}
+    assert [*apart("step 7", {1: replace(STANDS, call="step 6")})] == [1]
+    assert apart("step 7", {1: replace(STANDS, call="step 6", inside=True)}) == {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from partc.program.ranks import meeting
+from partc.program.ranks.places import called
+from partc.program.ranks.waiting import known_waiting
 
 GLOO_S = 0.1
 AT_ITS_END = "has ended: its script came to its end"
@@ -57,9 +60,15 @@ def how_it_ends() -> str:
     """In a few words, behind the rank's name."""
     error = getattr(sys, "last_value", None)  # what ended the script
     if error is None:
-        return AT_ITS_END
+        return AT_ITS_END + _behind()
     first = (str(error).strip().splitlines() or [""])[0]
     return f"has failed: {type(error).__name__}: {first}"
+
+
+def _behind() -> str:
+    """``, behind step 3``: what this rank's last call was, if there was one."""
+    known = known_waiting(threading.get_ident())
+    return f", behind {called(known.last)}" if known is not None and known.last else ""
 
 
 def ends_of_others() -> dict[int, str]:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import atexit
 import linecache
 import os
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from partc.frames import seen
 from partc.heartbeats import BEAT_S, FOLDER, Heartbeat, write
 from partc.program import Program
-from partc.program.ranks.waiting import Waiting, is_transfer, known_waiting, script_line
+from partc.program.ranks.places import Sight, called
+from partc.program.ranks.waiting import Waiting, known_waiting
 from partc.program.user_lines import TEXT, file_of
 
 _ENDS_S = 2.0  # so long the interpreter waits for the thread at its end
@@ -40,11 +41,10 @@ class Heart(threading.Thread):
 
     def beat(self) -> Heartbeat:
         """What there is to say now."""
-        frame = sys._current_frames().get(self.of)
-        line, site = script_line(frame), _program_line(frame)
-        waits = frame is not None and (is_transfer(frame) or ".wait()" in site)
+        sight, site = seen(self.of, lambda frame: (Sight.of(frame), _program_line(frame)))
+        waits = sight.waits or ".wait()" in site
         told = Heartbeat(
-            self.rank, os.getpid(), self.number, site=site, line=line, waits=waits,
+            self.rank, os.getpid(), self.number, site=site, line=sight.line, waits=waits,
             step_s=self.predicted_s,
         )  # fmt: skip
         known = known_waiting(self.of)
@@ -70,7 +70,8 @@ def begin(program: Program) -> None:
 def _of_steps(told: Heartbeat, known: Waiting) -> Heartbeat:
     """A heartbeat with the rank's last call, and when that was."""
     fields = {
-        "call": known.call, "inside": known.inside, "moves": known.moves, "moved_at": known.since,
+        "call": called(known.call), "inside": known.inside, "moves": known.moves,
+        "moved_at": known.since,
         "step_s": max(known.steps_s, default=told.step_s),
     }  # fmt: skip
     return Heartbeat(**{**vars(told), **fields})

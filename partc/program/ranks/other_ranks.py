@@ -7,13 +7,16 @@ something else: ``if rank == 0: save_checkpoint(...)`` waits for ranks that neve
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import get_ident
 
 import torch.distributed as dist
 
 from partc.errors import PartcError, RunError, TransferError
 from partc.program.ranks.farewell import AT_ITS_END, ends_of_others
 from partc.program.ranks.meeting import OF_OTHERS
+from partc.program.ranks.places import PROGRAMS
+from partc.program.ranks.waiting import known_waiting
 
 TOGETHER = (
     "module, step, eval_step, clip_grad_norm_, full_state_dict, save_checkpoint and load_checkpoint"
@@ -24,10 +27,20 @@ WORDS = (*OF_OTHERS, "Timed out", "timed out")
 
 @contextmanager
 def of_other_ranks(call: str) -> Iterator[None]:
+    """A call of all ranks: as ``named_failures``, and where it waits in vain it is said where the
+    others are. Works as a decorator too.
+    """
+    known = known_waiting(get_ident())
+    says = known is not None and call not in PROGRAMS  # these say so themselves
+    with named_failures(call), known.within(call) if known and says else nullcontext():
+        yield
+
+
+@contextmanager
+def named_failures(call: str) -> Iterator[None]:
     """Say of a transfer that fails in a call what it means, and which ranks have ended.
 
-    TransferError in the place of torch's; RunError where there is no process group any more. Works
-    as a decorator too.
+    TransferError in the place of torch's; RunError where there is no process group any more.
     """
     try:
         yield
@@ -49,16 +62,23 @@ def _failed(call: str, of_torch: str) -> TransferError:
     ends = ends_of_others()
     what = "; ".join(f"rank {rank} {end}" for rank, end in [*ends.items()][:4])
     return TransferError(
-        where=f"rank {dist.get_rank()}, {call}",
+        where=f"rank {dist.get_rank()}, {_numbered(call)}",
         what=f"a transfer failed: {what or 'another rank has ended, or runs something else'}",
         why=f"torch says: {(of_torch.strip().splitlines() or [''])[0].split('. ')[0].rstrip('.')}",
         do=_mended([*ends.values()]),
     )
 
 
+def _numbered(call: str) -> str:
+    """``step 7`` for the step that this rank is in; other calls as they are."""
+    known = known_waiting(get_ident())
+    now = "" if known is None else known.last
+    return now if call in PROGRAMS and now.startswith(f"{call} ") else call
+
+
 def _mended(ends: Sequence[str]) -> str:
     """What to do where other ranks have ended so."""
-    if any(end != AT_ITS_END for end in ends):
+    if not all(end.startswith(AT_ITS_END) for end in ends):
         return "Mend what failed there; this rank only ends because of it."
     if ends:
         return (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from partc.plan.mesh import PP
 from partc.program.ranks.disagreement import refused_elsewhere
+from partc.program.ranks.other_ranks import named_failures
 from partc.program.ranks.same_choice import SameChoice
 from partc.program.stage.family_errors import CALL, REFUSED, calls_differ
 from partc.program.tensors.rank_tensors import RankTensors
@@ -38,7 +39,8 @@ class SameCalls:
         """The same, every time: RunError on all ranks if some run something else than this call.
         ``beside``: as of ``SameChoice``.
         """
-        texts = self.choice.differing(f"{CALL}{call}", beside) if self.choice is not None else []
+        with named_failures(call):
+            texts = self.choice.differing(f"{CALL}{call}", beside) if self.choice else []
         if REFUSED in texts:
             raise refused_elsewhere([i for i, text in enumerate(texts) if text == REFUSED])
         if texts:
