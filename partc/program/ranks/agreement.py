@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.plan.mesh import ISLAND, PP
+from partc.program.optimizer.beside import ALONE, OF_BESIDE, TOGETHER, told
 from partc.program.optimizer.same_steps import NAMES, STEPS, Steps, steps_since, watch_steps
 from partc.program.ranks.alike import CAUSES, EVERYWHERE, OF_PARAMETERS, Alike
 from partc.program.ranks.disagreement import (
@@ -154,6 +155,9 @@ class Agreement:
                 kinds.setdefault(("source", frozenset(), every), []).append(name)
         kinds["optimizer", frozenset({PP}), every] = [*NAMES]  # its groups are of a rank's stages
         kinds["write", frozenset({PP}), every] = [*WRITES]
+        if self.own_rows:
+            alike = frozenset(role.mesh.names) - {axis for x in role.batch for axis, *_ in x.cuts}
+            kinds |= {(kind, alike, every): [*OF_BESIDE] for kind in (TOGETHER, ALONE)}
         if self._draws:
             kinds["random", frozenset(), every] = ["seed", "number of steps"]
         return [
@@ -190,6 +194,9 @@ class _Comparison:
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
         if {name for name, _ in found} == {OF_COPIES}:
             found = {}  # written by other ops, and the same
+        for each in [x for x in found.values() if x.kind == ALONE]:
+            warn(told(str(each)))
+            del found[each.name, each.odd]
         for kinds in CAUSES:
             found = {k: x for k, x in found.items() if x.kind in kinds} or found
         OWN_WRITES.compared()
@@ -234,6 +241,8 @@ class _Comparison:
             return self._steps.numbers
         if of.kind == "write":
             return OWN_WRITES.since()
+        if of.kind in (TOGETHER, ALONE):
+            return self._steps.beside[of.kind].numbers()
         shown = self.of.shown()
         if of.kind == "gradient":
             grads = self._steps.grads
@@ -283,6 +292,10 @@ class _Comparison:
             if of.kind == "source" and not self._is_told(name, numbers, [row[-1] for row in rows]):
                 continue
             for odd, usual in self._odd(of, numbers):
+                if of.kind in (TOGETHER, ALONE):  # of one shape, where ranks have them whole
+                    same = i > 0 and rows[usual][0] > 0
+                    odd = [r for r in odd if same and rows[r][0] == rows[usual][0]]
+                    name = str(self._steps.beside[of.kind])
                 if sketches:
                     there = sketches[usual][2 * i : 2 * i + 2]
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]

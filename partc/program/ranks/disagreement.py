@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from partc.errors import RunError
 from partc.plan.mesh import ISLAND
+from partc.program.optimizer.beside import DO as OF_BESIDE
+from partc.program.optimizer.beside import TOGETHER
 from partc.program.optimizer.same_steps import NONE, SET
 from partc.program.role import Role
 
@@ -40,6 +42,7 @@ _DO = {
     "write": "Let all ranks write to parameters, gradients and optimizers alike, and none alone, "
     "behind `if rank == 0` or by a number of its own rows: optimizer.step, load_state_dict, "
     "p.grad = None, p.mul_.",
+    TOGETHER: OF_BESIDE + " Where each rank is to train its own, give it an optimizer of its own.",
     "random": "Call stage.seed with the same numbers on all ranks, and take the same steps on all.",
 }
 
