@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partc.data.same_rows import noted, watch_samplers
 from partc.plan.mesh import ISLAND, PP
 from partc.program.optimizer.beside import ALONE, OF_BESIDE, TOGETHER, told
 from partc.program.optimizer.same_steps import NAMES, STEPS, Steps, steps_since, watch_steps
@@ -38,6 +39,7 @@ from partc.users_line import warn
 from partc.wrong_calls import check_whole_number
 
 EVERY = 100  # steps from one comparison to the next
+COMPARABLE = (TOGETHER, ALONE, "dataset")  # where the first of two numbers is alike, and not 0
 EARLY = (1, 10)  # steps that are compared too: optimizers of unlike numbers have then stepped
 
 
@@ -77,6 +79,7 @@ class Agreement:
         self.shown = shown  # the parameters that optimizers of the script step on
         self.drain: Callable[[], None] = lambda: None
         watch_steps()
+        watch_samplers()
         OWN_WRITES.compared()
         self._seen: dict[int, Role] = {}  # of the programs that have run
 
@@ -158,6 +161,7 @@ class Agreement:
         if self.own_rows:
             alike = frozenset(role.mesh.names) - {axis for x in role.batch for axis, *_ in x.cuts}
             kinds |= {(kind, alike, every): [*OF_BESIDE] for kind in (TOGETHER, ALONE)}
+            kinds["dataset", frozenset(), every] = ["number of rows", "rows"]
         if self._draws:
             kinds["random", frozenset(), every] = ["seed", "number of steps"]
         return [
@@ -220,6 +224,10 @@ class _Comparison:
         return self.of.sources()
 
     @cached_property
+    def _dealt(self) -> list[int]:
+        return noted()
+
+    @cached_property
     def _steps(self) -> Steps:
         return steps_since(self.of.shown().values())
 
@@ -239,6 +247,8 @@ class _Comparison:
             return [each & (1 << 63) - 1 for each in self.drawn]
         if of.kind == "optimizer":
             return self._steps.numbers
+        if of.kind == "dataset":
+            return self._dealt
         if of.kind == "write":
             return OWN_WRITES.since()
         if of.kind in (TOGETHER, ALONE):
@@ -292,9 +302,10 @@ class _Comparison:
             if of.kind == "source" and not self._is_told(name, numbers, [row[-1] for row in rows]):
                 continue
             for odd, usual in self._odd(of, numbers):
-                if of.kind in (TOGETHER, ALONE):  # of one shape, where ranks have them whole
+                if of.kind in COMPARABLE:
                     same = i > 0 and rows[usual][0] > 0
                     odd = [r for r in odd if same and rows[r][0] == rows[usual][0]]
+                if of.kind in (TOGETHER, ALONE):
                     name = str(self._steps.beside[of.kind])
                 if sketches:
                     there = sketches[usual][2 * i : 2 * i + 2]
