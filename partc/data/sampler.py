@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from partc.data.course import Course, Position
 from partc.data.order import Order, Row, Span
+from partc.data.same_rows import note
 from partc.data.share import Share
 from partc.errors import UsageError
 
@@ -27,7 +28,9 @@ class RowSampler(Sampler[list[int]]):
         course: where this sampler stands.
     """
 
-    def __init__(self, order: Order, share: Share, seed: int = 0) -> None:
+    def __init__(self, order: Order, share: Share, seed: int = 0, *, dataset: Any = None) -> None:
+        """``dataset``: where ranks compare which rows they are dealt."""
+        self._dataset = dataset
         same = {"num_rows": order.num_rows, "shuffle": order.shuffle}
         self.order, self.share, self.course = order, share, Course(seed, same)
 
@@ -39,6 +42,8 @@ class RowSampler(Sampler[list[int]]):
         return self._steps()
 
     def _steps(self) -> Iterator[list[int]]:
+        if self._dataset is not None and self.share.world > 1:
+            note(self._dataset, self.order, self.position)
         iteration = self.begin()
         for span in self.spans():
             self.course.take(*span, iteration)

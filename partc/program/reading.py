@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from partc.data.loader import Loader, RowLoader
 from partc.data.order import Last
+from partc.data.same_rows import DO, number_of
 from partc.data.share import Batch, Division, Share, rows_per_step
 from partc.data.streams import OwnStreamLoader, StreamLoader
 from partc.errors import RunError, UsageError
@@ -132,6 +133,8 @@ def loader(
         "seed_samples": seed_samples, "split": split,
     }  # fmt: skip
     check_alike(asked, self.device)
+    if not _is_stream(dataset):
+        _check_same_rows(dataset, self.device)
     options = {"pin_memory": self.device.type == "cuda", "collate_fn": collate_fn, **options}
     if _is_stream(dataset):
         share = rows_of(self._program, dist.get_rank(), batch, rows_per_step, last)
@@ -167,6 +170,20 @@ def check_alike(asked: Mapping[str, Any], device: torch.device) -> None:
                 why="each rank takes its part of one order, so some rows would come twice",
                 do="Pass the same on all ranks: which rows a rank reads differs by itself.",
             )
+
+
+def _check_same_rows(dataset: Any, device: torch.device) -> None:
+    """RunError on every rank if ranks give splits or orders that each has drawn by itself."""
+    told = exchange_texts(str(number_of(dataset)), None, device) if dist.is_initialized() else [""]
+    other = next((rank for rank, each in enumerate(told) if each != told[0]), 0)
+    if other:
+        raise RunError(
+            where=f"loader({type(dataset).__name__})",
+            what=f"rank {other} has other rows in it, or another order of them, than rank 0",
+            why="each rank takes its part of one order, so some rows would come twice and some "
+            "never",
+            do=DO,
+        )
 
 
 def _is_stream(dataset: Any) -> bool:

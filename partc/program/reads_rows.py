@@ -73,4 +73,5 @@ def sampler(
     if rows_per_step is not None:
         check_whole_number(rows_per_step, "sampler(rows_per_step=...)", 1)
     share = rows_of(self, rank_or_own(rank), batch, rows_per_step, last)
-    return RowSampler(Order(num_rows(dataset), share.per_step, shuffle, last), share, seed)
+    order = Order(num_rows(dataset), share.per_step, shuffle, last)
+    return RowSampler(order, share, seed, dataset=None if isinstance(dataset, int) else dataset)

@@ -10,20 +10,21 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from partc.data.same_rows import watch_samplers
 from partc.data.share import Division
 from partc.errors import RunError, UsageError
 from partc.plan.batch import data_axes
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.sharding import cut
 from partc.program import Program
-from partc.program.model.other_wrappers import HABITS, of_another_wrapper
+from partc.program.model.other_wrappers import HABITS, check_not_wrapped, of_another_wrapper
+from partc.program.model.other_wrappers import wrapped_again
 from partc.program.not_a_stage import no_stage_yet
 from partc.program.optimizer.optimizers import check_is_optimizer
 from partc.program.optimizer.state_form import check_state
 from partc.program.reading import division_of, rank_or_own
 from partc.program.stage.runtime import Stage
 from partc.program.tensors.copies import copied
-from partc.wrappers.instead import wrapped_again
 from partc.wrappers.prepared import Prepared
 from partc.wrong_calls import check_whole_number, known_arguments
 
@@ -37,6 +38,10 @@ class AsModel(Prepared):
     """
 
     program: Program
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        watch_samplers()  # which the script begins to read before the first step
 
     @property
     def module(self) -> Any:  # type: ignore[override]
@@ -124,15 +129,18 @@ class AsModel(Prepared):
         return self
 
     def named_parameters(self, *args: Any, **named: Any) -> Any:
+        check_not_wrapped()
         return self._held.named_parameters(*args, **named)
 
     def named_buffers(self, *args: Any, **named: Any) -> Any:
         return self._held.named_buffers(*args, **named)
 
     def named_modules(self, *args: Any, **named: Any) -> Any:
+        check_not_wrapped()
         return self._held.named_modules(*args, **named)
 
     def named_children(self) -> Any:
+        check_not_wrapped()
         return self._held.named_children()
 
     def __getitem__(self, key: Any) -> Any:

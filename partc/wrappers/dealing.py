@@ -12,6 +12,7 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import slice_tensors
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from partc.data.same_rows import note, order_of
 from partc.data.share import Division
 from partc.errors import UsageError
 from partc.plan.batch import data_axes
@@ -77,6 +78,9 @@ class DealtRows(BatchSamplerShard):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Rows]:
         per_step = 1 if self.split_batches else self.num_processes
+        source = getattr(self.sampler, "data_source", None)
+        if self.num_processes > 1 and hasattr(source, "__len__"):
+            note(source, type(self.sampler).__name__, *order_of(self.sampler))
         group: list[Rows] = []
         for batch in self.batch_sampler:
             group.append(batch)

@@ -81,15 +81,6 @@ def instead(wrapper: str, name: str, known: Iterable[str], others: Mapping[str, 
     return f"{_LEAVE}{told}." if told else "Leave it out."
 
 
-def wrapped_again(wrapper: str) -> RunError:
-    """The refusal of a wrapper of torch's around a model that ``parallelize`` has made."""
-    return RunError(
-        where=wrapper, what="it is given a model that partc.parallelize has made",
-        why="its steps run on all ranks and add up their gradients already",
-        do=f"Leave {wrapper} out, and call the model that parallelize gave.",
-    )  # fmt: skip
-
-
 def _of_lightning() -> Iterable[str]:
     """The arguments of the Trainer of the lightning that the script has imported."""
     made: Any = sys.modules.get("lightning.pytorch") or sys.modules.get("pytorch_lightning")

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from partc.errors import RunError
 from partc.program.model.habits import once
+from partc.program.model.old_weights import refuse_in_one_backward
 from partc.program.tensors.whole_states import is_whole_state
 from partc.users_line import warn
 from partc.wrappers.unread import unread_values
@@ -81,6 +82,9 @@ class Kept:
         _LEFT.add(model)
         model.register_load_state_dict_pre_hook(_told_of_load)
         if sys.getrefcount(model) - 2 > inside[id(model)]:
+            for name in alive:
+                if (param := self._params[name]()) is not None and param.requires_grad:
+                    param.register_hook(refuse_in_one_backward(name))
             warn(
                 f"partc: the script keeps the {self._name} that it gave to parallelize, whose "
                 "weights are trained no more from the first step on. Keep what parallelize gave in "

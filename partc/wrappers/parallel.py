@@ -16,6 +16,7 @@ from partc.errors import TraceError, UsageError
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program import Program
 from partc.program.choices import check_fillers
+from partc.program.model.other_wrappers import is_zero, of_zero
 from partc.program.ranks.handshake import check_world, world_size
 from partc.program.stage.runtime import Stage
 from partc.program.start import device_of, join, said_if_waiting
@@ -293,7 +294,10 @@ class AlsoLoss:
 
 def _follow(stage: Stage, names: Mapping[int, str]) -> None:
     """Let the optimizers over a model's parameters follow them into its stage."""
-    for optimizer in optimizers_over(names):
+    every = optimizers_over(names)
+    if any(map(is_zero, every)):
+        raise of_zero()
+    for optimizer in every:
         check_not_stepping(optimizer)
         move(optimizer, stage, names)
 

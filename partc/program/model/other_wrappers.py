@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from partc.errors import UsageError
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from partc.errors import RunError, UsageError
+
+_WRAPPERS = {  # modules of torch that walk through what they are to wrap: the wrapper
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.distributed.fsdp._init_utils": "FullyShardedDataParallel",
+}
+_COMPOSED = "torch.distributed._composable.contract"  # of fully_shard and its like
+_FSDP = "torch.distributed.fsdp."
+_NEAR = 6  # callers that are asked
 
 HABITS = {  # what scripts ask of other wrappers: what to do with a stage
     "generate": "Write the loop over stage(ids) behind stage.eval(), as docs/how-to/"
@@ -46,3 +60,78 @@ def of_another_wrapper(name: str) -> NoAttributeError:
         where=name, what="a model that partc.parallelize has made has no such method",
         why="it is of another way to train on several ranks", do=HABITS[name],
     )  # fmt: skip
+
+
+class NotWrapped(nn.Module):
+    """A module that refuses torch's other ways to train on several ranks, before they change it."""
+
+    def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        check_not_wrapped()
+        return super().named_parameters(*args, **named)
+
+    def named_modules(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Module]]:
+        check_not_wrapped()
+        return super().named_modules(*args, **named)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        check_not_wrapped()
+        return super().named_children()
+
+
+def check_not_wrapped() -> None:
+    """RunError where DDP, FSDP or fully_shard asks for the tensors or modules of a stage."""
+    frame: Any = sys._getframe(1)
+    for _ in range(_NEAR):
+        if frame is None:
+            return
+        asks = frame.f_globals.get("__name__", "")
+        if asks in _WRAPPERS:
+            raise wrapped_again(_WRAPPERS[asks])
+        if frame.f_code.co_name == "set_state_dict_type" and asks.startswith(_FSDP):
+            raise _no_type_of_states()
+        if asks == _COMPOSED:
+            raise wrapped_again(getattr(frame.f_locals.get("func"), "__name__", "fully_shard"))
+        frame = frame.f_back
+
+
+def wrapped_again(wrapper: str) -> RunError:
+    """The refusal of a wrapper of torch's around a model that ``parallelize`` has made."""
+    return RunError(
+        where=wrapper, what="it is given a model that partc.parallelize has made",
+        why="its steps run on all ranks and add up their gradients already",
+        do=f"Leave {wrapper} out, and call the model that parallelize gave.",
+    )  # fmt: skip
+
+
+def _no_type_of_states() -> RunError:
+    return RunError(
+        where="FullyShardedDataParallel.state_dict_type",
+        what="it is given a model that partc.parallelize has made",
+        why="FSDP has not sharded it, and knows no other form of its states",
+        do="Leave it out: model.full_state_dict() on all ranks gives whole weights, and "
+        "model.full_optim_state_dict(optimizer) the optimizer's states.",
+    )
+
+
+def of_zero() -> RunError:
+    """The refusal of torch's optimizer whose states are in pieces."""
+    return RunError(
+        where="ZeroRedundancyOptimizer",
+        what="it is made over the parameters of a model that partc has made",
+        why="it gives whole parameters to ranks, and sends them from one to all; a plan shards "
+        "the states of any optimizer",
+        do='Make the optimizer itself, torch.optim.AdamW(model.parameters()), with plan="zero1".',
+    )
+
+
+def is_zero(optimizer: object) -> bool:
+    """Whether an optimizer is torch's ZeroRedundancyOptimizer, which may not be importable."""
+    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+
+
+def asks_zero() -> bool:
+    """Whether that optimizer runs now."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not is_zero(frame.f_locals.get("self")):
+        frame = frame.f_back
+    return frame is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from partc.program.optimizer.beside import ALONE, TOGETHER, Beside, is_of_stage
 from partc.program.optimizer.same_optimizer import HOW, plain_values
 from partc.program.tensors.own_writes import OWN_WRITES
 
@@ -40,11 +41,13 @@ class Steps:
 
     ``numbers``: one of the learning rates, and one of all else; 0 where none stepped. ``grads``: by
     a tensor's id how its gradient was in the last step, ``NONE``, from ``SET`` on where the script
-    has set it, or else 1 and how often it was changed in place.
+    has set it, or else 1 and how often it was changed in place. ``beside``: what else they stepped
+    on, and what optimizers over none of these tensors did, by kind.
     """
 
     numbers: list[int]
     grads: Mapping[int, int]
+    beside: Mapping[str, Beside] = field(default_factory=dict)
 
 
 def watch_steps() -> None:
@@ -58,9 +61,13 @@ def steps_since(params: Collection[Tensor]) -> Steps:
     """The steps of those that stepped on these tensors since the last call."""
     stepped = _stepped_on(params)
     numbers, grads = _numbers(stepped), dict[int, int]()
+    others = [each for each in [*_STEPPED] if not any(map(is_of_stage, _params(each)))]
+    beside = {TOGETHER: Beside.of(stepped), ALONE: Beside.of(others)}
+    for each in others:
+        del _STEPPED[each]
     for each in stepped:
         grads |= _STEPPED.pop(each)
-    return Steps(numbers, grads)
+    return Steps(numbers, grads, beside)
 
 
 def number_by_now(params: Collection[Tensor]) -> int:

@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from partc.errors import RunError
+from partc.program.model.other_wrappers import NotWrapped
 from partc.program.optimizer.optimizer_states import Form, OptimizerStates
 from partc.program.optimizer.optimizers import (
     OnPieces,
@@ -25,7 +26,7 @@ from partc.wrong_calls import known_arguments
 Stepped = TypeVar("Stepped", bound=torch.optim.Optimizer)
 
 
-class StageOptimizers(nn.Module):
+class StageOptimizers(NotWrapped):
     """How optimizers over a stage's parameters step, and what their states are."""
 
     _forms: WeakKeyDictionary[Any, Form]

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partc.data.same_rows import noted, watch_samplers
 from partc.plan.mesh import ISLAND, PP
+from partc.program.optimizer.beside import ALONE, OF_BESIDE, TOGETHER, told
 from partc.program.optimizer.same_steps import NAMES, STEPS, Steps, steps_since, watch_steps
 from partc.program.ranks.alike import CAUSES, EVERYWHERE, OF_PARAMETERS, Alike
 from partc.program.ranks.disagreement import (
@@ -37,6 +39,7 @@ from partc.users_line import warn
 from partc.wrong_calls import check_whole_number
 
 EVERY = 100  # steps from one comparison to the next
+COMPARABLE = (TOGETHER, ALONE, "dataset")  # where the first of two numbers is alike, and not 0
 EARLY = (1, 10)  # steps that are compared too: optimizers of unlike numbers have then stepped
 
 
@@ -76,6 +79,7 @@ class Agreement:
         self.shown = shown  # the parameters that optimizers of the script step on
         self.drain: Callable[[], None] = lambda: None
         watch_steps()
+        watch_samplers()
         OWN_WRITES.compared()
         self._seen: dict[int, Role] = {}  # of the programs that have run
 
@@ -154,6 +158,10 @@ class Agreement:
                 kinds.setdefault(("source", frozenset(), every), []).append(name)
         kinds["optimizer", frozenset({PP}), every] = [*NAMES]  # its groups are of a rank's stages
         kinds["write", frozenset({PP}), every] = [*WRITES]
+        if self.own_rows:
+            alike = frozenset(role.mesh.names) - {axis for x in role.batch for axis, *_ in x.cuts}
+            kinds |= {(kind, alike, every): [*OF_BESIDE] for kind in (TOGETHER, ALONE)}
+            kinds["dataset", frozenset(), every] = ["number of rows", "rows"]
         if self._draws:
             kinds["random", frozenset(), every] = ["seed", "number of steps"]
         return [
@@ -190,6 +198,9 @@ class _Comparison:
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
         if {name for name, _ in found} == {OF_COPIES}:
             found = {}  # written by other ops, and the same
+        for each in [x for x in found.values() if x.kind == ALONE]:
+            warn(told(str(each)))
+            del found[each.name, each.odd]
         for kinds in CAUSES:
             found = {k: x for k, x in found.items() if x.kind in kinds} or found
         OWN_WRITES.compared()
@@ -213,6 +224,10 @@ class _Comparison:
         return self.of.sources()
 
     @cached_property
+    def _dealt(self) -> list[int]:
+        return noted()
+
+    @cached_property
     def _steps(self) -> Steps:
         return steps_since(self.of.shown().values())
 
@@ -232,8 +247,12 @@ class _Comparison:
             return [each & (1 << 63) - 1 for each in self.drawn]
         if of.kind == "optimizer":
             return self._steps.numbers
+        if of.kind == "dataset":
+            return self._dealt
         if of.kind == "write":
             return OWN_WRITES.since()
+        if of.kind in (TOGETHER, ALONE):
+            return self._steps.beside[of.kind].numbers()
         shown = self.of.shown()
         if of.kind == "gradient":
             grads = self._steps.grads
@@ -283,6 +302,11 @@ class _Comparison:
             if of.kind == "source" and not self._is_told(name, numbers, [row[-1] for row in rows]):
                 continue
             for odd, usual in self._odd(of, numbers):
+                if of.kind in COMPARABLE:
+                    same = i > 0 and rows[usual][0] > 0
+                    odd = [r for r in odd if same and rows[r][0] == rows[usual][0]]
+                if of.kind in (TOGETHER, ALONE):
+                    name = str(self._steps.beside[of.kind])
                 if sketches:
                     there = sketches[usual][2 * i : 2 * i + 2]
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]

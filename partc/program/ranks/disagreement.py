@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partc.errors import RunError
+from partc.data.same_rows import DO as OF_ROWS
 from partc.plan.mesh import ISLAND
+from partc.program.optimizer.beside import DO as OF_BESIDE
+from partc.program.optimizer.beside import TOGETHER
 from partc.program.optimizer.same_steps import NONE, SET
 from partc.program.role import Role
 
@@ -40,6 +43,8 @@ _DO = {
     "write": "Let all ranks write to parameters, gradients and optimizers alike, and none alone, "
     "behind `if rank == 0` or by a number of its own rows: optimizer.step, load_state_dict, "
     "p.grad = None, p.mul_.",
+    TOGETHER: OF_BESIDE + " Where each rank is to train its own, give it an optimizer of its own.",
+    "dataset": OF_ROWS,
     "random": "Call stage.seed with the same numbers on all ranks, and take the same steps on all.",
 }
 
@@ -63,6 +68,10 @@ class Found:
             there, here = map(_of_gradient, self.values)
             found = f"{_ranks(self.odd)}: the {self.name} in optimizer.step() {here}"
             return f"{found}, and on rank {self.usual} it {there}"
+        if self.kind == "dataset":
+            its = "its sampler deals" if len(self.odd) == 1 else "their samplers deal"
+            there = f"another order of them, than that of rank {self.usual}"
+            return f"{_ranks(self.odd)}: {its} out other rows of the dataset, or {there}"
         outside = ", a tensor that the loss or the model takes from outside," * _is_outside(self)
         known = outside if self.values is None else f" ({self.values[1]}, not {self.values[0]})"
         return f"{_ranks(self.odd)}: another {self.name}{known} than rank {self.usual}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import RunError
+from partc.program.model.old_weights import stage_backward
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.ranks.waiting import waiting
 from partc.program.step.given_out import end
@@ -164,6 +165,7 @@ class _GivenOut(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise no_graph()
+        stage_backward()
         half, ctx.half = ctx.half, None
         if half is None:
             raise _twice()
