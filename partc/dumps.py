@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from partc.atomic import atomic_directory, check_output
@@ -17,9 +17,11 @@ def write_dump(state: State, folder: str | Path) -> None:
     in the table. UsageError if the folder has other files.
     """
     with atomic_directory(folder, _written) as new:
+        before: tuple[str, ...] = ()
         for row, ran in sorted(state.ran.items()):
-            for name, text in _files(row + 1, ran):
+            for name, text in _files(row + 1, ran, before):
                 (new / name).write_text(text, encoding="utf-8", newline="\n")
+            before = ran.texts
 
 
 def check_folder(folder: str | Path) -> None:
@@ -31,8 +33,9 @@ def _written(folder: Path) -> list[str]:
     return [each.name for each in folder.glob(WRITTEN)]
 
 
-def _files(number: int, ran: Ran) -> Iterator[tuple[str, str]]:
-    stages = len(ran.texts) > 1
+def _files(number: int, ran: Ran, before: Sequence[str]) -> Iterator[tuple[str, str]]:
+    stages, same_stages = len(ran.texts) > 1, len(ran.texts) == len(before)
     for stage, text in enumerate(ran.texts):
         place = f"-stage{stage}" if stages else ""
-        yield f"{number:02}-{ran.name}{place}.txt", f"{ran.header(stage)}\n{text}"
+        header = ran.header(stage, unchanged=same_stages and text == before[stage])
+        yield f"{number:02}-{ran.name}{place}.txt", f"{header}\n{text}"

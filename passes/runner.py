@@ -97,13 +97,14 @@ class Ran:
     calls_after: tuple[int, ...]
     texts: tuple[str, ...] = ()
 
-    def header(self, stage: int) -> str:
+    def header(self, stage: int, unchanged: bool = False) -> str:
         """``# after insert_collectives (4.1 ms; 210 -> 254 calls)``; the calls are those of a stage
-        alone, where there were stages before the pass too.
+        alone, where there were stages before the pass too. ``unchanged``: so is the text.
         """
         same = len(self.calls_before) == len(self.calls_after)
         before = self.calls_before[stage] if same else sum(self.calls_before)
         counts = f"{before} -> {self.calls_after[stage]} calls"
+        counts += "; text unchanged" if unchanged else ""
         return f"# after {self.name} ({1e3 * self.seconds:.1f} ms; {counts})"
 
 

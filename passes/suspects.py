@@ -20,15 +20,25 @@ def suspects(passes: Iterable[str]) -> str:
     if ran:
         names = [each.partition(" ")[0] for each in ran]
         told.append(
-            f"The pass {_listed(ran)} is yours: compile with disable={names} to see whether it is "
-            "at fault."
+            f"{_yours('pass', 'passes', ran)}: compile with disable={names} to see whether "
+            f"{_it(ran)} at fault."
         )
     if read:
+        it = "it" if len(read) == 1 else "them"
         told.append(
-            f"The rule of {_listed(read)} is yours: prove it (partc.rules.prove), or compile "
-            "without it."
+            f"{_yours('rule of', 'rules of', read)}: prove {it} (partc.rules.prove), or compile "
+            f"without {it}."
         )
     return " ".join(told)
+
+
+def _yours(one: str, several: str, names: list[str]) -> str:
+    alone = len(names) == 1
+    return f"The {one if alone else several} {_listed(names)} {'is' if alone else 'are'} yours"
+
+
+def _it(names: list[str]) -> str:
+    return "it is" if len(names) == 1 else "one of them is"
 
 
 def _listed(names: list[str]) -> str:

@@ -11,7 +11,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from partc.plan.sharding import Layout, R, join_pieces
+from partc.plan.sharding import DTYPE_NAMES, Layout, R, join_pieces
 from partc.rules.draw import DOMAINS, draw
 from partc.rules.signature import Signature
 
@@ -229,6 +229,33 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     error, scale = float((got - want).abs().max()), float(want.abs().max())
     # NaN is returned as it is: it is not equal to itself, and no tolerance accepts it.
     return error if error != error or not scale else error / scale
+
+
+def unlike(
+    results: Sequence[Results], outs: Sequence[Layout], wanted: Sequence[Tensor | None]
+) -> str:
+    """Which result of the pieces has another shape or dtype than the whole's, in words; "" if none
+    has.
+    """
+    for at, (whole, layout) in enumerate(zip(wanted, outs, strict=True)):
+        pieces = [local[at] for local in results if at < len(local)]
+        if whole is None or len(pieces) != len(results) or any(each is None for each in pieces):
+            continue
+        known = [each for each in pieces if each is not None]
+        try:
+            got = _told(join_pieces(known, layout, layout.outer))
+        except (RuntimeError, IndexError) as error:
+            got = f"none ({first_line(error)})"
+        if got != _told(whole):
+            which = f"result {at}" if len(wanted) > 1 else "the result"
+            of = f"the ranks' {_told(known[0])}"
+            return f"{which} is {_told(whole)}, and {layout} makes {got} of {of}"
+    return ""
+
+
+def _told(tensor: Tensor) -> str:
+    dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+    return f"{dtype}[{','.join(map(str, tensor.shape))}]"
 
 
 def tolerance(results: Sequence[Tensor | None]) -> float:

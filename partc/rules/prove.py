@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isfinite
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +28,7 @@ from partc.rules.experiment import (
     shape_error,
     take_apart,
     tolerance,
+    unlike,
     whole_run,
 )
 from partc.rules.pieces import LocalCall
@@ -193,7 +195,8 @@ def _trial(
         torch.default_generator.manual_seed(seed + num)
         results = local_results(local.run, pieces, num, seed if alike else None)
     error, allowed = _compare(results, strategy.outs, whole)
-    return Trial(*varied, whole.dtype, whole.method, error, allowed)
+    failure = "" if isfinite(error) else unlike(results, strategy.outs, whole.results)
+    return Trial(*varied, whole.dtype, whole.method, error, allowed, failure)
 
 
 def _compare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,14 @@ def one(folder: Path, name: str) -> str:
     """The text that a pass has left."""
     (file,) = folder.glob(f"[0-9][0-9]-{name}.txt")
     return file.read_text(encoding="utf-8").partition("\n")[2]
+
+
+def test_a_dump_says_where_a_pass_has_left_the_text_alone(tmp_path: Path) -> None:
+    partc.compile(toy().step, "dp=2", plan=Plan(preset="ddp"), dump=tmp_path / "dump")
+    texts = [path.read_text("utf-8").partition("\n") for path in sorted(tmp_path.glob("dump/*"))]
+    alike = [False, *(a[2] == b[2] for a, b in pairwise(texts))]
+    assert [text[0].endswith(" calls; text unchanged)") for text in texts] == alike
+    assert {True, False} == {*alike}
 
 
 def test_a_stage_counts_its_own_calls(tmp_path: Path) -> None:

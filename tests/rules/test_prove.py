@@ -107,8 +107,16 @@ def test_failed_proof_says_how() -> None:
     proof = prove(call(aten.silu.default, f(12)), Strategy((cut(0),), (R,)), 2)
     assert str(proof) == (
         "aten.silu.default(f32[12]) on 2 ranks: cut 0 -> R FAILS with given literals and even "
-        "pieces: off by inf, allowed is 1e-09"
+        "pieces: the result is f64[12], and R makes f64[6] of the ranks' f64[6]"
     )
+
+
+def test_failed_proof_names_the_result_of_another_shape() -> None:
+    sorts = call(aten.max.dim, X, 1)
+    proof = prove(sorts, Strategy((cut(0),), (cut(0), R)), 2)
+    assert str(proof).endswith("result 1 is i64[12], and R makes i64[6] of the ranks' i64[6]")
+    added = prove(call(aten.mm.default, X, f(24, 36)), Strategy((U, U), (U,)), 2)
+    assert "off by" in str(added)
 
 
 def test_random_draws_are_proved_by_their_moments() -> None:
