@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from partc.program import Program, load
     from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from partc.program.checkpoints.checkpoints import Checkpoints
+    from partc.program.checkpoints.export import export_safetensors
     from partc.recipe import with_model
     from partc.reports.report import Report as Report  # the first name of ReportPage
     from partc.reports.report import ReportPage, report
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoints", "Controller", "Mesh", "PartcError", "Picture", "Plan", "Program",
     "Raised", "ReportPage", "ScriptLoss", "StepGuard", "Topology", "Traced", "compile",
-    "graph_pass", "load", "load_checkpoint", "parallelize", "partition", "picture", "report",
+    "export_safetensors", "graph_pass", "load", "load_checkpoint", "parallelize", "partition", "picture", "report",
     "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
@@ -56,6 +57,7 @@ _MODULES = {
     "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",
+    "export_safetensors": "program.checkpoints.export",
     "graph_pass": "passes.own_passes",
     "load": "program",
     "load_checkpoint": "program.checkpoints.checkpoint",
