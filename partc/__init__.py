@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from partc.program import Program, load
     from partc.program.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from partc.program.checkpoints.checkpoints import Checkpoints
+    from partc.program.checkpoints.export import export_safetensors
     from partc.recipe import with_model
+    from partc.replanned import replan
     from partc.reports.report import Report as Report  # the first name of ReportPage
     from partc.reports.report import ReportPage, report
     from partc.trace.script_loss import ScriptLoss
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoints", "Controller", "Mesh", "PartcError", "Picture", "Plan", "Program",
     "Raised", "ReportPage", "ScriptLoss", "StepGuard", "Topology", "Traced", "compile",
-    "graph_pass", "load", "load_checkpoint", "parallelize", "partition", "picture", "report",
-    "save_checkpoint", "verify", "with_model", "with_variants",
+    "export_safetensors", "graph_pass", "load", "load_checkpoint", "parallelize", "partition", "picture", "replan",
+    "report", "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -56,12 +58,14 @@ _MODULES = {
     "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",
+    "export_safetensors": "program.checkpoints.export",
     "graph_pass": "passes.own_passes",
     "load": "program",
     "load_checkpoint": "program.checkpoints.checkpoint",
     "parallelize": "wrappers.parallel",
     "picture": "pictures.picture",
     "partition": "lowering",
+    "replan": "replanned",
     "report": "reports.report",
     "save_checkpoint": "program.checkpoints.checkpoint",
     "verify": "verification.verification",

@@ -138,6 +138,11 @@ class Recipe:
             made = self.compile(step, first.mesh, plan)
         return replace(made, made_for=wanted, recipe=self, hooks=first.hooks)
 
+    def step_of(self, first: Program) -> Traced:
+        """The step of the first program, to be compiled by another plan; within ``as_wanted``."""
+        wanted = first.wanted
+        return Traced(self.model, self._given(wanted, first), self.loss, wanted.kind)
+
     def also(
         self, given: tuple[Any, ...], loss: Callable[..., Any] | None, first: Program
     ) -> Program:

@@ -9,7 +9,7 @@ from partc.cli.terminal import tell
 from partc.errors import UsageError
 
 # arguments that name a folder
-FOLDERS = ("folder", "folders", "old", "new", "what", "dump", "run", "program")
+FOLDERS = ("folder", "folders", "old", "new", "what", "dump", "run", "program", "checkpoint")
 FILES = ("trace", "svg", "mesh", "plan", "out")  # arguments that may name a file
 
 

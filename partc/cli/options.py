@@ -34,6 +34,8 @@ examples:
   partc calibrate --ranks 4 -o mesh.toml         or on several machines
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
+  partc replan build/ --devices 3 --model mypackage.train:setup -o build-3/
+  partc export run/ -o weights/ --config model/config.json     for from_pretrained
   partc launch build/ --emit slurm --script train.py      files for a cluster; nothing is started
   partc watchdog -- torchrun --nproc-per-node 4 --max-restarts 3 train.py
   torchrun --nproc-per-node 4 -m partc doctor build/      what is wrong on these ranks, and between
@@ -203,6 +205,16 @@ COMMANDS: dict[str, Command] = {
         "Write the files with which torchrun, Slurm, Kubernetes, SkyPilot or TorchX start a "
         "saved program; nothing is started.",
         "launch_commands:launch_command", "launch_options:launch_options",
+    ),
+    "replan": Command(
+        "Compile a saved program's model for another number of ranks, with the same global "
+        "batch, and with what its plan decided, as far as that can stay.",
+        "replan_command:replan_command", "replan_command:replan_options",
+    ),
+    "export": Command(
+        "Write the model of a checkpoint as safetensors files, as Hugging Face's loaders read "
+        "them.",
+        "export_command:export_command", "export_command:export_options",
     ),
     "completion": Command(
         "Print a script that lets a shell complete partc's commands, options, folders and "

@@ -29,6 +29,13 @@ def if_program(folder: Path) -> str:
     )
 
 
+def if_weights(folder: Path) -> str:
+    """What to do with a folder of safetensors files alone, as of Hugging Face; "" for another."""
+    if next(folder.glob("*.safetensors"), None) is None:
+        return ""
+    return f"It has weights alone: stage.load_full({str(folder)!r}) takes them."
+
+
 def if_of_torch(folder: Path) -> str:
     """What to do with a folder of torch.distributed.checkpoint, or above some; "" for another."""
     saved = next((p for p in (folder, *sorted(folder.glob("*"))) if (p / DCP).is_file()), None)

@@ -6,7 +6,7 @@ The safetensors package reads the header, and refuses a file with a byte that no
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Typed = tuple[Sequence[int], torch.dtype]  # a tensor's shape and dtype
 # Dtypes that the format has no word for are kept as bytes, `u8[..., itemsize]`. This entry of the
 # file's metadata says which: {"name of the tensor": "complex128"}.
 OTHER_DTYPES = "partc.dtypes"
@@ -50,20 +51,21 @@ def parts_of(
     """The bytes of a file, in order: its header, then each tensor's memory, of which no copy is
     made where the tensor is contiguous and on the CPU.
     """
-    yield _header_of(tensors, notes)
+    yield header_of({name: (x.shape, x.dtype) for name, x in sorted(tensors.items())}, notes)
     for _, tensor in sorted(tensors.items()):
-        yield _bytes_of(tensor)
+        yield bytes_of(tensor)
 
 
-def _header_of(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None) -> bytes:
+def header_of(typed: Mapping[str, Typed], notes: Mapping[str, str] | None = None) -> bytes:
+    """What a file has before the memory of its tensors, which follow in this order."""
     header: dict[str, Any] = {}
     end, others = 0, {}
-    for name, tensor in sorted(tensors.items()):
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entry = {"dtype": NAMES.get(tensor.dtype, "U8"), "shape": list(tensor.shape)}
-        if tensor.dtype not in NAMES:
-            entry["shape"] = [*tensor.shape, tensor.dtype.itemsize]
-            others[name] = str(tensor.dtype).removeprefix("torch.")
+    for name, (shape, dtype) in typed.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        entry = {"dtype": NAMES.get(dtype, "U8"), "shape": list(shape)}
+        if dtype not in NAMES:
+            entry["shape"] = [*shape, dtype.itemsize]
+            others[name] = str(dtype).removeprefix("torch.")
         header[name] = {**entry, "data_offsets": [start, end]}
     said = {**(notes or {}), **({OTHER_DTYPES: json.dumps(others)} if others else {})}
     header |= {"__metadata__": said} if said else {}
@@ -72,7 +74,8 @@ def _header_of(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None) -
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's memory, of which no copy is made where it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().flatten()
     memory: Any = flat.view(torch.uint8).numpy()
     return memoryview(memory)
@@ -100,11 +103,15 @@ class TensorFile(Mapping[str, Tensor]):
         self._others = self._dtypes_of(self.notes.pop(OTHER_DTYPES, "{}"))
 
     def __getitem__(self, name: str) -> Tensor:
+        return self.mapped(name).clone()  # what is mapped changes with the file
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor over the file itself: what is read of it is read from disk, and no more."""
         if name not in self._known:
             raise KeyError(name)
         self.typed(name)
         try:
-            found: Tensor = self._file.get_tensor(name).clone()  # not a view of the file
+            found: Tensor = self._file.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
             self._refuse(f"{name!r} cannot be read: {error}")
         if name not in self._others:
@@ -199,7 +206,10 @@ def _of_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Several tensor files as one mapping; a name that stands in two of them is refused."""
+    """Several tensor files as one mapping; a name that stands in two of them is refused.
+
+    Its tensors are over the files: a rank that copies its pieces of them reads these alone.
+    """
 
     def __init__(self, *paths: str | Path) -> None:
         self._file_of: dict[str, TensorFile] = {}
@@ -215,7 +225,7 @@ class TensorFiles(Mapping[str, Tensor]):
                 self._file_of[name] = file
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name][name]
+        return self._file_of[name].mapped(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)

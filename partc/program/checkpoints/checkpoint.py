@@ -37,7 +37,7 @@ from partc.program.checkpoints.snapshot import (
     trained,
 )
 from partc.program.checkpoints.writing import Writer
-from partc.program.folders import if_of_torch, if_program
+from partc.program.folders import if_of_torch, if_program, if_weights
 from partc.program.optimizer.same_optimizer import (
     check_same_groups,
     check_same_optimizer,
@@ -201,7 +201,7 @@ def latest(folder: str | Path) -> Path:
         if path.is_file():
             why = "it is a file, and a checkpoint is the folder that save_checkpoint makes"
             do = "Name that folder; weights alone go through stage.load_full(torch.load(path))."
-        do = if_program(path) or if_of_torch(path) or do
+        do = if_program(path) or if_of_torch(path) or if_weights(path) or do
         if cut_off := [each.name for each in path.glob("step-*")]:
             why += f": {cut_off[0]} has no {MANIFEST}"
             do = "Copy the checkpoint with all of its files, or name another."

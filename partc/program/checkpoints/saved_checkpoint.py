@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import LoadError, PartcError
+from partc.plan.batch import Dealt
 from partc.plan.mesh import ISLAND, PP, Mesh
-from partc.plan.sharding import cut, join_pieces
+from partc.plan.sharding import take_piece
 from partc.plan.wires import is_residual
 from partc.program.checkpoints.files import NAME, FileEntry, file_name, has_size, sha256_of
 from partc.program.checkpoints.plain_states import check_entry
@@ -36,7 +37,8 @@ from partc.program.tensorfile import TensorFile
 MANIFEST = CHECKPOINT
 SCHEMA = 3
 MAX_BYTES = 512_000_000
-SUMS, ISLANDS, STATES = "sums", "islands", "states"  # entries that not every checkpoint has
+# entries that not every checkpoint has
+SUMS, ISLANDS, STATES, MODEL = "sums", "islands", "states", "model"
 CUTS = "partc.cuts"  # a rank's file says here how its tensors are sharded
 _DAMAGE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError,
@@ -66,6 +68,8 @@ class Saved:
     sums: dict[str, Any] = field(default_factory=dict)  # whose residuals it has (`residuals.py`)
     islands: dict[str, Any] = field(default_factory=dict)  # how they met (`residuals.py`)
     states: dict[str, Any] = field(default_factory=dict)  # of schedulers (`script_states.py`)
+    # the names of the model's own state dict, in its order; a tied one has the first name
+    model: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Saved:
@@ -83,7 +87,7 @@ class Saved:
     def _checked(cls, path: Path, fields: Any) -> Saved:
         if fields["schema"] != SCHEMA:
             refuse(path, f"it has schema {fields['schema']!r}", f"This partc reads {SCHEMA}.")
-        if fields.keys() - {SUMS, ISLANDS, STATES} != _ENTRIES:
+        if fields.keys() - {SUMS, ISLANDS, STATES, MODEL} != _ENTRIES:
             raise ValueError(f"its entries differ in {sorted(fields.keys() ^ _ENTRIES)}")
         rest = {name: entry for name, entry in fields.items() if name != "sha256"}
         if digest_of(rest) != fields["sha256"]:
@@ -102,7 +106,7 @@ class Saved:
             tuple(map(_group, fields["optimizer"])), {}, fields["sha256"],
             (_int(fields["random"]["seed"]), _whole(fields["random"]["step"])), fields["data"],
             dict(fields.get(SUMS, {})), _met(fields.get(ISLANDS, {})),
-            check_entry(fields.get(STATES, {})),
+            check_entry(fields.get(STATES, {})), _model(fields.get(MODEL, {}), shards),
         )  # fmt: skip
 
     # the files of ranks --------------------------------------------------------------------------
@@ -115,12 +119,16 @@ class Saved:
         share = range(dist.get_rank(), self.mesh.num_ranks, dist.get_world_size())
         reads = (rank for key, shard in wanted.items() for rank in self._ranks(key, shard, stage))
         for rank in sorted({*share, *reads}):
-            for name in self._names(rank):
-                file = self.path / name
-                whole = has_size(file, self.files[name])
-                if not whole or sha256_of(file) != self.files[name].sha256:
-                    refuse(file, "it is missing or damaged", "Restore it, or load an older step.")
-            self.prove(rank)
+            self.check(rank)
+
+    def check(self, rank: int) -> None:
+        """LoadError if a file of a rank is damaged, or holds other tensors than the list says."""
+        for name in self._names(rank):
+            file = self.path / name
+            whole = has_size(file, self.files[name])
+            if not whole or sha256_of(file) != self.files[name].sha256:
+                refuse(file, "it is missing or damaged", "Restore it, or load an older step.")
+        self.prove(rank)
 
     def prove(self, rank: int) -> None:
         """LoadError unless a rank's files have what they have to, in these shapes, dtypes and cuts;
@@ -196,22 +204,26 @@ class Saved:
             return torch.zeros(wanted.local_shape(stage.mesh), dtype=wanted.dtype)
         if self._is_as_saved(shard, wanted, stage):
             return self._read(key, self._here(shard, stage))
-        whole = self._mean_of_islands(key, shard)
+        whole = self.whole(key)
         if is_residual(wanted.name) and shard.shape != wanted.shape:
             beside = prod(stage.mesh.size(axis) for axis, dim, _ in wanted.cuts if dim == 1)
             whole = fitted(wanted.name, whole, wanted.shape, beside)
         return wanted.take(whole, stage.mesh, stage.coords)
 
-    def _mean_of_islands(self, key: str, shard: Shard) -> Tensor:
-        """The whole tensor; where islands have saved copies of their own, the mean of these."""
+    def whole(self, key: str) -> Tensor:
+        """The whole tensor; where islands have saved copies of their own, the mean of these.
+
+        Beside it in memory is one rank's piece, and one island's copy if there are several.
+        """
+        shard = self.shards[key]
         if self.mesh.islands == 1:
-            return self._join(key, shard, 0, {})
-        total = self._join(key, shard, 0, {ISLAND: 0})
+            return self._join(key, shard, {})
+        total = self._join(key, shard, {ISLAND: 0})
         if not total.is_floating_point() and not total.is_complex():
             return total
         for i in range(1, self.mesh.islands):
-            total = total + self._join(key, shard, 0, {ISLAND: i})
-        return total / self.mesh.islands
+            total += self._join(key, shard, {ISLAND: i})
+        return total.div_(self.mesh.islands)
 
     def _is_as_saved(self, shard: Shard, wanted: Shard, stage: Stage) -> bool:
         alike = self.mesh == stage.mesh and shard.cuts == wanted.cuts
@@ -225,14 +237,27 @@ class Saved:
         either = (self.islands.keys() | mine.keys()) - {MET}
         return all(self.islands.get(name) == mine.get(name) for name in either)
 
-    def _join(self, key: str, shard: Shard, num_cuts: int, at: dict[str, int]) -> Tensor:
-        """Join a tensor's saved shards; ``at`` fixes coordinates of its first ``num_cuts`` axes."""
-        if num_cuts == len(shard.cuts):
+    def _join(self, key: str, shard: Shard, at: Mapping[str, int]) -> Tensor:
+        """Join a tensor's saved shards, of the ranks at ``at`` on axes that do not cut it."""
+        if not shard.cuts:
             return self._read(key, at)
-        axis, dim, outer = shard.cuts[num_cuts]
-        indices = range(self.mesh.size(axis))
-        parts = [self._join(key, shard, num_cuts + 1, {**at, axis: i}) for i in indices]
-        return join_pieces(parts, cut(dim, outer), outer)
+        whole = torch.empty(shard.shape, dtype=shard.dtype)
+        self._fill(whole, key, shard.cuts, at)
+        return whole
+
+    def _fill(self, into: Tensor, key: str, cuts: Dealt, at: Mapping[str, int]) -> None:
+        """Copy saved shards into a tensor, or a piece of one that these cuts still divide."""
+        if not cuts:
+            into.copy_(self._read(key, at))
+            return
+        axis, dim, outer = cuts[0]
+        num = self.mesh.size(axis)
+        for i in range(num):
+            piece = take_piece(into, dim, outer, num, i)
+            self._fill(piece, key, cuts[1:], {**at, axis: i})
+            if outer > 1:  # the piece is a copy of rows that lie apart
+                parts = into.unflatten(dim, (outer, num, -1)).select(dim + 1, i)
+                parts.copy_(piece.unflatten(dim, (outer, -1)))
 
     def _read(self, key: str, at: Mapping[str, int]) -> Tensor:
         """Read a shard from a file of the first rank that holds it."""
@@ -281,6 +306,19 @@ def _stage(mesh: Mesh, stage: Any = 0) -> int:
     if _whole(stage) >= mesh.pipeline_ranks:
         raise ValueError(f"there is no pipeline rank {stage}")
     return int(stage)
+
+
+def _model(entry: Any, shards: Mapping[str, Shard]) -> dict[str, str]:
+    """The names of the model's state dict, each with that of the tensor which it stands for."""
+    if not entry:
+        return {}
+    names, tied = entry["names"], entry["tied"]
+    if not isinstance(names, list) or not {*tied} <= {*names} or len({*names}) != len(names):
+        raise ValueError("the names of the model's state dict are malformed")
+    found = {_text(name): _text(tied.get(name, name)) for name in names}
+    if lacking := sorted({f"model/{first}" for first in found.values()} - shards.keys()):
+        raise ValueError(f"it lacks {lacking[0]}, which the model's state dict has")
+    return found
 
 
 def _met(entry: Any) -> dict[str, Any]:

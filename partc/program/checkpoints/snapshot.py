@@ -14,7 +14,7 @@ from partc.errors import RunError
 from partc.plan.mesh import PP
 from partc.plan.sharding import dtype_name
 from partc.program.checkpoints.generators import generators
-from partc.program.checkpoints.saved_checkpoint import ISLANDS, STATES, SUMS, digest_of
+from partc.program.checkpoints.saved_checkpoint import ISLANDS, MODEL, STATES, SUMS, digest_of
 from partc.program.optimizer.optimizers import check_of_stage
 from partc.program.optimizer.same_optimizer import CLASS, plain_values
 from partc.program.role import Shard
@@ -176,7 +176,18 @@ def _listed(stage: Stage, step: int, data: Any) -> dict[str, Any]:
         "random": {"seed": seed, "step": taken}, "data": data,
         **({SUMS: dict(stage.sums)} if stage.sums else {}),
         **({ISLANDS: stage.islands} if stage.islands else {}),
+        MODEL: _model(stage),
     }  # fmt: skip
+
+
+def _model(stage: Stage) -> dict[str, Any]:
+    """The names of the model's own state dict, and which of them are second ones of tied tensors.
+
+    Constants of a step and buffers that a state dict leaves out are saved too, and not among them.
+    """
+    firsts = stage.saved_names()
+    tied = {name: first for name, first in firsts.items() if name != first}
+    return {"names": list(firsts), "tied": tied}
 
 
 def _facts(

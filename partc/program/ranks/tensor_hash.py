@@ -13,7 +13,9 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-SAMPLES = 4096  # elements that tell models of other seeds apart; files may be larger than memory
+# Elements that tell models of other seeds apart: so many runs of so many. Of a file, which may be
+# larger than memory, a run is one page.
+RUNS, IN_A_RUN = 64, 64
 WORDS = 1 << 22  # of 4 bytes, which are widened at once on a GPU: 32 MB
 ODD, SHIFT = -7046029254386353131, 0x7FEB352D  # 2**64 / golden ratio as int64; any number
 
@@ -29,9 +31,13 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
 
 @torch.no_grad()
 def sampled(tensor: Tensor, dtype: torch.dtype) -> int:
-    """The number of some elements, evenly spaced, in a dtype: the same for copies on any device."""
+    """The number of some elements, in runs that are evenly spaced, in a dtype: the same for copies
+    on any device.
+    """
     flat = tensor.detach().reshape(-1)
-    return hashes_of([flat[:: max(1, flat.numel() // SAMPLES)].cpu().to(dtype)])[0]
+    if (step := flat.numel() // RUNS) > IN_A_RUN:
+        flat = flat[: step * RUNS].view(RUNS, step)[:, :IN_A_RUN]
+    return hashes_of([flat.cpu().to(dtype)])[0]
 
 
 def joined(numbers: Sequence[int]) -> int:

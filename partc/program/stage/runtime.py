@@ -272,11 +272,17 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         """
         self.writes.check()
         self.check_together("full_state_dict")
+        names = self.saved_names()
+        firsts = dict.fromkeys(names.values())
+        whole = {first: self._tensors.whole(first).to("cpu", copy=True) for first in firsts}
+        return given_whole({name: whole[first] for name, first in names.items()})
+
+    def saved_names(self) -> dict[str, str]:
+        """The names of the model's own state dict, whichever ranks hold them, in its order; each
+        with the first name of its tensor, which is another one where it is tied.
+        """
         tensors = self._tensors
-        names = list(tensors.saved_names(self.shards))
-        firsts = dict.fromkeys(map(tensors.first_name, names))
-        whole = {first: tensors.whole(first).to("cpu", copy=True) for first in firsts}
-        return given_whole({name: whole[tensors.first_name(name)] for name in names})
+        return {name: tensors.first_name(name) for name in tensors.saved_names(self.shards)}
 
     @property
     def sums(self) -> Mapping[str, Any]:
