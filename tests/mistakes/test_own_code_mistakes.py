@@ -269,7 +269,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         wrong_pass, ("pass other_op (", "disable=['other_op']", "These differ most"),
     ),
     "a rule that is wrong": (
-        wrong_rule, ("rule of aten._softmax (", "prove it", "These differ most"),
+        wrong_rule, ("rules of aten._softmax (", "prove them", "These differ most"),
     ),
     "a letter of no operand": (
         lambda: ruled("ab->az"),
