@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 
 import torch
@@ -35,6 +32,7 @@ from partc.program.ranks.meeting import (
     open_store,
     start_group,
 )
+from partc.program.ranks.missing import check_interface, said_if_alone, said_if_waiting
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.ranks.waiting import waiting
 from partc.program.stage.runtime import Stage
@@ -43,7 +41,6 @@ from partc.trace.own_transfers import ASKED
 from partc.wrong_calls import quoted
 
 LOG = logging.getLogger("partc")
-WAIT_S = 30.0  # behind which a rank says that it waits for others
 JOIN_S = 1800.0  # until all ranks are there: some have more to do before it than others
 _JOINS = count()
 
@@ -94,26 +91,6 @@ def join(device: torch.device) -> None:
         _join(device)
     has_joined()
     waiting()
-
-
-@contextmanager
-def said_if_waiting(call: str) -> Iterator[None]:
-    """Say on this rank that it waits for the others, if a call of all ranks takes long to begin."""
-    rank = os.environ.get("RANK", "0")
-
-    def tell() -> None:
-        LOG.warning(
-            "partc: rank %s has waited %g s in %s for the other ranks. It is a call of all ranks: "
-            "each makes it, not behind `if rank == 0`.", rank, WAIT_S, call,
-        )  # fmt: skip
-
-    timer = threading.Timer(WAIT_S, tell)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _tell_what_is_not_set(program: Program) -> None:
@@ -249,13 +226,15 @@ def _join(device: torch.device) -> None:
     RunError on every rank if one ended by an error before this, or never comes.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
+    check_interface(backend)
     if is_alone():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return
     try:
         number_of("RANK"), world_size()
-        store = open_store(JOIN_S, keeps_store(), next(_JOINS))
-        meet(store, {}, JOIN_S)
+        with said_if_alone():
+            store = open_store(JOIN_S, keeps_store(), next(_JOINS))
+            meet(store, {}, JOIN_S)
         start_group(backend, store)
     except NotMetError as error:
         raise RunError(

@@ -18,8 +18,9 @@ from partc.program import Program
 from partc.program.choices import check_fillers
 from partc.program.model.other_wrappers import is_zero, of_zero
 from partc.program.ranks.handshake import check_world, world_size
+from partc.program.ranks.missing import said_if_waiting
 from partc.program.stage.runtime import Stage
-from partc.program.start import device_of, join, said_if_waiting
+from partc.program.start import device_of, join
 from partc.recipe import Recipe
 from partc.trace.arguments import Given
 from partc.trace.no_model import check_model

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from partc.errors import RunError
 from partc.program import start as begin
-from partc.program.ranks import meeting
+from partc.program.ranks import meeting, missing
 from partc.program.ranks.meeting import (
     NotMetError,
     Watch,
@@ -322,11 +322,60 @@ def test_a_stage_of_one_rank_alone_does_not_wait(port: int, tmp_path: Path) -> N
 def test_a_rank_says_that_it_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(begin, "WAIT_S", 0.05)
-    with begin.said_if_waiting("program.module()"):
+    monkeypatch.setattr(missing, "WAIT_S", 0.05)
+    with missing.said_if_waiting("program.module()"):
         time.sleep(0.5)
     assert "rank 0 has waited 0.05 s in program.module() for the other ranks" in caplog.text
     assert "not behind `if rank == 0`" in caplog.text
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_numbers_that_a_shell_has_kept_are_named_soon(
+    launched: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(missing, "ALONE_S", 0.05)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "gone.example")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with missing.said_if_alone():
+        time.sleep(0.5)
+    kept = "RANK=0, WORLD_SIZE=2, MASTER_ADDR=gone.example, MASTER_PORT=29500"
+    assert (f"has waited 0.05 s for other ranks. It is one of several by its environment alone, "
+            f"{kept}" in caplog.text) is not launched  # fmt: skip
+    assert ("unset RANK WORLD_SIZE" in caplog.text) is not launched
+
+
+JOINS = """
+import torch
+from partc.program.start import join
+join(torch.device("cpu"))
+"""
+
+
+def test_a_rank_that_joins_alone_says_what_its_environment_has() -> None:
+    script = "from partc.program import start\nfrom partc.program.ranks import missing\n" + JOINS
+    script = script.replace("\njoin(", "\nmissing.ALONE_S, start.JOIN_S = 0.1, 2.0\njoin(")
+    port = free_port()
+    alone = start(["-c", script], 0, port, TORCHELASTIC_USE_AGENT_STORE="False")
+    told = alone.communicate(timeout=patience(60))[1]
+    assert alone.returncode == 1
+    assert f"RANK=0, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in told
+    assert "of 2 ranks, [1] did not come within 2 s" in told
+
+
+def test_an_interface_that_is_not_there_is_named(port: int) -> None:
+    wrong, other = (
+        start(["-c", JOINS], rank, port, GLOO_SOCKET_IFNAME=("nowhere0", "lo")[rank])
+        for rank in (0, 1)
+    )
+    told = [rank.communicate(timeout=patience(60))[1] for rank in (wrong, other)]
+    assert "GLOO_SOCKET_IFNAME=nowhere0: this host has no network interface nowhere0" in told[0]
+    assert "name one of lo" in told[0]
+    assert "rank 1: the ranks do not meet (rank 0 cannot begin" in told[1]
 
 
 def test_a_script_that_ends_before_it_joins_tells_the_others(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from partc.api import compile
 from partc.program.ranks import waiting
-from partc.program.ranks.places import Place, apart, stand
+from partc.program.ranks.places import Place, apart, elsewhere, stand
 from partc.verification.processes import Processes
 from tests.patience import patience
 
@@ -37,6 +37,37 @@ for _ in range(4 - dist.get_rank()):
     model.step(torch.ones(2, 4) + dist.get_rank())
 dist.barrier()
 """
+ALONE = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+import partc
+from partc.program.ranks import waiting
+
+waiting.WAIT_S, waiting.END_S, waiting.LOOK_S = 1.0, 3.0, 0.2
+dist.init_process_group("gloo")
+model = partc.parallelize(nn.Linear(4, 4), "dp=2", plan="fsdp")
+optimizer = torch.optim.Adam(model.parameters())
+calls = {
+    "first": lambda: model(torch.ones(2, 4)),
+    "states": lambda: model.state_dict(),
+    "norm": lambda: [p.norm() for p in model.parameters()],
+    "clips": lambda: model.clip_grad_norm_(1.0),
+    "optimizer": lambda: model.full_optim_state_dict(optimizer),
+}
+if sys.argv[1] != "first":
+    model(torch.ones(2, 4) + dist.get_rank()).mean().backward()
+    optimizer.step()
+if dist.get_rank() == 0:
+    calls[sys.argv[1]]()
+dist.barrier()
+"""
+IN_ALONE = {  # what is said of each of its calls, and the last one of the other rank
+    "first": ("a call of the model, at train.py:12 (", "none"),
+    "states": ("full_state_dict, at train.py:13 (", "backward 1"),
+    "norm": ("train.py:14 (", "backward 1"),
+    "clips": ("clip_grad_norm_, at train.py:15 (", "backward 1"),
+    "optimizer": ("full_optim_state_dict, at train.py:16 (", "backward 1"),
+}
 STANDS = Place("step 3", inside=False, line="train.py:9", waits=True, moves=6, beat=2)
 
 
@@ -55,6 +86,27 @@ def test_a_rank_with_fewer_batches_is_named_and_the_job_ends(tmp_path: Path) -> 
     assert f"rank 0, step 4: it has waited 1 s; {place}" in done.stderr
     assert f"rank 0 ends: rank 0, step 4: it has waited 2 s; {place}" in done.stderr
     assert "drop_last=True" in done.stderr
+
+
+@pytest.mark.gloo
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("call", IN_ALONE)
+def test_a_call_behind_if_rank_0_is_named_on_both_sides(tmp_path: Path, call: str) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "train.py", call],
+        cwd=tmp_path, capture_output=True, text=True, timeout=patience(), check=False,
+    )  # fmt: skip
+    assert done.returncode
+    at, last = IN_ALONE[call]
+    lines = [line for line in done.stderr.splitlines() if "has waited 1 s" in line]
+    told = f"rank 0, {at}"
+    place = f"its last was {last}, and it is at train.py:23 (dist.barrier())"
+    assert any(line.startswith(f"partc: {told}") and place in line for line in lines), done.stderr
+    assert any(line.startswith(f"partc: rank 1 is waited for: {told}") for line in lines)
+    assert f"partc, rank 0 ends: {told}" in done.stderr
+    assert "not behind `if rank == 0`" in lines[0]
 
 
 LEAVES = """
@@ -86,7 +138,8 @@ def test_a_rank_that_has_left_is_named_where_another_fails(tmp_path: Path) -> No
     (log,) = tmp_path.glob("*/attempt_0/0/stderr.log")
     lines = [line for line in log.read_text().splitlines() if "TransferError" in line]
     assert lines, log.read_text()
-    assert "rank 1 has ended: its script came to its end" in lines[0]
+    assert "rank 0, step 4: a transfer failed: rank 1 has ended: its script came" in lines[0]
+    assert "to its end, behind step 3" in lines[0]
     assert "drop_last=True" in lines[0]
 
 
@@ -178,3 +231,14 @@ def test_a_rank_that_has_ended_the_step_is_not_named() -> None:
     assert apart("step 7", {1: replace(STANDS, call="step 7")}) == {}
     assert [*apart("step 7", {1: replace(STANDS, call="step 6")})] == [1]
     assert apart("step 7", {1: replace(STANDS, call="step 6", inside=True)}) == {}
+
+
+def test_a_rank_that_has_begun_as_many_calls_is_not_named() -> None:
+    far = replace(STANDS, call="save_checkpoint 2", begun={"step": 7})
+    assert apart("step 7", {1: far}) == {}
+    assert [*apart("step 8", {1: far})] == [1]
+
+
+def test_ranks_at_one_line_wait_together() -> None:
+    there = {1: STANDS, 2: replace(STANDS, line="train.py:3"), 3: replace(STANDS, waits=False)}
+    assert [*elsewhere("train.py:9", there)] == [2, 3]

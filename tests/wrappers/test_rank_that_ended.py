@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from tests.patience import patience
 
@@ -47,6 +49,58 @@ for name, call in calls.items() if accelerator.process_index else ():
 """
 NAMES = ["loss.backward()", "full_optim_state_dict", "gather", "reduce", "gather_for_metrics",
          "wait_for_everyone"]  # fmt: skip
+
+
+FIRST = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+import partc
+from partc.errors import TransferError
+
+dist.init_process_group("gloo")
+x, loss = torch.ones(2, 4), lambda model, x: model(x).mean()
+made = lambda **named: partc.parallelize(nn.Linear(4, 4), "dp=2", plan="fsdp", **named)
+calls = {
+    "step": lambda: made(loss=loss).step(x),
+    "eval_step": lambda: made(loss=loss).eval_step(x),
+    "compile_for": lambda: made(loss=loss).compile_for(x),
+    "another loss": lambda: made(loss=loss).also(loss).step(x),
+    "forward": lambda: made()(x),
+    "evaluation": lambda: made().eval()(x),
+}
+model = made()
+if dist.get_rank() == 0:
+    exec({"fails": "1 / 0", "exits": "sys.exit(0)"}[sys.argv[1]])
+for name, call in calls.items():
+    try:
+        call()
+    except TransferError as error:
+        print("rank 1,", name, error, flush=True)
+"""
+ENDS = {
+    "fails": "has failed: ZeroDivisionError", "exits": "has ended: its script came to its end",
+}  # fmt: skip
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("how", ENDS)
+def test_a_first_call_names_the_rank_that_has_ended(tmp_path: Path, how: str) -> None:
+    (tmp_path / "train.py").write_text(FIRST)
+    # kept here, as by a launcher that lets the others go on where one has ended
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        **os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, "train.py", how], cwd=tmp_path, env={**common, "RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) for rank in range(2)
+    ]  # fmt: skip
+    _, told = (process.communicate(timeout=patience())[0] for process in started)
+    named = [line for line in told.splitlines() if f"failed: rank 0 {ENDS[how]}" in line]
+    assert len(named) == 6, told
 
 
 @pytest.mark.gloo

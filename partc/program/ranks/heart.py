@@ -82,7 +82,7 @@ def _program_line(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(TEXT):
-            text, _, at = linecache.getline(file, frame.f_lineno).partition("  # <- ")
+            text, _, at = linecache.getline(file, frame.f_lineno or 0).partition("  # <- ")
             text = " ".join(text.partition("  # ")[0].split())
             place = f" for {at.strip()}" if at else ""
             return f"{file_of(file)}:{frame.f_lineno} {text}{place}"

@@ -129,7 +129,7 @@ def is_in_transfer(frame: FrameType | None) -> bool:
 
 
 def _is_of_partc(frame: FrameType | None) -> bool:
-    """Whether a thread is in a transfer that a line of partc has begun, and not one of the script."""
+    """Whether a thread is in a transfer that a line of partc has begun, and none of the script."""
     sends = is_in_transfer(frame)
     while sends and frame is not None and not _is_of_script(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_HERE):
@@ -166,7 +166,7 @@ def _spot_of(frame: FrameType | None) -> int:
 
 
 def _text_of(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
 
 
 def _is_of_script(file: str) -> bool:
@@ -178,7 +178,7 @@ def script_line(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if _is_of_script(file):
-            text = linecache.getline(file, frame.f_lineno).strip()
+            text = linecache.getline(file, frame.f_lineno or 0).strip()
             return f"{Path(file).name}:{frame.f_lineno}" + (f" ({text})" if text else "")
         frame = frame.f_back
     return ""

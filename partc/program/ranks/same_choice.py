@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from partc.program.tensors.holders import exchange_texts
 
+_GROUPS = WeakKeyDictionary[Any, Any]()  # by a default group partc's own of the same ranks
 LEAST = -(1 << 63) + 1  # of kinds that a rank is not
 
 
@@ -29,10 +31,8 @@ class SameChoice:
         """
         self._at, self._num, self._unlike = 2 + 2 * kind, 2 + 2 * num_kinds, unlike
         self.alone = dist.get_world_size() == 1
-        self._group: Any = None
+        self._group: Any = None if self.alone else _own_group()
         self._host = torch.device("cpu")
-        if not self.alone and "gloo" not in dist.get_backend_config():
-            self._group = dist.new_group(backend="gloo")
 
     def differing(self, text: str, beside: int = 0) -> list[str]:
         """Every rank's text if they differ, in rank order; empty if all ranks have this one.
@@ -63,6 +63,16 @@ class SameChoice:
     def texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order."""
         return [text] if self.alone else exchange_texts(text, self._group, self._host)
+
+
+def _own_group() -> Any:
+    """A group of all ranks that no script sends over: what it sends while others compare, as one
+    that has left its loop before them, waits, and is not taken for a comparison.
+    """
+    world = dist.group.WORLD
+    if world not in _GROUPS:
+        _GROUPS[world] = dist.new_group(backend="gloo")
+    return _GROUPS[world]
 
 
 @lru_cache(maxsize=1024)

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -58,7 +59,7 @@ class Waiting(threading.Thread):
 
     def __init__(self, world: Any) -> None:
         super().__init__(daemon=True, name="partc waits")
-        self.world, self.rank, self.size = world, dist.get_rank(), dist.get_world_size()
+        self.world, self.rank, self.size = ref(world), dist.get_rank(), dist.get_world_size()
         self.of, self.over = threading.get_ident(), threading.Event()
         self.counts, self.call, self.inside = Counter[str](), "", False
         self.around, self.last, self.entered = "", "", 0
@@ -191,7 +192,7 @@ class Waiting(threading.Thread):
         if away and self.told != turn:
             self.told = turn
             self._tell(str(told_of(self.rank, mine, away, WAIT_S)), away)
-        if not away or not mine.inside or not stand(before, others, self.size - 1):
+        if not away or not stand(before, others, self.size - 1):
             self.alike_since = time.monotonic()
         elif time.monotonic() - self.alike_since > END_S - WAIT_S:
             text = str(told_of(self.rank, mine, away, END_S))
@@ -236,7 +237,7 @@ def waiting() -> Waiting:
     """What looks at this rank, from its first step in a process group on."""
     world, thread = dist.group.WORLD, threading.get_ident()
     known = _NOW.get(thread)
-    if known is not None and known.world is world:
+    if known is not None and known.world() is world:
         return known
     if known is not None:
         known.over.set()
