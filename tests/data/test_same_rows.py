@@ -98,7 +98,7 @@ def by_accelerate(seed: int) -> None:
     from partc.wrappers.accelerate import Accelerator
 
     with as_torchrun():
-        accelerator = Accelerator("dp=2", plan="ddp", cpu=True)
+        accelerator = Accelerator(mesh="dp=2", plan="ddp", cpu=True)
         model, loader = accelerator.prepare(nn.Linear(8, 4), DataLoader(split(seed), 4))
         for (x,) in loader:
             accelerator.backward(model(x).square().mean())

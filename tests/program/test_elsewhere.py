@@ -241,3 +241,38 @@ def test_a_tensor_of_another_rank_says_where_it_is(world: Processes, tmp_path: P
     world.run(with_the_model, num=2)
     compiled()[1].save(tmp_path / "saved")
     world.run(without_the_model, tmp_path / "saved", num=2)
+
+
+def by_name(model: nn.Module, *, named: bool) -> list[dict[str, Any]]:
+    """Groups by whole names, of which each pipeline rank has one alone."""
+
+    def of(part: str) -> list[Any]:
+        pairs = [(name, x) for name, x in model.named_parameters() if name.startswith(part)]
+        return pairs if named else [x for _, x in pairs]
+
+    return [{"params": of("maker"), "lr": 0.1}, {"params": of("critic"), "weight_decay": 0.5}]
+
+
+def in_groups_by_name() -> None:
+    (model, program), noise = compiled(), torch.randn(8, 4, dtype=torch.float64)
+    dist.broadcast(noise, src=0)
+    for named in (False, True):
+        stage, reference = begun(program, model), copy.deepcopy(model)
+        ours, theirs = (
+            torch.optim.AdamW(by_name(each, named=named), lr=1e-2) for each in (stage, reference)
+        )
+        for _ in range(2):
+            ours.zero_grad()
+            theirs.zero_grad()
+            stage.step(noise)
+            maker_loss(reference, noise).backward()
+            ours.step()
+            theirs.step()
+        for name, tensor in stage.full_state_dict().items():
+            close(tensor, reference.get_parameter(name), name)
+        whole = stage.full_optim_state_dict(ours)
+        assert len(whole["state"]) == len(theirs.state_dict()["state"])
+
+
+def test_groups_by_name_of_which_a_rank_has_none(world: Processes) -> None:
+    world.run(in_groups_by_name, num=2)

@@ -4,6 +4,7 @@ and so is a loss that reads the weights from which that model began.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import partc
 from partc.errors import RunError
+from partc.verification.processes import Processes
 from tests.mistakes.things import one_rank
 
 X = torch.ones(4, 8)
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{each}")
+    for each in ("partc. the script keeps", "FSDP.state_dict_type", ".torch.jit")
+]
 
 
 def mean_square(model: nn.Module, x: torch.Tensor) -> Any:
@@ -62,20 +68,27 @@ def test_wrappers_of_torch_are_refused(wrapper: str, made: Callable[[], Any]) ->
     model.step(X)
 
 
+def in_pieces() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        for first in (False, True):
+            model = partc.parallelize(nn.Linear(8, 4), "dp=2", plan="fsdp", loss=mean_square)
+            if first:
+                model.step(X)
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+            with pytest.raises(RunError, match="ZeroRedundancyOptimizer: it is made over the"):
+                model.step(X)
+                optimizer.step()
+
+
+@pytest.mark.gloo
+def test_an_optimizer_in_pieces_of_torchs_own_is_refused(world: Processes) -> None:
+    world.run(in_pieces, num=2)
+
+
 @one_rank()
-@pytest.mark.parametrize("made", [before, behind], ids=lambda made: str(made.__name__))
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_an_optimizer_in_pieces_of_torchs_own_is_refused(made: Callable[[], Any]) -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = made()
-    with pytest.raises(RunError, match="ZeroRedundancyOptimizer: it is made over the"):
-        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).zero_grad()
-        model.step(X)
-
-
-@one_rank()
-@pytest.mark.filterwarnings("ignore:partc. the script keeps")
 def test_a_penalty_of_the_weights_of_before_is_refused() -> None:
     kept = nn.Linear(8, 4)
     model = partc.parallelize(kept, {}, plan="ddp")

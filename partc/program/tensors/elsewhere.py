@@ -174,7 +174,7 @@ def _watch_optimizers() -> None:
     @functools.wraps(plain)
     def made(self: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(params, Tensor):
-            params = list(params) or _for_none(type(self).__name__)
+            params = _named_alike(list(params)) or _for_none(type(self).__name__)
         plain(self, params, *args, **kwargs)
 
     Optimizer.__init__ = made  # type: ignore[method-assign]
@@ -190,6 +190,23 @@ def _watch_optimizers() -> None:
         return unscale(self, optimizer, inverse, found, *args)
 
     GradScaler._unscale_grads_ = unscaled  # type: ignore[method-assign, assignment]
+
+
+def _named_alike(params: list[Any]) -> list[Any]:
+    """Groups of parameters, of which an empty one has names where others have: on a pipeline rank
+    that trains none of a group's parameters there is none that would bring its name.
+    """
+    groups = [group for group in params if isinstance(group, dict) and "params" in group]
+    if not _ROOTS or len(groups) < len(params):
+        return params
+    for group in groups:
+        if not isinstance(group["params"], Tensor | set):
+            group["params"] = list(group["params"])
+    named = any(isinstance(x, tuple) for group in groups for x in group["params"])
+    for group in groups:
+        if named and len(group["params"]) == 0:
+            group.setdefault("param_names", [])
+    return params
 
 
 def _without_gradients(optimizer: Optimizer) -> StandIn | None:
