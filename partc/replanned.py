@@ -62,7 +62,9 @@ def replan(program: Program, mesh: int | MeshLike) -> Program:
         kept = carried(plan, _usual(step, plan, program.mesh), program.mesh, to, shapes)
         notes = (_told(program, plan, to, kept.dropped),)
         made = recipe.compile(step, _with_machines(program, to), kept.plan.changed(notes=notes))
-    made = replace(made, made_for=program.wanted, recipe=recipe, hooks=program.hooks)
+    made = replace(
+        made, made_for=program.wanted, recipe=recipe, hooks=program.hooks, target=program.target
+    )
     others = tuple(recipe.program(other.wanted, made) for other in program.others)
     return replace(made, others=others)
 
