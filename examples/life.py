@@ -2,7 +2,7 @@
 
 A Llama of transformers that reads bytes is trained on the sources of Python's standard library. Two
 of its ranks are killed, and it goes on from the last checkpoint; then it loses one for good, and
-goes on with three. What it has learned is exported, and plain transformers has the same loss with it.
+goes on with three. What it has learned is exported, and plain transformers has the same loss.
 """
 
 import json
@@ -26,8 +26,8 @@ import partc
 
 OUT = Path("build/life")
 LENGTH, ROWS = 64, 12  # bytes of a row; rows of a step, of all ranks together: 3 and 4 divide them
-STEPS_ON_4, STEPS, EVERY = 90, 120, 10
-KILLED = {0: (33, 2), 1: (67, 0)}  # by attempt: behind which step, and which rank
+STEPS, EVERY = 120, 10  # of the run; from one checkpoint to the next
+VICTIMS = 2, 0  # the ranks that are killed, one in each attempt
 HELD = 10  # batches that nobody trains on
 
 
@@ -53,10 +53,17 @@ def rows() -> tuple[TensorDataset, list[tuple[Tensor, Tensor]]]:
     return TensorDataset(ids[:num], targets[:num]), [*held]
 
 
+def killed_at(steps: int, attempt: int) -> tuple[int, int]:
+    """Behind which step an attempt to get so far loses a rank, and which one."""
+    if attempt < len(VICTIMS) and os.environ["WORLD_SIZE"] == "4":
+        return (attempt + 1) * steps // (len(VICTIMS) + 1) + 3, VICTIMS[attempt]
+    return 0, 0
+
+
 def train(build: str, steps: int) -> None:
     """What each rank does: go on from the newest checkpoint up to a step."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    at, victim = KILLED.get(attempt, (0, 0)) if steps == STEPS_ON_4 else (0, 0)
+    at, victim = killed_at(steps, attempt)
     dataset, held = rows()
     stage = partc.load(build).module()
     stage.load_full(OUT / "begin")
@@ -84,7 +91,7 @@ def train(build: str, steps: int) -> None:
         (OUT / "evaluated.json").write_text(json.dumps(sum(losses) / len(losses)))
 
 
-def main() -> None:
+def main(steps: int = STEPS) -> None:
     begun = time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
     torch.manual_seed(0)
@@ -98,9 +105,9 @@ def main() -> None:
     three.save(OUT / "build-3")
     print(f"  {partc.Plan.parse(three.plan).notes[0]}")
     tell("Four ranks train. Two of them are killed, one after the other.")
-    torchrun(4, OUT / "build-4", STEPS_ON_4)
+    torchrun(4, OUT / "build-4", steps * 3 // 4)
     tell("One rank is gone for good. Three go on.")
-    torchrun(3, OUT / "build-3", STEPS)
+    torchrun(3, OUT / "build-3", steps)
     trained = json.loads((OUT / "evaluated.json").read_text())
     tell("The newest checkpoint becomes files of weights, and plain transformers reads them.")
     partc.export_safetensors(OUT / "run", OUT / "weights", config=OUT / "begin")
@@ -122,10 +129,10 @@ def torchrun(num: int, build: Path, steps: int) -> None:
     """Train on so many ranks; torchrun starts them again when one is killed."""
     line: list[Any] = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", num]
     line += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    line += ["--max-restarts", len(KILLED), __file__, build, steps]
+    line += ["--max-restarts", len(VICTIMS), __file__, build, steps]
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "ERROR"}
     subprocess.run([*map(str, line)], check=True, env={**os.environ, **quiet})
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], int(sys.argv[2])) if len(sys.argv) > 1 else main()
+    train(sys.argv[1], int(sys.argv[2])) if "RANK" in os.environ else main(*map(int, sys.argv[1:]))

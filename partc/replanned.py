@@ -75,7 +75,8 @@ def _check_unedited(program: Program) -> None:
     edited = [n for n, text in program.sources.items() if printed.get(n, text) != text]
     if edited:
         raise UsageError(
-            where="replan", what=f"{edited[0]} was edited", why="what is compiled anew has no edits",
+            where="replan", what=f"{edited[0]} was edited",
+            why="what is compiled anew has no edits",
             do="Compile for the other ranks by partc.compile, and edit that; functions of hooks.py "
             "are taken over.",
         )  # fmt: skip

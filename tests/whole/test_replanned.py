@@ -44,7 +44,11 @@ def model_of() -> Model:
 
 BATCH = torch.randint(VOCAB, (ROWS, 6)), torch.randint(VOCAB, (ROWS, 6))
 PIPELINE = 'preset = "ddp"\nmicrobatches = 2\nschedule = "1f1b"'
-OWN = 'preset = "fsdp"\nrecompute = "block"\n[params]\n"head.weight" = {}\n"layers.*.0.weight" = { dp = 1 }'
+OWN = """preset = "fsdp"
+recompute = "block"
+[params]
+"head.weight" = {}
+"layers.*.0.weight" = { dp = 1 }"""
 BY_HAND = '[inputs]\nids = { dp = 0 }\nlabels = { dp = 0 }\n[params]\n"head.weight" = { dp = 0 }'
 
 
@@ -111,8 +115,9 @@ def test_what_does_not_divide_is_left_to_the_preset_and_told() -> None:
     first = partc.compile(model, "dp=4", batch, loss=loss_of, plan=OWN)
     plan = partc.Plan.parse(partc.replan(first, 5).plan)  # which does not divide 24 or 36
     assert dict(plan.stored("layers.1.0.weight")) == {}
-    assert plan.notes[0].endswith("left to the preset: layers.0.0.weight, layers.1.0.weight, "
-                                  "layers.2.0.weight")
+    assert plan.notes[0].endswith(
+        "left to the preset: layers.0.0.weight, layers.1.0.weight, layers.2.0.weight"
+    )
 
 
 def test_an_entry_that_nothing_replaces_is_refused() -> None:
