@@ -9,10 +9,13 @@ NO_PYTHON = .venv: cannot be made by $(or $(PYTHON),python3) (partc needs Python
 python3.11, python3.12, python3.13 and python3 are tried). Install one of them, or name yours: \
 make PYTHON=/path/to/python
 
-.PHONY: demo test exhaustive slow check clean
+.PHONY: demo train test exhaustive slow check clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
+
+train: $(STAMP)  # a run's whole life: ranks are killed, one is lost, and transformers reads what was learned
+	$(BIN)/python examples/life.py
 
 # workers wait for the processes of their tests, so that three fill two cores; conftest.py has the order
 SUITE := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder

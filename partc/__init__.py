@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from partc.wrappers.parallel import parallelize
 
 __all__ = [
-    "Checkpoints", "Controller", "Mesh", "PartcError", "Picture", "Plan", "Program",
-    "Raised", "ReportPage", "ScriptLoss", "StepGuard", "Topology", "Traced", "compile",
-    "export_safetensors", "graph_pass", "load", "load_checkpoint", "parallelize", "partition", "picture", "replan",
-    "report", "save_checkpoint", "verify", "with_model", "with_variants",
+    "Checkpoints", "Controller", "Mesh", "PartcError", "Picture", "Plan", "Program", "Raised",
+    "ReportPage", "ScriptLoss", "StepGuard", "Topology", "Traced", "compile",
+    "export_safetensors", "graph_pass", "load", "load_checkpoint", "parallelize", "partition",
+    "picture", "replan", "report", "save_checkpoint", "verify", "with_model", "with_variants",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No

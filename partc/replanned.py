@@ -62,7 +62,9 @@ def replan(program: Program, mesh: int | MeshLike) -> Program:
         kept = carried(plan, _usual(step, plan, program.mesh), program.mesh, to, shapes)
         notes = (_told(program, plan, to, kept.dropped),)
         made = recipe.compile(step, _with_machines(program, to), kept.plan.changed(notes=notes))
-    made = replace(made, made_for=program.wanted, recipe=recipe, hooks=program.hooks)
+    made = replace(
+        made, made_for=program.wanted, recipe=recipe, hooks=program.hooks, target=program.target
+    )
     others = tuple(recipe.program(other.wanted, made) for other in program.others)
     return replace(made, others=others)
 
@@ -73,7 +75,8 @@ def _check_unedited(program: Program) -> None:
     edited = [n for n, text in program.sources.items() if printed.get(n, text) != text]
     if edited:
         raise UsageError(
-            where="replan", what=f"{edited[0]} was edited", why="what is compiled anew has no edits",
+            where="replan", what=f"{edited[0]} was edited",
+            why="what is compiled anew has no edits",
             do="Compile for the other ranks by partc.compile, and edit that; functions of hooks.py "
             "are taken over.",
         )  # fmt: skip

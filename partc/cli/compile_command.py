@@ -6,10 +6,11 @@ import argparse
 import shlex
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from partc.cli.early import check_compile
-from partc.cli.said import check_from_one, listed, sizes_said
+from partc.cli.said import check_from_one, listed, sizes_said, target_said
 from partc.cli.terminal import progress, tell
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def compile_command(args: argparse.Namespace) -> int:
             backend=args.backend, batch="local" if args.local_batch else None,
             dump=args.dump, disable=listed(args.disable),
         )  # fmt: skip
+    program = replace(program, target=target_said(args))
     program.save(args.out)
     _tell(args, program, time.monotonic() - start)
     return 0

@@ -34,7 +34,7 @@ examples:
   partc calibrate --ranks 4 -o mesh.toml         or on several machines
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
-  partc replan build/ --devices 3 --model mypackage.train:setup -o build-3/
+  partc replan build/ --devices 3 -o build-3/    the same batch on other ranks
   partc export run/ -o weights/ --config model/config.json     for from_pretrained
   partc launch build/ --emit slurm --script train.py      files for a cluster; nothing is started
   partc watchdog -- torchrun --nproc-per-node 4 --max-restarts 3 train.py

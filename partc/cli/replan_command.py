@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from dataclasses import replace
 
-from partc.cli.said import check_from_one
+from partc.cli.said import check_from_one, take_target, target_said
 from partc.cli.shared_options import add_folder, add_sizes
 from partc.cli.targets import target_of
 from partc.cli.terminal import progress, tell
@@ -16,7 +17,8 @@ def replan_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``partc replan``."""
     add_folder(parser)
     parser.add_argument(
-        "--model", required=True, help="model from which it was compiled, as for `partc compile`"
+        "--model",
+        help="model from which it was compiled, as for `partc compile`; left out, as that was told",
     )
     parser.add_argument(
         "--devices", metavar="N", type=int,
@@ -45,10 +47,12 @@ def replan_command(args: argparse.Namespace) -> int:
 
     check_output(args.out, written_files)
     program = load(args.folder)
+    take_target(args, program.target)
     target = target_of(args, args.folder, program)
     to = args.devices or args.mesh
     with progress(f"compiling for {args.mesh or f'{args.devices} ranks'}"):
         made = replan(with_model(program, target.model, target.loss), to)
+    made = replace(made, target=target_said(args))
     made.save(args.out)
     summed, run = Summary.of(made), launch_line(made, args.out)
     note = Plan.parse(made.plan).notes[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from partc.errors import UsageError
@@ -38,6 +38,32 @@ def sizes_said(args: argparse.Namespace) -> Any:
         )  # fmt: skip
     dtype = dtype_of(args.dtype)
     return Sizes(args.batch, args.seq, args.layers, dtype, not args.no_dropout)
+
+
+def target_said(args: argparse.Namespace) -> dict[str, str | int | bool]:
+    """What a command was told of the model, by option, as a saved program keeps it. Batch and
+    sequence are those of its inputs.
+    """
+    given = {name: getattr(args, name) for name in ("layers", "dtype", "no_dropout")}
+    kept = {name: each for name, each in given.items() if each not in _LEFT_OUT}
+    return {"model": args.model, **kept}
+
+
+def take_target(args: argparse.Namespace, kept: Mapping[str, str | int | bool]) -> None:
+    """Take what a saved program keeps of its model where the command is told of none; UsageError if
+    it keeps nothing.
+    """
+    if args.model:
+        return
+    check_compared(args)
+    if not kept:
+        raise UsageError(
+            where=f"--model of {args.folder}", what="the program does not say its model",
+            why="a script compiled it, and no command",
+            do="Write --model package.module:callable, what gives model, inputs and loss.",
+        )  # fmt: skip
+    for name, given in kept.items():
+        setattr(args, name, given)
 
 
 def check_explained(args: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -73,7 +73,7 @@ class World:
         return max(every, key=self._kept, default=None)
 
     def _kept(self, mesh: Mesh) -> tuple[int, ...]:
-        """How much of the axes that hold the model's parts is left, the first axes before others."""
+        """How much of the axes that hold parts of the model is left, the first before others."""
         model = [size for name, size in mesh.axes if name not in data_axes(self.mesh)]
         return prod(model), *model
 

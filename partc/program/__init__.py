@@ -105,6 +105,7 @@ class Program(NotAStage):
         others: programs of other shapes and modes, over the same weights.
         hooks: the text of ``hooks.py``, which its sources call; None: their calls change nothing.
         recipe: what compiles more of them, in the process that compiled this one.
+        target: how ``partc compile`` was told of the model, by option; empty where a script was.
     """
 
     plan: str
@@ -133,6 +134,7 @@ class Program(NotAStage):
     others: tuple[Program, ...] = ()
     hooks: str | None = None
     recipe: Recipe | None = field(default=None, compare=False, repr=False)
+    target: Mapping[str, str | int | bool] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", Sources(self.sources))
@@ -312,7 +314,7 @@ class Program(NotAStage):
             cost={"text": str(self.cost), "data": self.cost.as_json()},
             basis=self.basis, draws=self.draws, decided=self.decided, expected=self.expected,
             fixed=self.fixed or FixedText(), lines=self.lines, wanted=self.wanted,
-            others=tuple(map(str, range(len(self.others)))), files=digests,
+            others=tuple(map(str, range(len(self.others)))), files=digests, target=self.target,
         )  # fmt: skip
 
 
@@ -385,7 +387,7 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         decided=manifest.decided, expected=manifest.expected, fixed=manifest.fixed,
         lines=manifest.lines, made_for=manifest.wanted,
         others=tuple(_other(folder / OTHERS / name, manifest) for name in manifest.others),
-        hooks=read_hooks(folder, sources.values()),
+        hooks=read_hooks(folder, sources.values()), target=manifest.target,
     )  # fmt: skip
 
 

@@ -37,7 +37,8 @@ NAME = PROGRAM
 OTHERS = "programs"  # the folder with programs of other shapes and modes
 SCHEMA = 6
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
-MAX_BYTES, _OPTIONAL = 64_000_000, ("decided", "touched", "code")  # fields that may be left out
+MAX_BYTES = 64_000_000
+_OPTIONAL = ("decided", "touched", "code", "target")  # fields that may be left out
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
 NEEDED = {"plan.toml", "run.py", "constants.safetensors"}  # files of every program
 COMPILE_AGAIN = "Compile the program again, or copy the folder again."
@@ -70,6 +71,7 @@ class Manifest:
     decided: tuple[str, ...] = ()  # buffers whose values decided what was traced
     results: Mapping[str, Dealt] = field(default_factory=dict)  # of which a rank has its rows
     dealt: Mapping[str, Dealt] = field(default_factory=dict)  # of inputs given in pieces
+    target: Mapping[str, str | int | bool] = field(default_factory=dict)  # options of a command
 
     def as_json(self) -> str:
         """The text of ``program.json``; the last entry is the digest of all others."""
@@ -103,7 +105,8 @@ class Manifest:
             "others": list(self.others),
             "files": dict(sorted(self.files.items())),
         }
-        asked = self.decided, dict(self.fingerprint.touched), dict(self.fingerprint.code)
+        touched, code = dict(self.fingerprint.touched), dict(self.fingerprint.code)
+        asked = self.decided, touched, code, dict(self.target)
         fields |= {name: each for name, each in zip(_OPTIONAL, asked, strict=True) if each}
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
 
@@ -167,7 +170,7 @@ class Manifest:
             results={_text(n): _cuts(cuts) for n, cuts in fields["results"].items()},
             fingerprint=Fingerprint(
                 {n: _spec(*entry) for n, entry in fields["fingerprint"].items()},
-                *(_texts(fields.get(name, {})) for name in _OPTIONAL[1:]),
+                *(_texts(fields.get(name, {})) for name in ("touched", "code")),
             ),
             cost=_cost(fields["cost"]),
             basis=Basis.of_json(fields["basis"]),
@@ -179,6 +182,7 @@ class Manifest:
             wanted=Wanted.parse(_text(fields["wanted"])),
             others=tuple(_number(name) for name in fields["others"]),
             files=files,
+            target=_options(fields.get("target", {})),
         )
 
 
@@ -290,6 +294,12 @@ def _text(entry: Any) -> str:
 
 def _texts(entry: Any) -> dict[str, str]:
     return {_text(name): _text(each) for name, each in entry.items()}
+
+
+def _options(entry: Any) -> dict[str, str | int | bool]:
+    plain = all(type(each) in (str, int, bool) for each in entry.values())
+    _need(plain and (not entry or "model" in entry), "its target names no model")
+    return {_text(name): each for name, each in entry.items()}
 
 
 def _file_name(entry: Any) -> str:

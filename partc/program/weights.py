@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,9 +134,23 @@ def _hint(matched: Matched) -> str:
             )
         if name in _NESTED:
             return f"This is a dict of several things: pass checkpoint[{name!r}]"
+    if _are_of_experts(matched):
+        return (
+            "These are names of the hub, where each expert has its own tensors. transformers joins "
+            "them: AutoModelForCausalLM.from_pretrained(name)"
+            '.save_pretrained("here", save_original_format=False), and load "here"'
+        )
     if "param_groups" in matched.unexpected:
         return "This is the state of an optimizer: pass that of the model"
     return ""
+
+
+def _are_of_experts(matched: Matched) -> bool:
+    """Whether experts have a tensor each, where the model has one of all: ``experts.gate_up_proj``
+    for ``experts.0.w1.weight``.
+    """
+    joined = any(re.search(r"\.experts\.[a-z_]+$", name) for name in matched.missing)
+    return joined and any(re.search(r"\.experts\.\d+\.", name) for name in matched.unexpected)
 
 
 def _check_tensors(given: Mapping[str, Any]) -> None:

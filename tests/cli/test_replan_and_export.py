@@ -47,7 +47,7 @@ def test_a_program_is_replanned_and_its_checkpoint_exported(
     made = told(capsys, "replan", "build", "--devices", "3", *model, "-o", "build-3")
     assert (made["before"], made["mesh"]) == ({"dp": 2}, {"dp": 3})
     assert str(made["note"]).startswith("replanned from dp=2 for dp=3: ")
-    assert main(["replan", "build-3", "--mesh", "dp=1", *model, "-o", "build-1"]) == 0
+    assert main(["replan", "build-3", "--mesh", "dp=1", "-o", "build-1"]) == 0  # as it was told
     assert "build-1/run.py" in capsys.readouterr().out
     plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("tiny.json"))
     stage = partc.load("build-1", plain).module()

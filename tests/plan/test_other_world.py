@@ -10,7 +10,6 @@ from partc.plan.mesh import Mesh
 from partc.plan.other_world import World
 
 
-
 def world(mesh: str, rows: int = 12, microbatches: int = 1, **cuts: int) -> World:
     given = cuts or {name: 0 for name in Mesh.parse(mesh).names if name.startswith("dp")}
     cut = ", ".join(f"{axis} = {dim}" for axis, dim in given.items())
@@ -69,7 +68,9 @@ def test_numbers_that_do_are_told(given: World, num: int, do: str) -> None:
 )
 def test_axes_that_do_not_do(axes: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        world("island=2,dp=2").with_axes(Mesh.parse(axes if "island" in axes else f"island=2,{axes}"), "")
+        world("island=2,dp=2").with_axes(
+            Mesh.parse(axes if "island" in axes else f"island=2,{axes}"), ""
+        )
 
 
 def test_axes_that_are_not_named_have_one_rank() -> None:

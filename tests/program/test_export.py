@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +92,8 @@ def test_an_export_has_the_models_names_shapes_and_dtypes(alone: None, tmp_path:
         assert file.metadata()["format"] == "pt"
     assert state.pop("head.weight") is state["table.weight"]  # a tied weight stands in it once
     assert is_same(content(out), state)
-    assert content(out)["scale"].shape == () and content(out)["none"].shape == (0, 4)
+    assert content(out)["scale"].shape == ()
+    assert content(out)["none"].shape == (0, 4)
 
 
 def test_files_are_those_of_hugging_face(alone: None, tmp_path: Path) -> None:
@@ -168,6 +170,46 @@ def test_what_is_damaged_is_refused_and_nothing_written(
     assert os.listdir(tmp_path) == ["run"]
 
 
+def killed(run: Path, out: Path, at: int) -> bool:
+    """Whether a process was killed just before the ``at``-th time that it makes something durable,
+    or gives it its name.
+    """
+    process = os.fork()
+    if process == 0:
+        count = 0
+
+        def before(act: Any) -> Any:
+            def counted(*arguments: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return act(*arguments)
+
+            return counted
+
+        try:
+            os.fsync, os.rename = before(os.fsync), before(os.rename)
+            partc.export_safetensors(run, out, max_shard_size=200)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(process, 0)[1])
+
+
+def test_a_killed_export_leaves_the_earlier_one(alone: None, tmp_path: Path) -> None:
+    saved(tmp_path / "run", Model())
+    out = partc.export_safetensors(tmp_path / "run", tmp_path / "out")
+    before, at = content(out), 1
+    while killed(tmp_path / "run", out, at):
+        assert os.listdir(out) == [ONE]
+        assert is_same(content(out), before)
+        at += 1
+    assert at > 4
+    assert is_same(content(out), before)
+    assert INDEX in os.listdir(out)
+    assert sorted(os.listdir(tmp_path)) == ["out", "run"]
+
+
 def test_a_dtype_that_the_format_does_not_know_is_refused(alone: None, tmp_path: Path) -> None:
     saved(tmp_path / "run", Model(extra=torch.complex128))
     with pytest.raises(RunError, match=r"no word for its dtype, torch\.complex128"):
@@ -235,9 +277,7 @@ def loaded(folder: Path) -> tuple[int, int]:
     return peak_of(lambda: stage.load_full(folder)), elements
 
 
-def test_neither_an_export_nor_a_load_has_the_model_in_memory(
-    world: Any, tmp_path: Path
-) -> None:
+def test_neither_an_export_nor_a_load_has_the_model_in_memory(world: Any, tmp_path: Path) -> None:
     world.run(sharded, tmp_path / "run")
     out = tmp_path / "out"
     peak = peak_of(lambda: partc.export_safetensors(tmp_path / "run", out, max_shard_size="40MB"))
