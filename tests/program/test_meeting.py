@@ -351,7 +351,9 @@ def test_numbers_that_a_shell_has_kept_are_named_soon(
 
 JOINS = """
 import torch
+from partc.program.ranks.farewell import tell_at_exit
 from partc.program.start import join
+tell_at_exit()
 join(torch.device("cpu"))
 """
 

@@ -68,6 +68,7 @@ IN_ALONE = {  # what is said of each of its calls, and the last one of the other
     "clips": ("clip_grad_norm_, at train.py:15 (", "backward 1"),
     "optimizer": ("full_optim_state_dict, at train.py:16 (", "backward 1"),
 }
+AT = "has not begun it: its last was step 3, and it is at train.py:14 ({})"
 STANDS = Place("step 3", inside=False, line="train.py:9", waits=True, moves=6, beat=2)
 
 
@@ -86,6 +87,22 @@ def test_a_rank_with_fewer_batches_is_named_and_the_job_ends(tmp_path: Path) -> 
     assert f"rank 0, step 4: it has waited 1 s; {place}" in done.stderr
     assert f"rank 0 ends: rank 0, step 4: it has waited 2 s; {place}" in done.stderr
     assert "drop_last=True" in done.stderr
+
+
+@pytest.mark.gloo
+def test_what_a_script_sends_is_not_taken_for_a_comparison(tmp_path: Path) -> None:
+    """Three numbers, where those that compare send others: gloo would abort the process."""
+    sends = "dist.all_reduce(torch.zeros(3))"
+    (tmp_path / "train.py").write_text(UNEVEN.replace("dist.barrier()", sends))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(tmp_path / "train.py")],
+        capture_output=True, text=True, timeout=patience(), check=False,
+    )  # fmt: skip
+    assert f"rank 0 ends: rank 0, step 4: it has waited 2 s; rank 1 {AT.format(sends)}" in (
+        done.stderr
+    )
+    assert "terminate called" not in done.stderr
 
 
 @pytest.mark.gloo
