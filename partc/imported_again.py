@@ -24,7 +24,7 @@ def check_not_imported_again(call: str) -> None:
     if is_imported_again():
         raise RunError(
             where=call,
-            what="it is called where the script is imported again, by a process that it has started",
+            what="it is called where the script is imported again, by a process that it started",
             why="a DataLoader with multiprocessing_context='spawn' (and mp.spawn) imports the "
             "script in each worker, which is no rank of the run",
             do='Put what the script does into a function: if __name__ == "__main__": main(); or '

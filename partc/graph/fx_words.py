@@ -33,9 +33,10 @@ def no_name(name: str, known: list[str]) -> AttributeError:
     """The error of a graph that has no such attribute, by torch.fx's name or by a near one."""
     if name.startswith("_"):
         return AttributeError(f"'Graph' object has no attribute {name!r}")
+    known_here = did_you_mean(name, known)
     of_fx = f"It has torch's: graph.fx.{name}." if hasattr(fx.Graph, name) else ""
     return NoNameError(
         where=f"graph.{name}", what="a graph of partc has no such attribute",
         why="it is no torch.fx.Graph, and has one as graph.fx",
-        do=_CALLED.get(name) or did_you_mean(name, known) or of_fx or "See help(partc.graph.Graph).",
+        do=_CALLED.get(name) or known_here or of_fx or "See help(partc.graph.Graph).",
     )  # fmt: skip
