@@ -1,6 +1,7 @@
 """partc compiles a single-device PyTorch model into readable distributed programs."""
 
 import os
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,12 @@ if os.path.isfile(os.path.join(__path__[0], "passes")):  # git wrote the links a
     from partc.checkout import refusal
 
     raise ImportError(refusal(__path__[0]))
+
+if "multiprocessing.process" in sys.modules:  # as where a process starts another
+    from partc.imported_again import is_imported_again, refuse_groups
+
+    if is_imported_again():
+        refuse_groups()
 
 
 if not TYPE_CHECKING:  # type checkers would take every misspelt name for one of type Any

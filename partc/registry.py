@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, ItemsView, Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from partc.errors import UsageError
@@ -12,10 +13,29 @@ T = TypeVar("T")
 def is_again(new: Any, old: Any) -> bool:
     """Whether a function is another of the same place defined anew, as a notebook's cell does.
 
-    In a module that is imported once, the same name twice is a mistake.
+    In a module that is imported once, the same name twice is a mistake, and so it is at two lines
+    of one script.
     """
+    if is_said_twice(place_of(new), place_of(old)):
+        return False
     places = [(getattr(f, "__module__", ""), getattr(f, "__qualname__", "")) for f in (new, old)]
     return places[0] == places[1] and places[0][0] == "__main__" and "<lambda>" not in places[0][1]
+
+
+Place = tuple[Any, str, int]  # the names of a module as it runs, a file, a line
+
+
+def place_of(function: Any) -> Place:
+    """Where a function was defined."""
+    code = getattr(function, "__code__", None)
+    names = getattr(function, "__globals__", None)
+    return names, getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", 0)
+
+
+def is_said_twice(new: Place, old: Place) -> bool:
+    """Whether one run of a script says something at two of its lines; cells are no files."""
+    names, file, line = new
+    return names is old[0] and file == old[1] and line != old[2] and Path(file).is_file()
 
 
 class Registry(Generic[T]):

@@ -79,7 +79,7 @@ def _parts(dataset: Any, depth: int) -> Iterator[bytes]:
     indices = getattr(dataset, "indices", None)  # of a Subset
     if isinstance(indices, Sequence | Tensor | np.ndarray):
         yield from map(digest_of, _sampled(indices))
-    table = getattr(dataset, "_indices", None)  # of a Hugging Face dataset that was shuffled
+    table: Any = getattr(dataset, "_indices", None)  # of a Hugging Face dataset that was shuffled
     if hasattr(table, "column"):
         yield from (str(each).encode() for each in _sampled(table.column(0)))
     if isinstance(dataset, list | tuple | Tensor | np.ndarray):

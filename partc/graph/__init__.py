@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -126,6 +126,13 @@ class Graph:
         from partc.graph.graph_text import graph_text  # it needs this module
 
         return graph_text(self)
+
+    if not TYPE_CHECKING:  # else every name would be one of its attributes
+
+        def __getattr__(self, name: str) -> Any:
+            from partc.graph.fx_words import no_name
+
+            raise no_name(name, [each for each in dir(self) if not each.startswith("_")])
 
     # nodes -----------------------------------------------------------------------------------
     def placeholders(self, kind: Kind) -> dict[str, Node]:

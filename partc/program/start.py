@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import RunError
+from partc.imported_again import check_not_imported_again
 from partc.plan import Plan
 from partc.plan.batch import BY_PLACE, ONE_RANKS
 from partc.plan.decided import BACKENDS
@@ -87,6 +88,7 @@ def _started(
 
 def join(device: torch.device) -> None:
     """Join the process group, unless the script has."""
+    check_not_imported_again("joining the ranks")
     if not dist.is_initialized():
         _join(device)
     has_joined()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from partc.registry import Registry
+from partc.registry import Place, Registry, is_said_twice
 from partc.rules.call import Call
 from partc.rules.wrong_places import check_places
 from partc.rules.wrong_rules import (
@@ -125,6 +125,7 @@ class Rule:
 
 
 RULES: Registry[Rule] = Registry("rule")
+_PLACES: dict[str, Place] = {}  # where each was said
 _USED: dict[str, str] = {}
 
 
@@ -143,12 +144,16 @@ def rule(ops: str, notation: Written, **fields: Any) -> None:
     entry = Rule(notation, **fields, module=sys._getframe(1).f_globals["__name__"])
     if not entry.module.startswith("partc."):
         check_places(ops, notation, fields)
+    frame = sys._getframe(1)
+    place = frame.f_globals, frame.f_code.co_filename, frame.f_lineno
     for name in ops.split():
-        if name in RULES and not entry.module == RULES[name].module == "__main__":
+        again = name in RULES and entry.module == RULES[name].module == "__main__"
+        if name in RULES and (not again or is_said_twice(place, _PLACES.get(name, place))):
             raise has_rule_already(name, RULES[name].notation, RULES[name].module)
         if not entry.module.startswith("partc."):
             _tell_if_opened(name)
         RULES.replace(name, entry)
+        _PLACES[name] = place
 
 
 def _tell_if_opened(name: str) -> None:

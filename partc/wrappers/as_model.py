@@ -17,8 +17,12 @@ from partc.plan.batch import data_axes
 from partc.plan.mesh import ISLAND, Mesh
 from partc.plan.sharding import cut
 from partc.program import Program
-from partc.program.model.other_wrappers import HABITS, check_not_wrapped, of_another_wrapper
-from partc.program.model.other_wrappers import wrapped_again
+from partc.program.model.other_wrappers import (
+    HABITS,
+    check_not_wrapped,
+    of_another_wrapper,
+    wrapped_again,
+)
 from partc.program.not_a_stage import no_stage_yet
 from partc.program.optimizer.optimizers import check_is_optimizer
 from partc.program.optimizer.state_form import check_state

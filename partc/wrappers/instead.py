@@ -10,7 +10,6 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from partc.api import compile as compile_program
-from partc.errors import RunError
 from partc.other_words import told_elsewhere
 from partc.wrong_calls import did_you_mean
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from partc.errors import TraceError, UsageError
+from partc.imported_again import check_not_imported_again
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program import Program
 from partc.program.choices import check_fillers
@@ -87,6 +88,7 @@ def parallelize(
             loss = model.step(x, y)
             optimizer.step()
     """
+    check_not_imported_again("parallelize")
     check_model(model, "parallelize")
     if not isinstance(batch, str):
         raise UsageError(

@@ -70,7 +70,7 @@ def by_seed(seed: int) -> None:
 
 
 def by_epoch(seed: int) -> None:
-    sampler = DistributedSampler(TensorDataset(X))
+    sampler: Any = DistributedSampler(TensorDataset(X))
     sampler.set_epoch(seed)
     rows(TensorDataset(X), sampler)
 
@@ -109,7 +109,7 @@ WAYS = [by_sampler, by_seed, by_epoch, by_program, by_loader, by_accelerate]
 
 def dealt(way: Callable[[int], None]) -> None:
     way(0)
-    with pytest.raises(RunError, match="other rows.*random_split"):
+    with pytest.raises(RunError, match=r"other rows.*random_split"):
         way(dist.get_rank())
 
 

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,17 @@ def test_a_cell_that_runs_again_is_told_from_a_name_said_twice() -> None:
     assert not is_again(again["g"], first["g"])
     assert not is_again(other["f"], first["f"])
     assert not is_again(other["f"], other["f"])
+
+
+def test_two_lines_of_one_script_say_a_name_twice(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def f(): ...\nfirst = f\ndef f(): ...\n")
+    ran: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(script.read_text(), script, "exec"), ran)
+    again: dict[str, Any] = {"__name__": "__main__"}  # as %run in a notebook
+    exec(compile("\n" + script.read_text(), script, "exec"), again)
+    assert not is_again(ran["f"], ran["first"])
+    assert is_again(again["first"], ran["first"])
 
 
 def test_near_miss_is_suggested(schedules: Registry[str]) -> None:

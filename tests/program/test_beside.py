@@ -41,8 +41,9 @@ def trained(
 ) -> Tensor:
     """The centers behind three steps."""
     head, drawn = Head(), torch.Generator().manual_seed(1)
-    groups = [[*model.parameters()], [*head.parameters()]]
-    optimizers = [torch.optim.SGD(each, 0.1) for each in (groups if alone else [sum(groups, [])])]
+    of_model, of_head = [*model.parameters()], [*head.parameters()]
+    groups = [of_model, of_head] if alone else [of_model + of_head]
+    optimizers = [torch.optim.SGD(each, 0.1) for each in groups]
     for _ in range(3):
         x = torch.randn(ROWS, 8, generator=drawn, dtype=torch.float64)[piece]
         target = torch.randint(5, (ROWS,), generator=drawn)[piece]
@@ -50,7 +51,8 @@ def trained(
             each.zero_grad()
         head(model(x), target).backward()
         for param in head.parameters() if add_up else ():
-            assert add_up is not None and param.grad is not None
+            assert add_up is not None
+            assert param.grad is not None
             add_up(param.grad)
         for each in optimizers:
             each.step()

@@ -254,7 +254,7 @@ def by_name(model: nn.Module, *, named: bool) -> list[dict[str, Any]]:
 
 
 def in_groups_by_name() -> None:
-    (model, program), noise = compiled(), torch.randn(8, 4, dtype=torch.float64)
+    (model, program), noise = (gan(), compiled()[1]), torch.randn(8, 4, dtype=torch.float64)
     dist.broadcast(noise, src=0)
     for named in (False, True):
         stage, reference = begun(program, model), copy.deepcopy(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,21 @@ def test_the_proof_of_the_page_fails_without_the_rule() -> None:
     assert "aten._cdist_forward" not in RULES
     with pytest.raises(AssertionError, match="no rule was read"):
         exec(recipe, {"torch": torch})
+
+
+def test_two_lines_of_one_script_with_rules_for_one_op_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(RULES, "_entries", dict(RULES._entries))
+    script, line = (
+        tmp_path / "script.py",
+        "rule('aten._cdist_forward.default', '...nk,...mk->...nm')",
+    )
+    script.write_text(f"{line}\n{line}\n")
+    with pytest.raises(UsageError, match="the op has a rule"):
+        exec(compile(script.read_text(), script, "exec"), {"__name__": "__main__", "rule": rule})
+    names = {"__name__": "__main__", "rule": rule}
+    exec(compile(f"\n{line}", script, "exec"), names)  # the script, changed, once more
 
 
 def test_a_cell_that_runs_again_replaces_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:

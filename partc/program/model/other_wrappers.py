@@ -71,7 +71,8 @@ class NotWrapped(nn.Module):
 
     def named_modules(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Module]]:
         check_not_wrapped()
-        return super().named_modules(*args, **named)
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **named)
+        return found
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         check_not_wrapped()

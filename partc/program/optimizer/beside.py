@@ -56,7 +56,9 @@ class Beside:
 
     def __str__(self) -> str:
         shape = [*self.params[0].shape] if self.params else "unknown"
-        return f"tensor of shape {shape} in {self.optimizer or 'an optimizer'}, none of the stage's,"
+        return (
+            f"tensor of shape {shape} in {self.optimizer or 'an optimizer'}, none of the stage's,"
+        )
 
 
 def is_of_stage(param: object) -> bool:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partc.errors import RunError
 from partc.data.same_rows import DO as OF_ROWS
+from partc.errors import RunError
 from partc.plan.mesh import ISLAND
 from partc.program.optimizer.beside import DO as OF_BESIDE
 from partc.program.optimizer.beside import TOGETHER
