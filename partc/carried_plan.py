@@ -45,22 +45,24 @@ def carried(plan: Plan, usual: Plan | None, old: Mesh, mesh: Mesh, shapes: Shape
     """
     if usual is not None:
         usual = usual.changed(params=fold_names(usual.params))
+    by = usual or bare(plan)  # what the preset writes by itself
     params, dropped = _params(plan, usual, mesh, shapes)
-    values = _values(plan, usual, old, mesh)
-    gone = [name for name in plan.values if name not in values and not _is_usual(name, usual)]
+    own = _own(plan.values, by.values)
+    same = {axis for axis in old.names if old.size(axis) == mesh.size(axis)}
+    values = {name: entry for name, entry in own.items() if entry.keys() <= same}
+    gone = [name for name in own if name not in values]
     made = plan.changed(
-        mesh=None, params=params, values=values, inputs=_own(plan.inputs, usual and usual.inputs),
-        gather=_own(plan.gather, usual and usual.gather),
-        scatter=_own(plan.scatter, usual and usual.scatter), **CHOSEN_ANEW,
+        mesh=None, params=params, values=values, inputs=_own(plan.inputs, by.inputs),
+        gather=_own(plan.gather, by.gather), scatter=_own(plan.scatter, by.scatter), **CHOSEN_ANEW,
     )  # fmt: skip
     if old.pipeline_ranks != mesh.pipeline_ranks:
         made = _with_other_stages(made, mesh)
     return Carried(made, (*dropped, *gone))
 
 
-def _own(mine: Mapping[str, T], usual: Mapping[str, T] | None) -> dict[str, T]:
+def _own(mine: Mapping[str, T], usual: Mapping[str, T]) -> dict[str, T]:
     """The entries of a table that are not the preset's."""
-    return {name: x for name, x in mine.items() if usual is None or usual.get(name) != x}
+    return {name: x for name, x in mine.items() if usual.get(name) != x}
 
 
 def _params(
@@ -84,17 +86,6 @@ def _params(
                 why=why, do="Take sizes of axes that divide it, or give the plan a preset.",
             )  # fmt: skip
     return dict(fold_names(found)), dropped
-
-
-def _values(plan: Plan, usual: Plan | None, old: Mesh, mesh: Mesh) -> dict[str, Any]:
-    """Entries of values along axes that keep their sizes; others are found anew."""
-    same = {axis for axis in old.names if old.size(axis) == mesh.size(axis)}
-    own = _own(plan.values, usual and usual.values)
-    return {name: entry for name, entry in own.items() if entry.keys() <= same}
-
-
-def _is_usual(name: str, usual: Plan | None) -> bool:
-    return usual is not None and name in usual.values
 
 
 def _with_other_stages(plan: Plan, mesh: Mesh) -> Plan:

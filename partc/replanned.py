@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from typing import cast
 
 from partc.carried_plan import bare, carried
+from partc.data.share import rows_per_step
 from partc.errors import PartcError, UsageError
 from partc.lowering import table
 from partc.passes.runner import run
@@ -15,8 +17,9 @@ from partc.plan.other_world import World
 from partc.program import Program
 from partc.program.recipes import recipe_of
 from partc.program.tensors.holders import Holders
+from partc.recipe import Recipe
 from partc.traced import Traced
-from partc.wrong_calls import known_arguments, quoted
+from partc.wrong_calls import check_whole_number, known_arguments, quoted
 
 MOST_NAMED = 3  # parameters that a note names
 
@@ -53,7 +56,7 @@ def replan(program: Program, mesh: int | MeshLike) -> Program:
             why="another one is made of it", do="Pass what compile gave, or "
             "partc.with_model(partc.load(folder), model, loss).",
         )  # fmt: skip
-    recipe, plan = recipe_of(program), Plan.parse(program.plan)
+    recipe, plan = cast(Recipe, recipe_of(program)), Plan.parse(program.plan)
     _check_unedited(program)
     to = _other_mesh(program, plan, mesh)
     with recipe.as_wanted(program.wanted.mode, program):
@@ -86,8 +89,9 @@ def _other_mesh(program: Program, plan: Plan, mesh: int | MeshLike) -> Mesh:
     """The axes of the new program."""
     shapes = {name: shape for name, (shape, _) in program.inputs.items()}
     world = World(program.mesh, plan, shapes)
-    if isinstance(mesh, int) and not isinstance(mesh, bool):
-        return world.of_ranks(mesh, f"replan({mesh})")
+    if isinstance(mesh, int):
+        num = check_whole_number(mesh, "replan(mesh)", 1)
+        return world.of_ranks(num, f"replan({num})")
     return world.with_axes(Mesh.of(mesh), f"replan({quoted(mesh)})")
 
 
@@ -112,10 +116,11 @@ def _usual(step: Traced, plan: Plan, mesh: Mesh) -> Plan | None:
 
 def _told(program: Program, plan: Plan, to: Mesh, dropped: tuple[str, ...]) -> str:
     """The sentence on what has changed."""
-    rows = next(iter(program.inputs.values()))[0][:1] if program.inputs else ()
-    of = f"{rows[0]} rows" if rows else "the same rows"
+    rows = ""
+    with suppress(UsageError):  # inputs that do not tell how many rows they have
+        rows = f", {rows_per_step(plan, program.inputs)} rows"
     turns = f" in {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
-    told = f"replanned from {program.mesh} for {to}: a step has the same global batch, {of}{turns}"
+    told = f"replanned from {program.mesh} for {to}: a step has the same global batch{rows}{turns}"
     if dropped:
         more = f" and {len(dropped) - MOST_NAMED} more" if len(dropped) > MOST_NAMED else ""
         told += f"; left to the preset: {', '.join(dropped[:MOST_NAMED])}{more}"

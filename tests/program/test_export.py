@@ -88,7 +88,7 @@ def test_an_export_has_the_models_names_shapes_and_dtypes(alone: None, tmp_path:
     state = saved(tmp_path / "run", Model())
     out = partc.export_safetensors(tmp_path / "run", tmp_path / "out")
     assert [each.name for each in out.iterdir()] == [ONE]
-    with safe_open(out / ONE, framework="pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(out / ONE, framework="pt") as file:
         assert file.metadata()["format"] == "pt"
     assert state.pop("head.weight") is state["table.weight"]  # a tied weight stands in it once
     assert is_same(content(out), state)
@@ -168,6 +168,22 @@ def test_what_is_damaged_is_refused_and_nothing_written(
     with pytest.raises(kind, match=told):
         partc.export_safetensors(tmp_path / "run", tmp_path / "out")
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_stage_in_another_dtype_is_saved_in_it(alone: None, tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    program = partc.compile(nn.Linear(8, 8), "dp=1", x, loss=mean_square, plan="ddp")
+    stage = program.module()
+    before = stage.full_state_dict()
+    partc.save_checkpoint(tmp_path / "run", stage.to(torch.bfloat16), step=1)
+    assert partc.load_checkpoint(tmp_path / "run", program.module()) == 1
+    found = content(partc.export_safetensors(tmp_path / "run", tmp_path / "out"))
+    assert is_same(found, {name: x.to(torch.bfloat16) for name, x in before.items()})
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = model(x).square().mean()
+    return found
 
 
 def killed(run: Path, out: Path, at: int) -> bool:

@@ -61,7 +61,8 @@ def test_an_export_loads_into_transformers_and_into_any_mesh(
     case = family.case(name, ROWS, **MODELS[name])
     write_tensors(tmp_path / "weights.safetensors", case.model.state_dict())
     torch.save(case.inputs, tmp_path / "inputs.pt")
-    case.model.config.save_pretrained(tmp_path / "config")
+    config: Any = case.model.config
+    config.save_pretrained(tmp_path / "config")
     first, other = MESHES[name]
     for mesh in (first, other):
         partc.compile(case.step, mesh, **LAYOUTS[mesh]).save(tmp_path / mesh)

@@ -144,8 +144,11 @@ def test_what_cannot_be_replanned_is_refused(tmp_path: Path) -> None:
         partc.replan(first, 5)
     with pytest.raises(RunError, match="the model is not at hand"):
         partc.replan(partc.load(tmp_path / "build"), 3)
+    for wrong in (0, True):
+        with pytest.raises(UsageError, match=r"replan\(mesh\)"):
+            partc.replan(first, wrong)
     with pytest.raises(UsageError, match="the program is"):
         partc.replan("build", 3)  # type: ignore[arg-type]
-    edited = first.sources | {"stage0.py": first.source().replace("return loss", "return loss * 2")}
+    edited = dict(first.sources) | {"stage0.py": first.source().replace("return loss", "return loss * 2")}
     with pytest.raises(UsageError, match=r"stage0\.py was edited"):
         partc.replan(replace(first, sources=edited), 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -65,6 +65,8 @@ def snapshot_of(
     ``states``: of schedulers and alike, as the list has them.
     """
     held = {**model_pieces(stage), **stage.from_owners(_states(stage, optimizer))}
+    # after `stage.to(torch.bfloat16)` a piece has another dtype than was compiled
+    held = {key: (replace(shard, dtype=x.dtype), x) for key, (shard, x) in held.items()}
     groups, mesh = _groups(stage, optimizer), stage.mesh
     data = None if loader is None else loader.state_dict()
     mine = {key: pair for key, pair in held.items() if stage.is_first_copy(pair[0])}
