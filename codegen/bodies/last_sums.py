@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def last_hidden(body: StepBody) -> str:
-    """``the last sum: hidden behind d_embed (33 kB beside 1.2 MFLOP)``, or ``the last sum: exposed``;
+    """``the last sum: hidden behind d_embed (3 kB beside 1 MFLOP)``, or ``the last sum: exposed``;
     "" if the step waits for no sum at its end.
     """
     start, place = None, 0
