@@ -52,7 +52,8 @@ class StepBody(Body):
 
     items: Sequence[Item] = ()
     classes: dict[Run, BlockClass] = field(default_factory=dict)
-    ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last iteration
+    # gathers that a loop's last iteration starts
+    ahead: dict[fx.Node, Loop] = field(default_factory=dict)
     prefetch: int = 1
     counters: dict[str, str] = field(default_factory=dict)  # variables of loops over calls
     begun: set[Loop] = field(default_factory=set)  # loops with several blocks gathered before them
@@ -75,7 +76,7 @@ class StepBody(Body):
             waits = any(map(is_given_back, nodes))
             ahead = [] if waits else self._begun_in(loop, following)
             if loop is not None:
-                self.ahead.update(early)
+                self.ahead |= dict.fromkeys(early, loop)
                 found.append(self._loop(loop, early, ahead))
             found += [s for node in early for s in self.one(node)]
             rest = [node for node in nodes if node not in early]
@@ -90,8 +91,9 @@ class StepBody(Body):
         return found
 
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
-        if start in self.ahead:
-            return "hidden behind the last block"
+        if (loop := self.ahead.get(start)) is not None:
+            name = f"the {SAID[loop.phase]} of {self.classes[loop.run].attribute}"
+            return f"hidden behind {name if loop.run.is_single else 'the last block'}"
         loops = self._loops_between(start, wait)
         return f"hidden behind {self._called(loops)}" if loops else super()._hidden_by(start, wait)
 

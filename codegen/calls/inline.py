@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from partc.codegen.calls.storage import VIEWS, num_bytes, owner
+from partc.codegen.calls.storage import VIEWS, WRITES, num_bytes, owner
 from partc.codegen.helpers.needed import Outlined
 from partc.graph import collectives, is_tensor, ops, tensor_args, value
 from partc.passes.overlap.spare_weights import sizes_alone
@@ -148,7 +148,10 @@ def _is_added(
 ) -> bool:  # fmt: skip
     """Whether the next statement adds a value: ``d_x += d_y @ self.w1_weight``."""
     added = user.target is torch.ops.aten.add.Tensor and sums.get(user) not in (None, node)
-    is_expression = is_work(node) or isinstance(node.target, OpOverload)
+    # What writes entries into new zeros does so in place, in a line of its own.
+    is_expression = is_work(node) or (
+        isinstance(node.target, OpOverload) and node.target not in WRITES
+    )
     return added and is_expression and following.get(node) is user
 
 
