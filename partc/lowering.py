@@ -43,6 +43,7 @@ from partc.passes.overlap.hierarchical_all_reduce import hierarchical_all_reduce
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.overlap_clock import choose_overlap_clock
 from partc.passes.overlap.share_gathers import share_gathers
+from partc.passes.overlap.spare_weights import spare_weights
 from partc.passes.overlap.stack_sums import stack_sums
 from partc.passes.own_passes import with_own
 from partc.passes.recompute.choose import recompute
@@ -174,12 +175,16 @@ PASSES = (
     Pass(recompute, LOCAL_GRAPH, "the backward computes again what is cheaper than keeping it",
          optional=True),
     Pass(check_plan, LOCAL_GRAPH, "what the plan says of one block holds for those left out"),
+    Pass(spare_weights, LOCAL_GRAPH, "no weight is gathered for a backward that reads its sizes "
+         "alone", PIPELINES, name="spare_weights_of_stages"),
     Pass(calls.spread_params, PLAN, "the plan names the parameters of every stage", SPREAD,
          on_graph=False),
     # transfers start early and are waited for late
     Pass(share_gathers, LOCAL_GRAPH, "outside of blocks, forward and backward read one "
          "gathered weight (the head's, the last norm's)", ONE_STAGE,
          optional=True),
+    Pass(spare_weights, LOCAL_GRAPH, "no weight is gathered for a backward that reads its sizes "
+         "alone: the first convolution's, a layer norm's bias", ONE_STAGE),
     Pass(choose_hierarchical, PLAN, "between which axes slow links lie, and from how many bytes on "
          "they matter", ONE_STAGE, on_graph=False, decides="hierarchical"),
     Pass(hierarchical_all_reduce, LOCAL_GRAPH, "slow links carry only the piece of one machine",

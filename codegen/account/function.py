@@ -19,7 +19,7 @@ from partc.codegen.calls.inline import is_free, is_pointwise
 from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.spell import spell
 from partc.codegen.calls.statements import Statement
-from partc.codegen.calls.storage import copies, overwritable, shares
+from partc.codegen.calls.storage import WRITES, copies, overwritable, shares
 from partc.codegen.calls.transfers import weights_of
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.repeats.equal import ends_step
@@ -231,7 +231,7 @@ class Function:
     def _takes_over(self, node: fx.Node) -> fx.Node | None:
         if node in self.same:
             return self.same[node]
-        if node in self.accumulated and node.target in (*SIGNS, *GRADS_OF_ACTIVATIONS):
+        if node in self.accumulated and node.target in (*SIGNS, *GRADS_OF_ACTIVATIONS, *WRITES):
             return self.accumulated[node]
         if node not in self.place or not is_tensor(node):
             return None

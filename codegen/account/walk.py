@@ -11,6 +11,7 @@ from torch import fx
 from partc.codegen.account.blocks import Shape
 from partc.codegen.account.function import Function
 from partc.codegen.bodies.block_arguments import passed
+from partc.codegen.bodies.gathers_ahead import begin_at
 from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.statements import Statement, free_early
 from partc.codegen.repeats.runs import LATER, Item, Loop, sections
@@ -73,7 +74,10 @@ class Walk:
                 yield from starts
             if following is not None and begun is None and self._gathers(following):
                 num = self.prefetch if loop is not None and rest else 1
+                at = begin_at(rest, following, num)
+                yield from self.function.statements(rest[:at])
                 yield Begun([], loop=following, num=min(num, len(following.run.layers)))
+                rest = rest[at:]
             yield from self.function.statements(rest)
 
     def _gathers(self, loop: Loop) -> bool:

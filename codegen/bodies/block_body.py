@@ -61,4 +61,4 @@ class BlockBody(StepBody):
         if not any(isinstance(item, Loop) for item in between):
             return super()._hidden_by(start, wait)
         each = [item.group.nodes if isinstance(item, Loop) else (item,) for item in between]
-        return hidden_by(start, [node for nodes in each for node in nodes], self._spoken)
+        return hidden_by(start, [node for nodes in each for node in nodes], self.spoken)

@@ -90,5 +90,5 @@ def take_whole(
         return Statement([Line(f"{listed} = self.whole")])
     waits = Range(WAIT_FOR_WEIGHTS) if helpers.ranges else None
     each = [move for start in starts for move in moves(start)]
-    joined = map(Line, c10d.put_together(names, each, helpers))
+    joined = c10d.put_together(names, each, helpers)
     return Statement([Line(f"{listed} = self.whole.take()", range=waits), *joined])

@@ -15,9 +15,9 @@ from partc.codegen.calls.inline import is_free, is_pointwise
 from partc.codegen.calls.op_names import STATISTICS, result_name
 from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.settle import unmarked
-from partc.codegen.calls.spell import first_result, written_over
+from partc.codegen.calls.spell import first_result, put_at, written_over
 from partc.codegen.calls.statements import Statement
-from partc.codegen.calls.storage import owner
+from partc.codegen.calls.storage import WRITES, owner
 from partc.codegen.calls.transfers import Transfers
 from partc.codegen.helpers.needed import Outlined
 from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
@@ -129,8 +129,12 @@ class Body(Transfers):
             other = self.text(rest) if isinstance(rest, fx.Node) else literal(rest)
             code = f"{self.seen[node]} {SIGNS[node.target]}= {other}"
             return Statement([Line(code, comment(typed(node)))], binds=[node])
-        if into is not None and into in self.seen and node.target in GRADS_OF_ACTIVATIONS:
-            code = written_over(self.expression(node), self.seen[into])
+        if (
+            into is not None
+            and into in self.seen
+            and node.target in (*GRADS_OF_ACTIVATIONS, *WRITES)
+        ):
+            code = put_at(node, self.text) or written_over(self.expression(node), self.seen[into])
             self.seen[node] = self.seen[into]
             return Statement([Line(code, comment(typed(node)))], binds=[node])
         code = self.expression(node).at(NONE)

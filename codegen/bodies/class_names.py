@@ -18,7 +18,8 @@ def class_names(
     """Class name and attribute of each run: ``Layer`` and ``layers`` for ``model.layers.*``.
 
     Runs that would have the same name get the name of the module around them as well:
-    ``EncoderLayer``, ``DecoderLayer``. A single block has its own class's name, which ``classes``
+    ``EncoderLayer``, ``DecoderLayer``; if that is the same too, of the module around in which they
+    differ: ``TextModelLayer``. A single block has its own class's name, which ``classes``
     gives by path, and an attribute of its path: ``DownBlock`` and ``encoder_down1``. So have the
     blocks of a list whose own name says nothing, ``h``. ``scope`` gives out attributes; ``own`` is
     the class of the program itself.
@@ -29,7 +30,7 @@ def class_names(
     for run, parts in zip(runs, parents, strict=True):
         words = [p for p in parts if not p.isdigit()]
         alike = [p for p in parents if [w for w in p if not w.isdigit()][-1:] == words[-1:]]
-        wanted: Sequence[str] = _last_two(parts) if len(alike) > 1 else words[-1:] or ["blocks"]
+        wanted: Sequence[str] = _apart(parts, alike) if len(alike) > 1 else words[-1:] or ["blocks"]
         if run.kin:
             wanted = _shortest(parts, parents)
         several = "s" if wanted == ["layer"] else ""  # a loop's variable has this name
@@ -60,6 +61,24 @@ def inner_names(
             name = identifier(known) if known.isidentifier() else class_of(word)
             found[run.kin] = taken.fresh(name or "Block")
     return [found[run.kin] for run in runs]
+
+
+def _apart(parts: Sequence[str], alike: Sequence[Sequence[str]]) -> Sequence[str]:
+    """The last two parts of a path; if others end in them, the last part that tells them apart
+    takes the place of the first.
+
+    >>> towers = [["text", "encoder", "layers"], ["vision", "encoder", "layers"]]
+    >>> _apart(towers[0], towers), _apart(towers[0], towers[:1])
+    (['text', 'layers'], ['encoder', 'layers'])
+    """
+    two = _last_two(parts)
+    same = [other for other in alike if _last_two(other) == two]
+    for num in range(3, len(parts) + 1):
+        ends = [list(other[-num:]) for other in same]
+        known = all(len(end) == num and not end[0].isdigit() for end in ends)
+        if len(same) > 1 and len(two) == 2 and known and ends.count(list(parts[-num:])) == 1:
+            return [parts[-num], parts[-1]]
+    return two
 
 
 def _last_two(parts: Sequence[str]) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Starts the gathers of weights that no loop gathers: early enough to hide, not all at once.
+"""Starts the gathers of weights in front of loops: early enough to hide, not all at once.
 
 A parameter exists from the start, so that its gather could start with the step; then all whole
 weights would lie in memory together. As in FSDP, a few are on their way while others are in use:
@@ -16,6 +16,7 @@ from torch import fx
 
 from partc.codegen.calls.storage import num_bytes
 from partc.codegen.repeats.runs import Item, Loop
+from partc.cost.flops import node_flops
 from partc.graph import collectives, tensor_args, value
 from partc.graph.given_back import is_given_back
 from partc.graph.moves import gathers_param
@@ -37,6 +38,21 @@ def gather_ahead(items: Sequence[Item]) -> list[Item]:
             for part in _parts(calls):
                 found += _ahead(part, largest)
     return found
+
+
+def begin_at(calls: Sequence[fx.Node], loop: Loop, num: int) -> int:
+    """How many of the calls in front of a loop stand before the start of its first gathers.
+
+    ``num`` blocks are gathered then. As in the loop, as many blocks' FLOPs hide that; calls that
+    compute less hide it together. The weights of a block lie whole no longer than they need to.
+    It stands behind the place where a step waits for a script's loss: other steps may run
+    meanwhile, which gather the same blocks.
+    """
+    least = next((i + 1 for i, node in enumerate(calls) if is_given_back(node)), 0)
+    wanted = num * sum(map(node_flops, loop.groups[0].nodes))
+    behind = accumulate(node_flops(node) for node in reversed(calls))
+    enough = next((i for i, flops in enumerate(behind, start=1) if flops >= wanted > 0), len(calls))
+    return max(least, len(calls) - enough)
 
 
 def _parts(calls: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:

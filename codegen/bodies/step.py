@@ -17,6 +17,7 @@ from partc.codegen.bodies.block_arguments import (
     reads_microbatch,
 )
 from partc.codegen.bodies.body import Body, types
+from partc.codegen.bodies.gathers_ahead import begin_at
 from partc.codegen.bodies.loop_texts import head_of_calls, numbers_in, sliced
 from partc.codegen.calls.expressions import ADDS
 from partc.codegen.calls.path_names import inside
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from partc.codegen.bodies.classes import BlockClass
 
 CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
+NEAR = 30  # calls between the start of a loop's gathers and the loop need no word
+EARLY = "; this early, as little is computed until then"
 SAID: dict[Phase, str] = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
@@ -43,13 +46,14 @@ class StepBody(Body):
     """A Body that also writes loops: ``items`` has single calls (``order``) and loops in order.
 
     In a loop the weights of the next block are gathered while one computes. Before a loop, where
-    calls stand between it and the loop before, the gathers of its first ``prefetch`` blocks start;
-    before any other loop that of its first block.
+    calls stand between it and the loop before, the gathers of its first ``prefetch`` blocks start,
+    as late as the calls that follow hide them; before any other loop that of its first block.
     """
 
     items: Sequence[Item] = ()
     classes: dict[Run, BlockClass] = field(default_factory=dict)
-    ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last iteration
+    # gathers that a loop's last iteration starts
+    ahead: dict[fx.Node, Loop] = field(default_factory=dict)
     prefetch: int = 1
     counters: dict[str, str] = field(default_factory=dict)  # variables of loops over calls
     begun: set[Loop] = field(default_factory=set)  # loops with several blocks gathered before them
@@ -72,28 +76,24 @@ class StepBody(Body):
             waits = any(map(is_given_back, nodes))
             ahead = [] if waits else self._begun_in(loop, following)
             if loop is not None:
-                self.ahead.update(early)
+                self.ahead |= dict.fromkeys(early, loop)
                 found.append(self._loop(loop, early, ahead))
             found += [s for node in early for s in self.one(node)]
             rest = [node for node in nodes if node not in early]
             if following is not None and self._gather(following) and not ahead:
                 between = loop is not None and bool(rest)
-                begin = self._begin(following, self.prefetch if between else 1)
-                before, rest = self._until_given_back(rest)
-                found += [*(s for node in before for s in self.one(node)), begin]
+                num = self.prefetch if between else 1
+                at = begin_at(rest, following, num)
+                found += [s for node in rest[:at] for s in self.one(node)]
+                found.append(self._begin(following, num, early=len(rest) - at > NEAR))
+                rest = rest[at:]
             found += [s for node in rest for s in self.one(node)]
         return found
 
-    def _until_given_back(self, nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The calls up to where the step waits for the script, and those behind: other steps may
-        run meanwhile, which gather the same blocks.
-        """
-        at = next((i + 1 for i, node in enumerate(nodes) if is_given_back(node)), 0)
-        return nodes[:at], nodes[at:]
-
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
-        if start in self.ahead:
-            return "hidden behind the last block"
+        if (loop := self.ahead.get(start)) is not None:
+            name = f"the {SAID[loop.phase]} of {self.classes[loop.run].attribute}"
+            return f"hidden behind {name if loop.run.is_single else 'the last block'}"
         loops = self._loops_between(start, wait)
         return f"hidden behind {self._called(loops)}" if loops else super()._hidden_by(start, wait)
 
@@ -122,16 +122,20 @@ class StepBody(Body):
         cls = self.classes[loop.run]
         return "" if cls.is_steady else cls.gather_name(self._side(loop))
 
-    def _begin(self, loop: Loop, num: int) -> Statement:
-        """The lines that start the gathers of a loop's first ``num`` blocks, if it has so many."""
+    def _begin(self, loop: Loop, num: int, *, early: bool = False) -> Statement:
+        """The lines that start the gathers of a loop's first ``num`` blocks, if it has so many.
+
+        ``early``: many calls stand between, which together compute less than these blocks do.
+        """
         num = min(num, len(loop.run.layers))
         self.begun |= {loop} if num > 1 else set()
         blocks = f"self.{self.classes[loop.run].attribute}"
         if loop.run.is_single:
-            remark = "what the next block begins with"
+            remark = f"what the next block begins with{EARLY if early else ''}"
             return Statement([Line(f"{blocks}.{self._gather(loop)}()", remark)])
         indices = [-1 - i if self._descends(loop) else i for i in range(num)]
-        remarks = ["what the next loop begins with", *["and goes on with"] * (num - 1)]
+        first = f"what the next loop begins with{EARLY if early else ''}"
+        remarks = [first, *["and goes on with"] * (num - 1)]
         return Statement([
             Line(f"{blocks}[{index}].{self._gather(loop)}()", remark)
             for index, remark in zip(indices, remarks, strict=True)

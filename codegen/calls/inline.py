@@ -13,9 +13,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from partc.codegen.calls.storage import VIEWS, num_bytes, owner
+from partc.codegen.calls.storage import VIEWS, WRITES, num_bytes, owner
 from partc.codegen.helpers.needed import Outlined
 from partc.graph import collectives, is_tensor, ops, tensor_args, value
+from partc.passes.overlap.spare_weights import sizes_alone
 from partc.passes.shard.zeros import is_zero
 
 DEPTH = 3  # how many views, or pointwise ops, may stand inside each other in one expression
@@ -44,6 +45,7 @@ def inlined(
       variable for it (``named``), or it would then be computed at a worse time (``_Time``); what
       a dropout leaves of a value needs no name of its own: ``x + o * mask``;
     - a cast inside the views of it that follow;
+    - the memory that a call is given for a weight of which it reads the sizes alone;
     - what the ``+=`` that follows adds (``sums`` has each sum with the value that it is written
       over): it would be the right side of a line of its own.
 
@@ -66,7 +68,7 @@ def inlined(
                 chosen.add(node)
             else:
                 views[node] = 0
-        elif joins or _is_cast(node, user, kept):
+        elif joins or _is_cast(node, user, kept) or _is_of_sizes(node, user):
             chosen.add(node)
         elif (node not in named or _is_dropout(node)) and is_pointwise(node) and is_pointwise(user):
             depth[node] = 1 + max((depth.get(n, 0) for n in node.all_input_nodes), default=0)
@@ -146,13 +148,21 @@ def _is_added(
 ) -> bool:  # fmt: skip
     """Whether the next statement adds a value: ``d_x += d_y @ self.w1_weight``."""
     added = user.target is torch.ops.aten.add.Tensor and sums.get(user) not in (None, node)
-    is_expression = is_work(node) or isinstance(node.target, OpOverload)
+    # What writes entries into new zeros does so in place, in a line of its own.
+    is_expression = is_work(node) or (
+        isinstance(node.target, OpOverload) and node.target not in WRITES
+    )
     return added and is_expression and following.get(node) is user
 
 
 def _is_cast(node: fx.Node, view: fx.Node, kept: set[fx.Node]) -> bool:
     """Whether a cast is read only through the view behind it, and this view has a line."""
     return _name(node) == "_to_copy" and node.next is view and _have_line(view, kept)
+
+
+def _is_of_sizes(node: fx.Node, user: fx.Node) -> bool:
+    """Whether memory stands for a weight of which ``user``, a backward, reads the sizes alone."""
+    return _name(node) == "empty" and node in sizes_alone(user)
 
 
 def is_work(node: fx.Node) -> bool:

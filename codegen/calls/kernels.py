@@ -17,7 +17,7 @@ from torch import fx
 from partc.codegen.calls.arguments import Call
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.read_sizes import read_sizes
-from partc.codegen.text import Text
+from partc.codegen.text import ATOM, Text
 from partc.graph import fake_of
 from partc.quoting import literal
 
@@ -53,13 +53,13 @@ def _layer_norm_backward(call: Call) -> Spelled:
     if not read_sizes(call.node):
         return None
     operands = ("grad_out", "input", "mean", "rstd", "weight")
-    return "layer_norm_backward", [*_texts(call, *operands), *_mask(call)]
+    return "layer_norm_backward", [*_of_backward(call, *operands), *_mask(call)]
 
 
 def _batch_norm_backward(call: Call) -> Spelled:
     fits = call.get("train") is True and call.get("weight") is not None
     operands = ("grad_out", "input", "save_mean", "save_invstd", "weight")
-    return ("batch_norm_backward", [*_texts(call, *operands), *_mask(call)]) if fits else None
+    return ("batch_norm_backward", [*_of_backward(call, *operands), *_mask(call)]) if fits else None
 
 
 def _group_norm(call: Call) -> Spelled:
@@ -73,7 +73,7 @@ def _group_norm_backward(call: Call) -> Spelled:
     if not read_sizes(call.node):
         return None
     operands = ("grad_out", "input", "group", "mean", "rstd", "weight")
-    return "group_norm_backward", [*_texts(call, *operands), *_mask(call)]
+    return "group_norm_backward", [*_of_backward(call, *operands), *_mask(call)]
 
 
 def _conv_transpose(call: Call) -> Spelled:
@@ -88,7 +88,7 @@ def _conv_transpose(call: Call) -> Spelled:
 def _conv_backward(call: Call) -> Spelled:
     if not read_sizes(call.node):
         return None
-    operands = _texts(call, "grad_output", "input", "weight")
+    operands = _of_backward(call, "grad_output", "input", "weight")
     transposed = ["transposed=True"] if call.get("transposed") else []
     return "conv_backward", [*operands, *_of_conv(call), *transposed, *_mask(call)]
 
@@ -162,6 +162,20 @@ def first_alone(node: fx.Node) -> bool:
 
 def _texts(call: Call, *names: str) -> list[str]:
     return [str(call.text(name)) for name in names]
+
+
+def _of_backward(call: Call, *names: str) -> list[str]:
+    """The texts of a backward's operands; of a weight whose sizes alone are read
+    ``x.new_empty(16, 3, 7, 7)``.
+    """
+    weight, x = call.get("weight"), call.get("input")
+    texts = dict(zip(names, _texts(call, *names), strict=True))
+    if weight.target is aten.empty.memory_format:
+        sizes = literal(tuple(fake_of(weight).shape))
+        dtype = fake_of(weight).dtype
+        own = "" if dtype == fake_of(x).dtype else f", dtype={dtype}"
+        texts["weight"] = f"{call.text('input').at(ATOM)}.new_empty({sizes}{own})"
+    return [*texts.values()]
 
 
 def _mask(call: Call) -> list[str]:

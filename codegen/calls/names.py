@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import fx
+from torch._ops import OpOverload
 
 from partc.codegen.calls.gradient_names import name_gradients
+from partc.codegen.calls.inline import is_free
 from partc.codegen.calls.moved_names import before_move, follow_operands, moved_from
 from partc.codegen.calls.op_names import constant_name, op_name, result_name
 from partc.codegen.calls.path_names import inside, is_within, last_words, module_name
@@ -33,8 +35,9 @@ COMMON = {
     "output",
     "outputs",
     "result",
+    "_",  # which lines of a program give to what nobody reads
 }  # say nothing about the value
-COMMON_IN_TORCH = {"input", "ret", "tensor", "target", "_"}
+COMMON_IN_TORCH = {"input", "ret", "tensor", "target"}
 PRODUCTS = {"linear", "addmm", "mm", "matmul", "convolution", "conv2d", "conv1d"}
 _WEIGHT = re.compile(r"[._]weight$")  # `in_proj_weight` of torch's own attention, too
 # The targets of an assignment in a source line: ``a, b`` of ``model.py:14: a, b = x.chunk(2)``.
@@ -211,7 +214,22 @@ def _variable_names(
             ends = [n for n in ran if is_tensor(n) and n not in within]
             ends = [n for n in ends if not _is_argument(n, source)]
             if len(ends) == len(targets):
-                yield from ((n, t) for n, t in zip(ends, targets, strict=True) if t not in COMMON)
+                named = zip(map(_shown, ends), targets, strict=True)
+                yield from ((n, t) for n, t in named if t not in COMMON)
+
+
+def _shown(node: fx.Node) -> fx.Node:
+    """The value that has a line: a view that one call reads is written in that call.
+
+    ``q_states = q.unflatten(2, (4, 16))`` for ``q_states = q.view(...).transpose(1, 2)``, of which
+    the backward reads other transposes.
+    """
+    if not is_free(node) or len(node.users) > 1 or len(node.all_input_nodes) != 1:
+        return node
+    operand = node.all_input_nodes[0]
+    same = has_value(operand) and value(operand).source == value(node).source
+    views = same and is_free(operand) and len(operand.users) > 1
+    return operand if views and all(isinstance(u.target, OpOverload) for u in node.users) else node
 
 
 def _apart(members: Sequence[fx.Node]) -> list[list[fx.Node]]:

@@ -59,9 +59,9 @@ def plain_ranges(lines: Iterable[Line]) -> list[Line]:
     return [replace(x, code=_NUMBERED.sub(r'"\1\2"', x.code)) for x in lines]
 
 
-def finished(code: str, *, ranges: bool) -> list[Line]:
+def finished(code: str, remark: str = "", *, ranges: bool) -> list[Line]:
     """The statement that waits for all gradients that are being reduced."""
-    return in_ranges([Line(code, range=Range(WAIT_FOR_GRADS) if ranges else None)])
+    return in_ranges([Line(code, remark, range=Range(WAIT_FOR_GRADS) if ranges else None)])
 
 
 def of_transfer(node: fx.Node) -> Range:

@@ -20,6 +20,7 @@ from partc.codegen.text import (
     AND,
     ATOM,
     COMPARE,
+    NONE,
     OR,
     POWER,
     PRODUCT,
@@ -70,12 +71,23 @@ def _aten(call: Call) -> Text:
     return Text(f"torch.ops.{target.namespace}.{call.name}{overload}({arguments})")
 
 
+IN_PLACE = ("torch.scatter", "torch.scatter_add", "torch.index_add", "torch.index_copy",
+            "torch.index_put")  # fmt: skip
+ADDED_AT = "torch.ops.aten.index_put"  # with dims that no index picks from
+
+
 def written_over(call: Text, into: Text) -> str:
     """A call that gives the gradient of an activation, written over the tensor ``into``.
 
     ``torch.ops.aten.gelu_backward(d_y, x)`` becomes
-    ``torch.ops.aten.gelu_backward.grad_input(d_y, x, grad_input=d_y)``.
+    ``torch.ops.aten.gelu_backward.grad_input(d_y, x, grad_input=d_y)``, and what writes entries,
+    ``torch.scatter(d_y, 1, i, x)``, becomes ``d_y.scatter_(1, i, x)``.
     """
+    name, _, given = call.code.partition(f"({into}, ")
+    if name in IN_PLACE:
+        return f"{into}.{name.removeprefix('torch.')}_({given}"
+    if name == ADDED_AT:
+        return f"{name}_({into}, {given}"
     return f"{call.code.replace('(', '.grad_input(', 1)[:-1]}, grad_input={into})"
 
 
@@ -191,11 +203,29 @@ def _operator(call: Call) -> Text:
     left, right = list(call.node.target._schema.arguments)[:2]  # type: ignore[union-attr]
     if set(call.given) - {left.name, right.name}:  # alpha, rounding_mode
         return _in_torch(call)
+    if call.name == "div" and (share := _share(call)):
+        return share
     # comparisons do not chain, and floating sums and products are not associative
     first = level + 1 if level == COMPARE else level
     return Text(
         f"{call.text(left.name).at(first)} {sign} {call.text(right.name).at(level + 1)}", level
     )
+
+
+def _share(call: Call) -> Text | None:
+    """``ones_like(loss) / count`` is ``1 / count``, and ``ones_like(loss) / 128`` is
+    ``full_like(loss, 1 / 128)``: with that the backward of a mean begins.
+    """
+    ones, num = call.get("self"), call.get("other")
+    if getattr(ones, "target", None) is not torch.ops.aten.ones_like.default:
+        return None
+    text = str(call.text("self"))
+    if not text.startswith("torch.ones_like(") or fake_of(ones).shape != ():
+        return None  # its line stands, as others read it
+    if not isinstance(num, fx.Node):
+        return Text(f"torch.full_like({call.operand(ones.args[0])}, 1 / {literal(num)})")
+    alike = fake_of(num).shape == () and fake_of(num).dtype == fake_of(ones).dtype
+    return Text(f"1 / {call.text('other').at(PRODUCT + 1)}", PRODUCT) if alike else None
 
 
 @spells("rsub")
@@ -262,6 +292,19 @@ def _index(call: Call) -> Text:
     """``aten.index(x, [None, i])`` is ``x[:, i]``."""
     indices = [":" if i is None else str(call.spell(i)) for i in call.get("indices")]
     return Text(f"{call.text('self').at(ATOM)}[{', '.join(indices)}]")
+
+
+def put_at(node: fx.Node, operand: Callable[[fx.Node], Text]) -> str:
+    """``x[:, i] = y`` for the call that puts ``y`` there; "" for one that adds it, or another."""
+    if node.target not in (
+        torch.ops.aten.index_put.default,
+        torch.ops.aten._unsafe_index_put.default,
+    ):
+        return ""
+    call = Call.of(node, operand, "")
+    if call.get("accumulate"):
+        return ""
+    return f"{_index(call)} = {call.text('values').at(NONE)}"
 
 
 @spells("index_put", "_unsafe_index_put")

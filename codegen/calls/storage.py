@@ -24,6 +24,14 @@ VIEWS = {
     "swapaxes",
 }  # fmt: skip
 SUMS = (aten.add.Tensor, aten.sub.Tensor, ops.cross_entropy_grad)
+WRITES = (  # write entries into a copy of their first operand; their twin `_` into the operand
+    aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_add.default,
+    aten.index_copy.default, aten.index_put.default, aten._unsafe_index_put.default,
+)  # fmt: skip
+FILLED = (
+    aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default, aten.full.default,
+    aten.new_full.default, aten.full_like.default, aten.ones.default, aten.new_ones.default,
+)  # fmt: skip
 BIG = 2  # log-probabilities are worth it where they take more than 1/2 of the biggest value
 
 
@@ -119,7 +127,8 @@ def accumulations(
     """The calls whose result may be written over an operand, each with this operand.
 
     These are sums (``a += b``, ``a -= b``) and the gradient of a cross entropy; without
-    ``sums_only`` also products of a gradient, gradients of activations, and log-probabilities.
+    ``sums_only`` also products of a gradient, gradients of activations, log-probabilities, and
+    entries that are written into new zeros (``zeros.scatter_(1, ids, x)``).
     A result whose strides are not its operand's is not: calls behind it may be right for these
     strides alone. ``order`` has the calls of one function, ``kept`` those that something outside
     reads.
@@ -153,6 +162,8 @@ def _overwritten_by(node: fx.Node) -> Sequence[fx.Node]:
         return operands if rows else []
     if node.target in GRADS_OF_ACTIVATIONS:
         return operands[:1]
+    if node.target in WRITES:
+        return operands[:1] if operands[0].target in (*FILLED, *WRITES) else []
     if node.kwargs or len({owner(n) for n in operands}) < 2:
         return []
     if node.target is aten.mul.Tensor:

@@ -81,7 +81,9 @@ class Transfers(Expressions):
             lines.append(Line(f"reduced.append(({grads}, {call}))", comment(typed(node))))
             return Statement(lines, binds=[node])
         self.scope.taken.add(f"{name}_done")
-        lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
+        joined = c10d.after_wait(node, name, self.helpers)  # has the comment: pieces arrive here
+        remark = "" if joined else comment(typed(node))
+        lines.append(Line(c10d.start(node, x, name, self.helpers), remark))
         lines += [Line(f"reduced.append(({grads}, {name}_done))")] if grads else []
         return Statement(lines, binds=[node])
 
@@ -132,7 +134,7 @@ class Transfers(Expressions):
             names = ["_" if n is None else self.bind(n) for n in bound]
             listed = f"[{names[0]}]" if len(bound) == 1 else ", ".join(names)
             joined = c10d.put_together(names, moves(start), self.helpers)
-            lines = [Line(f"{listed} = {name}.take()", hidden), *map(Line, joined)]
+            lines = [Line(f"{listed} = {name}.take()", hidden), *joined]
             return Statement(lines, reads=[start], binds=[n for n in bound if n is not None])
         if start in self.at_once:
             return Statement([], reads=[start], binds=[node])
@@ -225,7 +227,7 @@ class Transfers(Expressions):
             return "started by the caller"
         span = range(self.place[start] + 1, self.place[wait])
         between = [n for n in (self.order[i] for i in span) if self.place[self._line(n)] in span]
-        return hidden_by(start, between, self._spoken)
+        return hidden_by(start, between, self.spoken)
 
     def _line(self, node: fx.Node) -> fx.Node:
         """The call in whose line a call stands: its own, or that of the call it is written in."""
@@ -233,7 +235,7 @@ class Transfers(Expressions):
             node = next(iter(node.users))
         return node
 
-    def _spoken(self, node: fx.Node) -> str:
+    def spoken(self, node: fx.Node) -> str:
         """The name of a value in the comment of another line."""
         code = self.seen[node].code if node in self.seen else ""
         return code if code.isidentifier() else self.wishes.get(node, code)

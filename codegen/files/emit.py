@@ -16,6 +16,7 @@ from partc.codegen.bodies.class_names import class_names, inner_names
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.gathers_ahead import gather_ahead
+from partc.codegen.bodies.last_sums import last_hidden
 from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.printed_order import check_printed
 from partc.codegen.bodies.step import StepBody
@@ -344,7 +345,7 @@ class RoleText:
         if any(re.search(r"\breduced\b", line.code) for line in lines):
             lines = [Line(f"reduced = {self.helpers.use('Reduced')}()"), *lines]
             call = f"reduced.finish({', '.join(self._others())})"
-            lines += finished(call, ranges=self.helpers.ranges)
+            lines += finished(call, last_hidden(body), ranges=self.helpers.ranges)
         if self.draws:
             lines.insert(0, Line(f"self.rng.begin({device})"))
         at = given_out_at(lines) if waits_for_script(graph) else len(lines)

@@ -15,6 +15,7 @@ from torch import fx
 
 from partc.graph import Graph, is_call, ops, shape_of, value
 from partc.graph.graph_edits import call_before, drop_dead, replace_by
+from partc.passes.canonical.cancel_transposes import order_of
 
 aten = torch.ops.aten
 
@@ -81,9 +82,13 @@ def _fold_weight_grad(node: fx.Node, d_y: fx.Node, x: fx.Node) -> None:
 
 
 def _fold_bmm(node: fx.Node) -> None:
-    """``bmm(view(a), view(b)) -> matmul(a, b)``, where views joined several batch dims to one."""
+    """``bmm(view(a), view(b)) -> matmul(a, b)``, where views joined several batch dims to one.
+
+    So do ``bmm(transpose(view(a), 1, 2), view(b)) -> matmul(transpose(a, 2, 3), b)``: the backward
+    reads what the forward's product reads, not a copy that is flat.
+    """
     operands = [_node(a) for a in node.args]
-    sources = [_flat_source(operand, kept=2) for operand in operands]
+    sources = [_batched_source(operand, node) for operand in operands]
     leads = {shape_of(s)[:-2] for s in sources if s is not None}
     if len(leads) != 1:
         return
@@ -116,6 +121,20 @@ def _flat_source(node: fx.Node, kept: int = 1) -> fx.Node | None:
     shape, flat = shape_of(source), shape_of(node)
     flattens = len(shape) > len(flat) == kept + 1 and shape[-kept:] == flat[-kept:]
     return source if flattens and 0 not in shape else None
+
+
+def _batched_source(matrices: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The matrices with all their batch dims that a product reads with one; None if it has one.
+
+    If they were transposed behind that, a transpose is written before the ``reader``.
+    """
+    if not is_call(matrices, aten.transpose.int) or order_of(matrices) != [0, 2, 1]:
+        return _flat_source(matrices, kept=2)
+    source = _flat_source(_node(matrices.args[0]), kept=2)
+    if source is None:
+        return None
+    rows = len(shape_of(source)) - 2
+    return call_before(reader, aten.transpose.int, source, rows, rows + 1)
 
 
 def _lifted(node: fx.Node, rows: fx.Node) -> fx.Node:

@@ -10,14 +10,14 @@ from typing import Any
 from torch import fx
 
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.text import ATOM, COMPARE, NONE, Text
-from partc.graph import collectives
+from partc.codegen.text import ATOM, COMPARE, NONE, Line, Text
+from partc.graph import collectives, typed
 from partc.graph.moves import Move, code_of, gathers_param, kind_of, wire_of
 from partc.passes.shard.zeros import is_zero
 from partc.plan.coded import CODES
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.wires import THRESHOLD, WIRES
-from partc.quoting import literal
+from partc.quoting import comment, literal
 
 FIRST_DIM = (0, 1)  # dim 0, which is not fused: pieces lie there as they arrive
 WEIGHTS_AND_GRADS = {
@@ -158,15 +158,16 @@ def taken(gathered: str, each: Sequence[Move], helpers: Helpers) -> str:
     return f"{helpers.use('take_cut')}({gathered}, {cuts})" if cuts else f"{gathered}.take()"
 
 
-def put_together(names: Sequence[str], each: Sequence[Move], helpers: Helpers) -> Iterator[str]:
-    """The statements behind ``a, b = gathered.take()`` for weights that are not sharded on dim 0:
+def put_together(names: Sequence[str], each: Sequence[Move], helpers: Helpers) -> Iterator[Line]:
+    """The lines behind ``a, b = gathered.take()`` for weights that are not sharded on dim 0:
     ``b = join(b, 2, 1)``.
     """
     for name, move in zip(names, each, strict=True):
         cut = cut_of(move.kwargs)
         if cut != FIRST_DIM and name != "_":
             operands = [name, str(move.kwargs["num"]), *_cut(*cut, always=True)]
-            yield f"{name} = {helpers.use('join')}({', '.join(operands)})"
+            remark = "" if move.result is None else comment(typed(move.result))
+            yield Line(f"{name} = {helpers.use('join')}({', '.join(operands)})", remark)
 
 
 def laid_out(grad: str, how: Mapping[str, Any], helpers: Helpers) -> str:
