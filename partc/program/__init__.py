@@ -105,6 +105,7 @@ class Program(NotAStage):
         others: programs of other shapes and modes, over the same weights.
         hooks: the text of ``hooks.py``, which its sources call; None: their calls change nothing.
         recipe: what compiles more of them, in the process that compiled this one.
+        saved_in: the folder that it was loaded from; "" for one that was not.
     """
 
     plan: str
@@ -133,6 +134,7 @@ class Program(NotAStage):
     others: tuple[Program, ...] = ()
     hooks: str | None = None
     recipe: Recipe | None = field(default=None, compare=False, repr=False)
+    saved_in: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", Sources(self.sources))
@@ -385,7 +387,7 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         decided=manifest.decided, expected=manifest.expected, fixed=manifest.fixed,
         lines=manifest.lines, made_for=manifest.wanted,
         others=tuple(_other(folder / OTHERS / name, manifest) for name in manifest.others),
-        hooks=read_hooks(folder, sources.values()),
+        hooks=read_hooks(folder, sources.values()), saved_in=str(folder),
     )  # fmt: skip
 
 

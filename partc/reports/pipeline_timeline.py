@@ -108,7 +108,7 @@ def _inside(rank: _Rank, within: Mapping[int, Mapping[str, Inside]]) -> Iterator
     for name in sorted(names, key=lambda stream: (stream != COMPUTING, stream)):
         own = tuple(bar for bar in bars if bar.box.stream == name)
         if name == COMPUTING:
-            yield Stream("calls", COMPUTING, rank.file, own)
+            yield Stream(f"calls of {rank.number}", COMPUTING, rank.file, own)
         else:
             yield Stream(f"over {name}", TRANSFERS, rank.file, own, name)
 
