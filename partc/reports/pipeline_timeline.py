@@ -27,7 +27,6 @@ METHOD_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 WORDS = {SEND: "send", RECEIVE: "receive", STARTS: "collective"}
 OPTIMIZER = "optimizer"
 _MESSAGES = ((SEND, "send"), (RECEIVE, "receive"))
-NEIGHBOURS = 2  # of a pipeline rank, at most
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ def _waits(rank: _Rank) -> dict[int, float]:
 def _message_lines(rank: _Rank) -> Mapping[tuple[str, int], int]:
     """The line of the n-th send and receive; none where another number of them is simulated.
 
-    Before its first step a rank exchanges a message with each neighbour, which is no part of it.
+    Before its first step a rank greets each neighbour by a message, which is no part of it.
     """
     found: dict[tuple[str, int], int] = {}
     events = rank.saved.step.programs[rank.number].events
@@ -205,9 +204,15 @@ def _message_lines(rank: _Rank) -> Mapping[tuple[str, int], int]:
         started = [each for each in rank.trace.done if each.kind == START and each.name == word]
         mine = [each for each in started if each.axis not in rank.trace.sizes or each.axis == PP]
         num = sum(event[0] == code for event in events)
-        if 0 < num <= len(mine) <= num + NEIGHBOURS:
+        if 0 < num <= len(mine) and _are_greetings(mine[:-num], mine[-num:]):
             found |= {(word, i): each.line for i, each in enumerate(mine[-num:])}
     return found
+
+
+def _are_greetings(first: list[Done], rest: list[Done]) -> bool:
+    """Whether the messages before those of a step all come from one line, which sends no other."""
+    lines = {each.line for each in first}
+    return len(lines) <= 1 and lines.isdisjoint(each.line for each in rest)
 
 
 def _moved(trace: ProgramTrace, axis: str) -> list[int]:
