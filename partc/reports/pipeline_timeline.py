@@ -6,7 +6,7 @@ come from the programs: one rank is run for each file, on tensors without data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from partc.cost.roofline import COMPUTE as COMPUTING
@@ -67,19 +67,20 @@ def pipeline_timeline(program: Program) -> Timeline:
     most, cost = ranks[fullest], saved.cost.ranks[fullest]
     role = program.role(program.mesh.first_rank(fullest))
     within = _insides(most)
+    called, until = _called(most, within)
     return Timeline(
         file=most.file,
         streams=tuple(
             stream
             for rank in ranks
-            for stream in (*_streams(rank), *(_inside(rank, within) if rank is most else ()))
+            for stream in (*_streams(rank), *(_inside(rank, called) if rank is most else ()))
         ),
         curve=tuple(_curve(most)),
         kept_bytes=cost.peak_bytes - cost.live,
         holders=tuple(held_lines(most.trace, role, program.sources[most.file])),
         orders_agree=all(map(_messages_pair, ranks)) and _calls_pair(within),
         moved={axis: _moved(most.trace, axis) for axis in program.mesh.names},
-        memory_of=f"pipeline rank {fullest}",
+        memory_of=f"pipeline rank {fullest}", calls_until_s=until,
     )
 
 
@@ -96,13 +97,21 @@ def _insides(rank: _Rank) -> dict[int, dict[str, Inside]]:
     }
 
 
-def _inside(rank: _Rank, within: Mapping[int, Mapping[str, Inside]]) -> Iterator[Stream]:
-    """The calls of a rank's actions, and a row of transfers for each axis that has any."""
+def _called(
+    rank: _Rank, within: Mapping[int, Mapping[str, Inside]]
+) -> tuple[list[Bar], float | None]:
+    """The calls of a rank's first actions, and where they end if those of all are too many."""
     bars: list[Bar] = []
     for action, begin, end in rank.actions():
-        found = within[action.stage].get(action.kind)
-        if found and len(bars) + len(found.step.bars) <= MOST_BARS:
+        if found := within[action.stage].get(action.kind):
+            if len(bars) + len(found.step.bars) > MOST_BARS:
+                return bars, begin
             bars += found.at(begin, end)
+    return bars, None
+
+
+def _inside(rank: _Rank, bars: Sequence[Bar]) -> Iterator[Stream]:
+    """The calls of a rank's actions, and a row of transfers for each axis that has any."""
     names = dict.fromkeys(bar.box.stream for bar in bars)
     for name in sorted(names, key=lambda stream: (stream != COMPUTING, stream)):
         own = tuple(bar for bar in bars if bar.box.stream == name)

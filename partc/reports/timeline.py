@@ -55,6 +55,7 @@ class Timeline:
     """The streams of a rank, the memory it holds over time, and who holds it at the peak.
 
     ``kept_bytes``: parameters, optimizer states, buffers and inputs, which the curve counts too.
+    ``calls_until_s``: until when calls are shown, where all would be too many for a page.
     """
 
     file: str
@@ -65,6 +66,7 @@ class Timeline:
     orders_agree: bool
     moved: Mapping[str, Sequence[int]]  # axis -> the bytes of each transfer
     memory_of: str = "every rank"
+    calls_until_s: float | None = None
 
     @property
     def end_s(self) -> float:
@@ -80,7 +82,8 @@ class Timeline:
         calls = Numbers()
         streams = [columns(each, calls) for each in self.streams]
         return {
-            "file": self.file, "end_s": self.end_s, "orders_agree": self.orders_agree,
+            "file": self.file, "end_s": self.end_s, "calls_until_s": self.calls_until_s,
+            "orders_agree": self.orders_agree,
             "streams": streams, "calls": [list(call) for call in calls.known],
             "lines": list(_by_line(self.streams)), "memory": self._memory(),
         }  # fmt: skip
