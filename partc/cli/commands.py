@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from partc.cli.said import check_compared
 from partc.cli.targets import target_of
@@ -18,6 +18,7 @@ from partc.errors import UsageError
 
 if TYPE_CHECKING:
     from partc.program import Program
+    from partc.program.outcomes import Kind
     from partc.verification.report import Verification
 
 
@@ -41,6 +42,7 @@ def bench_command(args: argparse.Namespace) -> int:
     """
     from partc.atomic import atomic_write
     from partc.measure.bench import bench
+    from partc.measure.bench_outcome import bench_outcome
 
     with progress(f"running {args.steps} steps of {args.folder}"):
         found = bench(
@@ -51,6 +53,7 @@ def bench_command(args: argparse.Namespace) -> int:
         if args.trace:
             atomic_write(Path(args.trace), found.trace())
         tell(args, str(found), found.as_json())
+        _keep(found.program, "measured", bench_outcome(found, args.device))
     return 0
 
 
@@ -88,14 +91,28 @@ def verify_command(args: argparse.Namespace) -> int:
             why="it is the largest relative error, and 1 is that of a gradient of zeros",
             do="Write a number above 0 and below 1, such as 1e-9.",
         )  # fmt: skip
+    program = load(args.folder)
     report, right = _verify(
-        args, load(args.folder), args.tolerance, args.processes, args.device, args.lossy
+        args, program, args.tolerance, args.processes, args.device, args.lossy
     )
     verdict = f"{'equal' if right else 'DIFFERENT'} within {args.tolerance:.1e}"
     tell(args, f"{report}\n{verdict}", {**report.as_json(), "ok": right})
     if not right:
         print(f"worst: {report.worst}", file=sys.stderr)
+    _keep(program, "verified", report.outcome(args.tolerance))
     return 0 if right else 1
+
+
+def _keep(program: Program, kind: Kind, told: dict[str, Any]) -> None:
+    """Save what was found beside the program, whose report shows it; a folder that cannot be
+    written is told, and changes nothing of the result.
+    """
+    from partc.program.outcomes import write_outcome
+
+    try:
+        write_outcome(program, kind, told)
+    except UsageError as error:
+        print(f"the report will not show this: {error}", file=sys.stderr)
 
 
 def _verify(
@@ -149,4 +166,7 @@ def check_command(args: argparse.Namespace) -> int:
         write_digests(args.folder)
     whole = f"{args.folder}: {program.model} on {program.mesh}, {', '.join(files)}: whole"
     tell(args, f"{text}\n{whole}", told)
+    _keep(program, "checked", found.as_json())
+    if args.model:
+        _keep(program, "verified", report.outcome(TOLERANCE))
     return 0

@@ -37,6 +37,7 @@ from partc.graph import (
     is_backward,
     is_tensor,
     ops,
+    tensor_args,
     value,
 )
 from partc.graph.blocks import outermost_block
@@ -220,6 +221,8 @@ class _Recorder:
     def _run(self, each: _Calls) -> tuple[Run, list[Site]]:
         """The run of some calls, and the site of each of its events, gathers first."""
         gathers = [n for n in each.calls if self.apart and _is_start(n) and gathers_param(n)]
+        if each.label:  # a block's method starts those of one weight each first
+            gathers.sort(key=lambda n: len(tensor_args(n)) > 1)
         rest = [n for n in each.calls if n not in gathers]
         first, then = [*self._events(gathers)], [*self._events(rest)]
         run = Run(

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from partc.graph.folds import list_member
+
 
 class Site(NamedTuple):
     """The module whose forward a call comes from, and the user's line: ``net.py:42: x = up(x)``."""
@@ -69,6 +71,16 @@ def member(path: str, further: int) -> str:
     """
     parts = path.rpartition(".")
     return f"{parts[0]}.{int(parts[2]) + further}" if further and parts[2].isdigit() else path
+
+
+def block_of(sites: Iterable[Site]) -> str:
+    """The block that sites are of: the first that a module's path names; "" if there is none.
+
+    >>> block_of([Site("wte"), Site("model.layers.1.mlp")])
+    'model.layers.1'
+    """
+    members = (list_member(site.module) for site in sites)
+    return next((f"{path}.{number}" for path, number in members if path), "")
 
 
 def moved(sites: tuple[Site, ...], old: str, new: str) -> tuple[Site, ...]:

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from partc.cost.sites import NOWHERE, Site, Sites, member, moved
+from partc.cost.sites import NOWHERE, Site, Sites, block_of, member, moved
 
 Code = Literal["c", "s", "l", "w"]
 CALL: Code = "c"
 START: Code = "s"  # of a transfer that has a WAIT
 LAST: Code = "l"  # of a transfer that finishes gradients: nothing in the step reads them, no WAIT
 WAIT: Code = "w"
+PHASES = ("S", "F", "B", "W", "E")  # the labels of runs that stand in no block
 
 
 class Call(NamedTuple):
@@ -142,13 +143,14 @@ class StepEvents:
         """Every execution in order; a repeated run comes once for each block it stands for.
 
         The graph has one of several equal blocks, the first. Forwards count on from its number,
-        backwards come back to it.
+        backwards come back to it. A phase of a pipeline stage is no block: its sites name one.
         """
         for at, (label, number, times) in enumerate(self.order):
             run, sites = self.runs[number], self.sites.of(at)
+            block = block_of(sites) if label in PHASES and times > 1 else label
             for turn in range(times):
-                here = member(label, times - 1 - turn if run.is_backward else turn)
-                yield Execution(here, run, moved(sites, label, here))
+                here = member(block, times - 1 - turn if run.is_backward else turn)
+                yield Execution(here if block == label else label, run, moved(sites, block, here))
 
     def as_json(self) -> dict[str, Any]:
         """The events as plain data, one string per call, transfer and run."""

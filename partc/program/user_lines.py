@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import linecache
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,11 @@ def file_of(shown: str) -> str:
 
 
 def path_in_model(module: str, block: Any, role: Role, step: Any) -> str:
-    """``layers.*.mlp`` with the number of the block whose method was running."""
+    """``layers.*.mlp`` with the number of the block whose method was running.
+
+    A class that several modules share has the path of one of them; that of the block follows from
+    the names of its own parameters and buffers.
+    """
     if "*" not in module or not isinstance(block, nn.Module):
         return module
     own = next((path for path, each in step.named_modules() if each is block), "")
@@ -127,4 +131,19 @@ def path_in_model(module: str, block: Any, role: Role, step: Any) -> str:
             layers = (s.name.removesuffix(f".{suffix}") for s in held)
             for layer in layers:
                 return layer + module.partition("*")[2]
-    return module
+    layer = next(_modules_of(own, role), "")
+    return layer + module.partition("*")[2] if layer else module
+
+
+def _modules_of(own: str, role: Role) -> Iterator[str]:
+    """The path in the model of the block at ``own``, for each parameter that is its own.
+
+    Its ``convolution_weight`` is the model's ``stem.0.convolution.weight``: ``stem.0``
+    """
+    for shard in role.shards:
+        holder, _, attribute = shard.key.rpartition(".")
+        if holder == own:
+            parts = shard.name.split(".")
+            for at in range(1, len(parts)):
+                if "_".join(parts[at:]) == attribute:
+                    yield ".".join(parts[:at])

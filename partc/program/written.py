@@ -10,6 +10,7 @@ from typing import Any
 from partc.atomic import CACHED, refusal
 from partc.program import manifest
 from partc.program.hooks import NAME as HOOKS
+from partc.program.outcomes import NAME as OUTCOMES
 
 CODE = (".py", ".pyc", ".pyo", ".so", ".pyd")  # files that Python could import
 
@@ -24,7 +25,8 @@ def written_files(folder: Path) -> set[str]:
         raise refusal(folder, f"it has no {manifest.NAME}, so partc did not write it")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        return {manifest.NAME, HOOKS, *_listed(fields), *_of_others(folder, fields)}
+        known = {manifest.NAME, HOOKS, OUTCOMES}
+        return {*known, *_listed(fields), *_of_others(folder, fields)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"its {manifest.NAME} does not say which files are partc's own: {error!r}"
         raise refusal(folder, why) from None

@@ -19,7 +19,7 @@ from partc.reports.linked import Bar, LinkedStep, linked_step
 from partc.reports.step_streams import Wait, WaitClock
 
 PHASES_OF = {"F": ("F",), "I": ("B",), "B": ("B", "W"), "W": ("W",)}  # by an action's kind
-MOST_BARS = 40_000  # of a page, which a browser draws at once
+MOST_BARS = 40_000  # of a page of less than 1 MB, which a browser draws at once
 Turn = tuple[int, str, int]  # which of the rank's stages, method, microbatch
 
 

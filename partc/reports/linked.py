@@ -7,7 +7,6 @@ What does not pair has line 0, and no guess.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -90,14 +89,26 @@ def _layer(moved: Box | Done) -> tuple[str, int]:
 
 
 def _lines(boxes: Sequence[Box], starts: Sequence[Done]) -> list[int]:
-    """The line of each transfer: in order where both orders agree, otherwise by size and layer."""
+    """The line of each transfer: in order where both orders agree, otherwise the first start that
+    is left and most like it.
+    """
     if _are_alike(boxes, starts):
         return [each.line for each in starts]
-    waiting: dict[object, deque[int]] = defaultdict(deque)
-    for each in starts:
-        waiting[each.num_bytes, _layer(each)].append(each.line)
-    alike = (waiting[box.num_bytes, _layer(box)] for box in boxes)
-    return [lines.popleft() if lines else NO_LINE for lines in alike]
+    left = [*starts]
+    lines = []
+    for box in boxes:
+        likeness = [_likeness(box, start) for start in left]
+        best = max(likeness, default=0)
+        lines.append(left.pop(likeness.index(best)).line if best else NO_LINE)
+    return lines
+
+
+def _likeness(box: Box, start: Done) -> int:
+    """How sure it is that a start is a predicted transfer: 0 if it cannot be."""
+    if not _is_same(box, start):
+        return 0
+    same_layer = NOWHERE not in (box.site, start.site)  # and both are known
+    return 1 + (box.num_bytes == start.num_bytes) + 2 * same_layer
 
 
 def _walk(boxes: Sequence[Box], calls: Sequence[Done]) -> list[tuple[int, int]]:
@@ -134,7 +145,7 @@ def _pair(box: Box, calls: Sequence[Done], runs: Sequence[tuple[int, int]], at: 
 def _runs(calls: Sequence[Done]) -> list[tuple[int, int]]:
     """The calls that follow each other for one call of the user: the first, and behind the last."""
     firsts = [k for k, each in enumerate(calls) if not k or calls[k - 1].site != each.site]
-    return [*zip(firsts, [*firsts[1:], len(calls)], strict=True)]
+    return [*zip(firsts, [*firsts[1:], len(calls)][: len(firsts)], strict=True)]
 
 
 def _is_inside(box: Box, calls: Sequence[Done], run: tuple[int, int]) -> bool:

@@ -6,7 +6,7 @@ come from the programs: one rank is run for each file, on tensors without data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from partc.cost.roofline import COMPUTE as COMPUTING
@@ -27,7 +27,6 @@ METHOD_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 WORDS = {SEND: "send", RECEIVE: "receive", STARTS: "collective"}
 OPTIMIZER = "optimizer"
 _MESSAGES = ((SEND, "send"), (RECEIVE, "receive"))
-NEIGHBOURS = 2  # of a pipeline rank, at most
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,20 @@ def pipeline_timeline(program: Program) -> Timeline:
     most, cost = ranks[fullest], saved.cost.ranks[fullest]
     role = program.role(program.mesh.first_rank(fullest))
     within = _insides(most)
+    called, until = _called(most, within)
     return Timeline(
         file=most.file,
         streams=tuple(
             stream
             for rank in ranks
-            for stream in (*_streams(rank), *(_inside(rank, within) if rank is most else ()))
+            for stream in (*_streams(rank), *(_inside(rank, called) if rank is most else ()))
         ),
         curve=tuple(_curve(most)),
         kept_bytes=cost.peak_bytes - cost.live,
         holders=tuple(held_lines(most.trace, role, program.sources[most.file])),
         orders_agree=all(map(_messages_pair, ranks)) and _calls_pair(within),
         moved={axis: _moved(most.trace, axis) for axis in program.mesh.names},
-        memory_of=f"pipeline rank {fullest}",
+        memory_of=f"pipeline rank {fullest}", calls_until_s=until,
     )
 
 
@@ -97,18 +97,26 @@ def _insides(rank: _Rank) -> dict[int, dict[str, Inside]]:
     }
 
 
-def _inside(rank: _Rank, within: Mapping[int, Mapping[str, Inside]]) -> Iterator[Stream]:
-    """The calls of a rank's actions, and a row of transfers for each axis that has any."""
+def _called(
+    rank: _Rank, within: Mapping[int, Mapping[str, Inside]]
+) -> tuple[list[Bar], float | None]:
+    """The calls of a rank's first actions, and where they end if those of all are too many."""
     bars: list[Bar] = []
     for action, begin, end in rank.actions():
-        found = within[action.stage].get(action.kind)
-        if found and len(bars) + len(found.step.bars) <= MOST_BARS:
+        if found := within[action.stage].get(action.kind):
+            if len(bars) + len(found.step.bars) > MOST_BARS:
+                return bars, begin
             bars += found.at(begin, end)
+    return bars, None
+
+
+def _inside(rank: _Rank, bars: Sequence[Bar]) -> Iterator[Stream]:
+    """The calls of a rank's actions, and a row of transfers for each axis that has any."""
     names = dict.fromkeys(bar.box.stream for bar in bars)
     for name in sorted(names, key=lambda stream: (stream != COMPUTING, stream)):
         own = tuple(bar for bar in bars if bar.box.stream == name)
         if name == COMPUTING:
-            yield Stream("calls", COMPUTING, rank.file, own)
+            yield Stream(f"calls of {rank.number}", COMPUTING, rank.file, own)
         else:
             yield Stream(f"over {name}", TRANSFERS, rank.file, own, name)
 
@@ -197,7 +205,7 @@ def _waits(rank: _Rank) -> dict[int, float]:
 def _message_lines(rank: _Rank) -> Mapping[tuple[str, int], int]:
     """The line of the n-th send and receive; none where another number of them is simulated.
 
-    Before its first step a rank exchanges a message with each neighbour, which is no part of it.
+    Before its first step a rank greets each neighbour by a message, which is no part of it.
     """
     found: dict[tuple[str, int], int] = {}
     events = rank.saved.step.programs[rank.number].events
@@ -205,9 +213,15 @@ def _message_lines(rank: _Rank) -> Mapping[tuple[str, int], int]:
         started = [each for each in rank.trace.done if each.kind == START and each.name == word]
         mine = [each for each in started if each.axis not in rank.trace.sizes or each.axis == PP]
         num = sum(event[0] == code for event in events)
-        if 0 < num <= len(mine) <= num + NEIGHBOURS:
+        if 0 < num <= len(mine) and _are_greetings(mine[:-num], mine[-num:]):
             found |= {(word, i): each.line for i, each in enumerate(mine[-num:])}
     return found
+
+
+def _are_greetings(first: list[Done], rest: list[Done]) -> bool:
+    """Whether the messages before those of a step all come from one line, which sends no other."""
+    lines = {each.line for each in first}
+    return len(lines) <= 1 and lines.isdisjoint(each.line for each in rest)
 
 
 def _moved(trace: ProgramTrace, axis: str) -> list[int]:

@@ -20,6 +20,7 @@ from partc.plan.plan_keys import MEANINGS
 from partc.program import Program
 from partc.reports.explanation import Explanation, explain_program
 from partc.reports.pipeline_timeline import pipeline_timeline
+from partc.reports.stamps import stamps_of
 from partc.reports.timeline import Timeline, timeline_of
 
 SCHEMA = 1
@@ -40,17 +41,21 @@ def report_data(program: Program, where: str = "program") -> Json:
     line = pipeline_timeline(program) if pipeline else timeline_of(program, where)
     bounds = waterfall(why.prediction)
     alternatives = why.estimated.as_json() if why.estimated else None
+    stamps, measured = stamps_of(program)
     return {
         "schema": SCHEMA,
-        "kind": "predicted, not measured",
+        "kind": "predicted, and measured" if measured else "predicted, not measured",
         "model": program.model,
         "machine": why.prediction.hardware,
         "numbers": _numbers(program, mesh, why, why.prediction),
         "verdict": verdict(bounds, why.prediction, alternatives),
+        "stamps": stamps,
+        "measured": measured,
         "waterfall": bounds,
         "timeline": line.as_json(),
         "holders": _holders(why, line),
         "sources": dict(program.sources),
+        "places": _places(program),
         "roles": [list(role) for role in program.roles],
         "alternatives": alternatives,
         "mesh": _mesh(mesh, line, why.prediction),
@@ -61,6 +66,7 @@ def report_data(program: Program, where: str = "program") -> Json:
 def _numbers(program: Program, mesh: Mesh, why: Explanation, step: Prediction) -> Json:
     """The numbers on top of the page, each once."""
     exposed = sum(each.exposed_s for each in step.axes)
+    bubble = sum(phase.parts.get("bubble", 0.0) for phase in step.phases)
     found = why.estimated
     limit = found.search.limit if found else None
     cost = program.cost.as_json()
@@ -73,7 +79,7 @@ def _numbers(program: Program, mesh: Mesh, why: Explanation, step: Prediction) -
         "limit_bytes": limit or usable(mesh.hardware.memory_bytes),
         "exposed_s": exposed,
         "exposed_share": exposed / step.seconds if step.seconds else 0.0,
-        "bubble_s": sum(phase.parts.get("bubble", 0.0) for phase in step.phases),
+        "bubble_s": bubble,
         "idle_share": cost.get("bubble"),
         "programs": len({name for _, name in program.roles}),
         "ranks": program.mesh.num_ranks,
@@ -82,20 +88,27 @@ def _numbers(program: Program, mesh: Mesh, why: Explanation, step: Prediction) -
 
 
 def verdict(bounds: Sequence[Json], step: Prediction, alternatives: Json | None) -> str:
-    """One sentence: what the step spends its time on, what it waits for, what would be faster."""
+    """One sentence: what the step spends its time on, the most first, and what would be faster."""
+    spent = sorted(_spent(bounds, step), reverse=True)
+    said = [f"{seconds / step.seconds:.0%} {words}" for seconds, words in spent]
+    first = said[0].replace("% ", "% of the step ", 1)
+    return "; ".join([first, *said[1:], *_faster(alternatives)]) + "."
+
+
+def _spent(bounds: Sequence[Json], step: Prediction) -> Iterator[tuple[float, str]]:
+    """Seconds of the largest part of computing, of waiting, and of a pipeline's bubble."""
     parts = {row["part"]: row["seconds"] for row in bounds}
-    largest = max((p for p in ("arithmetic", "memory", "launches")), key=lambda p: parts.get(p, 0))
-    words = {"arithmetic": "arithmetic", "memory": "bound by memory", "launches": "launches"}
-    said = [f"{parts.get(largest, 0) / step.seconds:.0%} of the step is {words[largest]}"]
+    words = {"arithmetic": "is arithmetic", "memory": "is bound by memory", "launches": "launches kernels"}
+    largest = max(words, key=lambda part: parts.get(part, 0))
+    yield parts.get(largest, 0), words[largest]
     waits = {each.axis: each.exposed_s for each in step.axes if each.exposed_s > 0}
     if waits:
         most = max(waits, key=waits.__getitem__)
-        share = sum(waits.values()) / step.seconds
         most_of = "most over" if len(waits) > 1 else "over"
-        said.append(f"{share:.0%} waits for transfers, {most_of} {most} ({time_text(waits[most])})")
+        longest = time_text(float(f"{waits[most]:.4g}"))
+        yield sum(waits.values()), f"waits for transfers, {most_of} {most} ({longest})"
     if bubble := parts.get("bubble"):
-        said.append(f"{bubble / step.seconds:.0%} is the pipeline's bubble")
-    return "; ".join([*said, *_faster(alternatives)]) + "."
+        yield bubble, "is the pipeline's bubble"
 
 
 def _faster(alternatives: Json | None) -> Iterator[str]:
@@ -126,6 +139,23 @@ def _holders(why: Explanation, line: Timeline) -> list[Json]:
         for each in line.holders
     ]  # fmt: skip
     return sorted((*kept, *live), key=lambda each: -each["bytes"])
+
+
+def _places(program: Program) -> Json:
+    """For each file its lines with the module and the line of the model for which they stand."""
+    first = {name: rank for rank, name in reversed([*_first_ranks(program)])}
+    return {
+        name: program.role(rank).lines.as_json()
+        for name, rank in sorted(first.items())
+    }
+
+
+def _first_ranks(program: Program) -> Iterator[tuple[int, str]]:
+    """The first rank of each run of ranks that have one file."""
+    rank = 0
+    for num, name in program.roles:
+        yield rank, name
+        rank += num
 
 
 def _mesh(mesh: Mesh, line: Timeline, step: Prediction) -> Json:

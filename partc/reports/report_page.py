@@ -33,7 +33,7 @@ def report_page(told: Json) -> str:
     return TEMPLATES.get_template("report.html.j2").render(
         told=told, data=_script_text(told), rows=_rows(told), part=part_text,
         amount=lambda number: amount(round(number), "B"), time=_time, counted=counted,
-        share=lambda part: f"{part:.1%}", sentence=_value,
+        share=lambda part: f"{part:.1%}", sentence=_value, change=_change,
     )  # fmt: skip
 
 
@@ -52,6 +52,12 @@ def _script_text(told: Json) -> str:
 
 def _time(seconds: float) -> str:
     return time_text(float(f"{seconds:.4g}"))
+
+
+def _change(part: float) -> str:
+    """A share by which something changes, in percent: ``+1.5``; ``0.0`` has no sign."""
+    text = f"{100 * part:+.1f}"
+    return "0.0" if float(text) == 0 else text
 
 
 def _rows(told: Json) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from partc.reports.step_streams import waits_of
 NS_PER_S = 1e9
 TRANSFERS = "transfers"
 RANKS = "ranks"  # of streams with the actions of a pipeline rank
+MEASURED = "measured"  # of streams that a bench has timed
 MOST_POINTS = 4000  # of a memory curve: more than a screen has columns
 Json = dict[str, Any]
 
@@ -54,6 +55,7 @@ class Timeline:
     """The streams of a rank, the memory it holds over time, and who holds it at the peak.
 
     ``kept_bytes``: parameters, optimizer states, buffers and inputs, which the curve counts too.
+    ``calls_until_s``: until when calls are shown, where all would be too many for a page.
     """
 
     file: str
@@ -64,6 +66,7 @@ class Timeline:
     orders_agree: bool
     moved: Mapping[str, Sequence[int]]  # axis -> the bytes of each transfer
     memory_of: str = "every rank"
+    calls_until_s: float | None = None
 
     @property
     def end_s(self) -> float:
@@ -76,10 +79,11 @@ class Timeline:
 
     def as_json(self) -> Json:
         """Columns of numbers per stream: times in nanoseconds, others as indices of ``calls``."""
-        calls = _Numbers()
-        streams = [_columns(each, calls) for each in self.streams]
+        calls = Numbers()
+        streams = [columns(each, calls) for each in self.streams]
         return {
-            "file": self.file, "end_s": self.end_s, "orders_agree": self.orders_agree,
+            "file": self.file, "end_s": self.end_s, "calls_until_s": self.calls_until_s,
+            "orders_agree": self.orders_agree,
             "streams": streams, "calls": [list(call) for call in calls.known],
             "lines": list(_by_line(self.streams)), "memory": self._memory(),
         }  # fmt: skip
@@ -96,7 +100,7 @@ class Timeline:
 
 
 @dataclass
-class _Numbers:
+class Numbers:
     """Gives equal entries one number each."""
 
     known: dict[tuple[str, str, str], int] = field(default_factory=dict)
@@ -143,7 +147,8 @@ def held_lines(trace: ProgramTrace, role: Role, source: str) -> Iterator[HeldLin
         yield HeldLine(line, code, module, called, num_bytes)
 
 
-def _columns(stream: Stream, calls: _Numbers) -> Json:
+def columns(stream: Stream, calls: Numbers) -> Json:
+    """A row of the time line as columns of numbers; ``calls`` numbers what bars do."""
     bars = sorted(stream.bars, key=lambda bar: bar.box.begin_s)
     return {
         "name": stream.name,
@@ -154,7 +159,7 @@ def _columns(stream: Stream, calls: _Numbers) -> Json:
         "ns": [_ns(bar.box.seconds) for bar in bars],
         "waits_ns": [_ns(bar.waits_s) for bar in bars] if stream.kind in (TRANSFERS, RANKS) else [],
         "bytes": [bar.box.num_bytes for bar in bars] if stream.kind == TRANSFERS else [],
-        "line": [bar.line for bar in bars] if stream.kind != BLOCKS else [],
+        "line": [bar.line for bar in bars] if stream.kind not in (BLOCKS, MEASURED) else [],
         "layer": [_layer(bar) for bar in bars],
         "call": [calls.of(_call(bar)) for bar in bars],
     }

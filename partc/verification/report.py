@@ -152,6 +152,13 @@ class Verification:
             "sent": [each.as_json() for each in self.sent],
         }
 
+    def outcome(self, tolerance: float = TOLERANCE) -> dict[str, Any]:
+        """What a program's report shows of this: the verdict, and the worst error."""
+        return {
+            "ok": self.ok(tolerance), "tolerance": tolerance, "title": self.title,
+            "tensors": len(self.rows), "worst": self.worst.as_json() if self.rows else None,
+        }  # fmt: skip
+
 
 @known_arguments
 def ok(self: Verification, tolerance: float = TOLERANCE) -> bool:

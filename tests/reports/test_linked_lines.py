@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from partc.cost.roofline import COMPUTE, Box
-from partc.cost.sites import Site
-from partc.dryrun.program_trace import CALL, Done, ProgramTrace
+from partc.cost.sites import NOWHERE, Site
+from partc.dryrun.program_trace import CALL, START, Done, ProgramTrace
 from partc.program import Program
 from partc.reports.linked import NO_LINE, linked_step
 from partc.reports.pipeline_timeline import pipeline_timeline
 from partc.reports.timeline import Timeline, timeline_of
 from tests.reports.report_programs import compiled
+from tests.surface.programs import golden_programs
 
 UP, NORM, DOWN = (Site(f"blocks.0.{name}", f"net.py:{i}") for i, name in enumerate("abc"))
 NORM_INSIDE = Site(NORM.module, "net.py:7")
@@ -67,6 +68,29 @@ def test_nearly_all_bars_have_a_line(plan: str) -> None:
 
 
 # inside of a pipeline's actions ------------------------------------------------------------------
+def test_transfers_in_another_order_have_their_lines() -> None:
+    """Each start is paired once: by its layer where both are known, otherwise by its size."""
+    one, two = Site("blocks.0.up", "net.py:1"), Site("blocks.1.up", "net.py:1")
+    boxes = [Box("dp", "all_gather", "", i, 1.0, site, num_bytes=size)
+             for i, (site, size) in enumerate([(one, 8), (two, 8), (UP, 16)])]  # fmt: skip
+    starts = [(NOWHERE, 3, 16), (two, 7, 8), (one, 5, 8)]
+    done = [Done(START, "all_gather", "dp", line, site, size, 0, i, False)
+            for i, (site, line, size) in enumerate(starts)]  # fmt: skip
+    linked = linked_step(boxes, [], ProgramTrace(tuple(done), 0, 0, (), {"dp": 2}))
+    assert [bar.line for bar in linked.bars] == [5, 7, 3]
+    assert not linked.orders_agree
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+def test_messages_of_several_stages_on_a_rank_have_lines(schedule: str) -> None:
+    """A rank greets a neighbour once for each link, and has several with it."""
+    line = pipeline_timeline(golden_programs()[f"pipeline {schedule}"]())
+    messages = [bar for each in line.streams if each.name == "messages" for bar in each.bars]
+    assert messages
+    assert all(bar.line for bar in messages)
+    assert line.orders_agree
+
+
 def pipeline() -> Program:
     return compiled("megatron", "pp=2,tp=2", 4)
 
@@ -76,7 +100,7 @@ def test_calls_stand_inside_of_the_actions_of_the_fullest_rank() -> None:
     assert line.orders_agree
     number = int(line.memory_of.removeprefix("pipeline rank "))
     (rank,) = [each for each in line.streams if each.name == f"rank {number}"]
-    calls, moved = ([x for x in line.streams if x.name == name] for name in ("calls", "over tp"))
+    calls, moved = ([x for x in line.streams if x.name == name] for name in (f"calls of {number}", "over tp"))
     actions = [bar for bar in rank.bars if bar.box.name in "FBIW"]
     for bar in (*calls[0].bars, *moved[0].bars):
         assert any(
@@ -90,6 +114,6 @@ def test_calls_stand_inside_of_the_actions_of_the_fullest_rank() -> None:
 
 def test_messages_that_do_not_pair_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pipeline_timeline(compiled("ddp", "pp=2", 4)).orders_agree
-    neighbours = -1  # so that a program's messages are always too many
-    monkeypatch.setattr("partc.reports.pipeline_timeline.NEIGHBOURS", neighbours)
+    where = "partc.reports.pipeline_timeline._are_greetings"
+    monkeypatch.setattr(where, lambda first, rest: not first)  # the first ones are of the step
     assert not pipeline_timeline(compiled("ddp", "pp=2", 4)).orders_agree

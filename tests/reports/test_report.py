@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import partc
+from partc.amounts import time_text
 from partc.cli.main import main
 from partc.cost.roofline import BLOCKS, COMPUTE
 from partc.cost.sites import NOWHERE
@@ -24,6 +25,7 @@ from partc.reports.other_machines import stage_step
 from partc.reports.report_page import report_page
 from partc.reports.step_streams import waits_of
 from tests.reports.report_programs import PLANS, compiled
+from tests.surface.shown import counts_differ, shown_numbers, strange_numbers
 
 NOT_WRITTEN = {"apart", "of_another", "homes", "other_passes", "left_out"}
 Json = dict[str, Any]
@@ -98,6 +100,56 @@ def test_the_page_has_the_data_and_fetches_nothing() -> None:
     assert told["verdict"] in page
 
 
+def test_the_verdict_begins_with_what_most_of_the_step_is() -> None:
+    waits = partc.report(compiled("megatron-sp")).told["verdict"]
+    assert re.match(r"9\d% of the step waits for transfers, most over tp \([\d.]+ ms\); ", waits)
+    pipeline = partc.report(compiled("ddp", "pp=2,dp=2", 4)).told["verdict"]
+    shares = [int(each) for each in re.findall(r"(?:^|; )(\d+)% ", pipeline)]
+    assert len(shares) == 3
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_every_line_of_the_step_has_its_place_in_the_model() -> None:
+    told = partc.report(compiled("megatron-sp")).told
+    places = told["places"]["stage0.py"]
+    by_line = {line: places["calls"][number] for line, number in places["lines"]}
+    text = told["sources"]["stage0.py"].splitlines()
+    (line,) = [number for number, code in enumerate(text, 1) if "up = F.linear(" in code]
+    module, source = by_line[line]
+    assert module == "blocks.*.up"
+    assert "report_programs.py" in source
+    assert {*told["places"]} == {"stage0.py"}
+
+
+@pytest.mark.parametrize("name", ["megatron-sp", "pipeline", "fsdp"])
+def test_counts_and_numbers_of_the_page_are_those_of_program_and_data(name: str) -> None:
+    program = compiled("ddp", "pp=2,dp=2", 4) if name == "pipeline" else compiled(name)
+    told = json.loads(json.dumps(partc.report(program).told))
+    assert not counts_differ(program, told)
+    assert not strange_numbers(told)
+    assert shown_numbers(told) > 50
+
+
+def test_a_wrong_number_and_a_wrong_count_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compiled("megatron-sp")
+    told = json.loads(json.dumps(partc.report(program).told))
+    told["timeline"]["lines"][0]["transfers"] += 1
+    assert len(counts_differ(program, told)) == 1
+    step_s = told["numbers"]["step_s"]
+    wrong = report_page(told).replace(f"<b>{time_text(float(f'{step_s:.4g}'))}</b>", "<b>77 ms</b>")
+    monkeypatch.setattr("tests.surface.shown.report_page", lambda _: wrong)
+    assert strange_numbers(told) == ["77 ms in '77 ms'"]
+
+
+def test_calls_are_cut_off_where_they_would_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = partc.report(compiled("ddp", "pp=2,dp=2", 4)).told
+    assert whole["timeline"]["calls_until_s"] is None
+    monkeypatch.setattr("partc.reports.pipeline_timeline.MOST_BARS", 60)
+    told = partc.report(compiled("ddp", "pp=2,dp=2", 4)).told
+    assert 0 < told["timeline"]["calls_until_s"] < told["timeline"]["end_s"]
+    assert "Calls and their transfers are shown up to" in report_page(told)
+
+
 def test_text_of_a_model_is_no_markup() -> None:
     told = partc.report(compiled("megatron-sp")).told
     wrong = "</script><script>alert(1)</script>"
@@ -126,7 +178,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def keys(told: Any, path: str = "") -> set[str]:
     """The paths of all entries of plain data; entries of a list, or of a table by name, once."""
-    by_name = path in (".sources", ".plan[].value")
+    by_name = path in (".sources", ".places", ".plan[].value")
     if isinstance(told, dict):
         inner = [keys(each, path if by_name else f"{path}.{key}") for key, each in told.items()]
     elif isinstance(told, list):
