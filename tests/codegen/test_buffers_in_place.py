@@ -45,6 +45,7 @@ def compiled(mesh: Any, plan: str, **options: Any) -> str:
     return program.source()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [({}, {}), ("pp=2", {"microbatches": 4}), ({}, {"recompute": "none"})],
@@ -70,6 +71,7 @@ def test_cut_statistics_are_gathered_before_they_are_written() -> None:
     assert "running_mean.copy_(" in text
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "plan", "options"),
     [

@@ -88,6 +88,7 @@ class Gained(nn.Module):
         return y
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
 def test_names_of_a_stage_may_be_those_of_a_model(kind: str) -> None:
     torch.manual_seed(0)

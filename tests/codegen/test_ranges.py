@@ -123,6 +123,7 @@ def test_a_pipeline_has_the_names_of_its_actions() -> None:
         assert {n for n in boxes if "::send::" in n} <= names.keys()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b"])
 def test_other_schedules(schedule: str) -> None:
     program = compiled("pp=2", "ddp", (12,) * 8, microbatches=4, schedule=schedule)

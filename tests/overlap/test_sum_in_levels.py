@@ -69,6 +69,7 @@ def test_small_sums_stay_as_they_are() -> None:
     assert not in_levels(program)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("axes", ["dp_replicate=2,dp_shard=2", "pp=2,dp_replicate=2,dp_shard=2"])
 def test_what_microbatches_add_up(axes: str) -> None:
     """Once per step, in stages and without; the tied embedding is one of two of them."""

@@ -160,6 +160,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("number", range(len(OTHERS)))
 def test_another_table_begins_from_the_mean(world: Processes, tmp_path: Path, number: int) -> None:
     world.run(changed, tmp_path, *OTHERS[number])

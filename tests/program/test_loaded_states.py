@@ -158,6 +158,7 @@ def close_to(stage: Stage, model: nn.Module) -> None:
         torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=[plan for _, plan in LAYOUTS[:3]] + ["pp"])
 def test_states_of_one_process_are_sharded_and_go_on(
     world: Processes, tmp_path: Path, mesh: str, plan: str

@@ -243,6 +243,7 @@ def of_its_own_loss(accelerated: bool) -> int:
     return len(compiled)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_a_model_s_own_loss_takes_its_inputs_by_place_and_by_name(
     accelerated: bool, world: Processes

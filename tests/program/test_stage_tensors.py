@@ -309,7 +309,8 @@ def in_stages(path: Path) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize(("mesh", "plan"), [("pp=2,dp=2", "fsdp"), ("pp=2", "ddp")])
+@pytest.mark.rows(1)
+@pytest.mark.parametrize(("mesh", "plan"), [("pp=2", "ddp"), ("pp=2,dp=2", "fsdp")])
 def test_tools_in_a_pipeline_are_right_or_refuse(
     world: Processes, tmp_path: Path, mesh: str, plan: str
 ) -> None:

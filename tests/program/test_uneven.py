@@ -125,6 +125,7 @@ def test_training_is_that_of_one_device(world: Processes) -> None:
         world.run(trains_as_one_device, mesh, preset)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "preset"), LAYOUTS)
 def test_the_step_is_verified(mesh: str, preset: str) -> None:
     program = compiled(mesh, preset)

@@ -191,6 +191,7 @@ def flops(graph: Graph) -> int:
     return sum(node_flops(node) for node in graph.calls())
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", ["megatron", "megatron-sp"])
 def test_four_tensor_ranks_compute_a_quarter_each(plan: str) -> None:
     whole, quarter = (local(mesh, plan, Tower()) for mesh in ("tp=1", "tp=4"))

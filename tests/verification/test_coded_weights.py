@@ -142,7 +142,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_that_of_the_weights_that_were_sent(layout: str) -> None:
     """Loss, gradients and what an optimizer makes of the exact weights."""

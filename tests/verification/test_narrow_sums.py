@@ -146,7 +146,7 @@ BETWEEN = [  # every wire once; of each kind one with every preset
 ]  # fmt: skip
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("wire", "preset"), [*dict.fromkeys(BETWEEN)])
 def test_sums_between_machines_are_compressed_alone(wire: str, preset: str) -> None:
     """Inside of a machine gradients are scattered as they are, each rank sends its shard on."""

@@ -151,6 +151,7 @@ def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "plan", "schedule"),
     [("dp=2", "fsdp", "1f1b"), ("pp=2,dp=2", "fsdp", "1f1b"), ("pp=2", "ddp", "zb-v")],

@@ -63,6 +63,7 @@ def agrees(model: nn.Module, mesh: str = "dp=2", plan: str = "ddp") -> str:
 
 
 # constants ---------------------------------------------------------------------------------------
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"), ("pp=2", "ddp"), ("dp=2", "auto")],

@@ -106,6 +106,7 @@ def test_four_ranks(schedule: str, microbatches: int) -> None:
     right(schedule, microbatches, mesh="pp=4", tied=True)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_with_data_and_tensor_parallelism(schedule: str) -> None:
     right(schedule, 3, mesh="pp=2,dp=2,tp=2", preset="fsdp+megatron-sp", tied=True)
