@@ -46,7 +46,7 @@ def compiled(name: str, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:
     return (str(full), emit(local, header=header(local, full)).text, counted), local
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "mesh", "plan"),
     [
@@ -159,6 +159,7 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("made", "mesh"),
     [
@@ -181,6 +182,7 @@ def test_what_each_block_is_given_is_given_to_all(monkeypatch: pytest.MonkeyPatc
     partc.verify(program, model, (x,), loss=total).check()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("differ", [False, True])
 def test_blocks_make_constants_of_their_own(differ: bool) -> None:
     model, x = nn.Sequential(*(Turned(i if differ else 7) for i in range(8))), torch.randn(4, 8)
@@ -203,7 +205,7 @@ def test_pins_tell_blocks_apart() -> None:
 
 
 def test_a_folded_plan_replays() -> None:
-    case = deep("llama")
+    case = deep("toy")
     first = partc.compile(case.step, "dp=2", plan="fsdp")
     again = partc.compile(case.step, "dp=2", plan=first.plan)
     assert (again.plan, again.sources) == (first.plan, first.sources)
@@ -262,6 +264,7 @@ def test_a_block_that_no_rank_trains_is_found(mesh: str, plan: str) -> None:
         check_complete(names, replace(program, sources=fewer))
 
 
+@pytest.mark.exhaustive
 def test_microbatches_fold_too(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state_of = deep("llama").step, partc.Traced.state
 

@@ -57,6 +57,7 @@ def test_the_kernel_writes_running_statistics(mesh: Any, options: dict[str, Any]
     assert ".copy_(" not in text
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", [{}, "pp=2"])
 def test_a_norm_that_is_computed_again_has_none(mesh: Any) -> None:
     text = compiled(mesh, "ddp", microbatches=2, recompute="block")

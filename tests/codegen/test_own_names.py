@@ -158,6 +158,7 @@ class ListCalled(nn.Module):
         return y
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", ["x", "target", "shift", "i"])
 def test_a_list_of_blocks_may_be_called_as_what_microbatches_share(name: str) -> None:
     def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from tests.pipelines import toy
         ("dp=2", "ddp", "cheap", 1),
         ("dp=2", "fsdp", "block", 1),
         ("dp=2,tp=2", "fsdp+megatron-sp", "cheap", 6),
-        ("pp=2,dp=2", "zero1", "cheap", 6),
+        ("pp=2,dp=2", "zero1", "cheap", 4),
     ],
 )
 def test_the_same_peak_line_and_holders(

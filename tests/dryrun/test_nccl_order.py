@@ -64,7 +64,7 @@ ORDERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "schedule"), ORDERS)
 def test_no_schedule_hangs(mesh: str, schedule: str) -> None:
     events = recorded(program(mesh, schedule))
@@ -122,6 +122,7 @@ class Links(dict):
 """
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [

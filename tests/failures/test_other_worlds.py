@@ -24,7 +24,7 @@ def model_of() -> nn.Module:
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Model(layers=2, width=16, length=LENGTH)
+        model = Model(layers=1, width=16, length=LENGTH)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

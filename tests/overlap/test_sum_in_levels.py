@@ -33,6 +33,7 @@ def in_levels(program: Program) -> bool:
     return any(each["kind"] == "all_gather" for each in program.cost.as_json()["traffic"])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("inside", "across", "inner", "outer"),
     [(FAST, SLOW, "dp_shard", "dp_replicate"), (SLOW, FAST, "dp_replicate", "dp_shard")],

@@ -182,6 +182,7 @@ def test_programs_compute_the_same(
     assert verify(made, model(), (IDS,), loss).check().worst.error < 1e-12
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
 def test_a_plan_says_if_no_block_can_be_cut(mesh: str) -> None:
     made = compiled(mesh, "megatron", 5)  # neither samples nor tokens

@@ -117,7 +117,7 @@ def follow(model: Model, mesh: str, plan: str, batch: str, lengths: tuple[int, .
         compare(stage, reference, steps, batch)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("model", "plan", "batch"),
     [
@@ -131,7 +131,7 @@ def test_three_lengths(world: Processes, model: Model, plan: str, batch: str) ->
     world.run(follow, model, "dp=2", plan, batch, LENGTHS, num=2)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", [recurrent, attentive])
 def test_three_lengths_by_tensor_ranks(world: Processes, model: Model) -> None:
     world.run(follow, model, "tp=2", "megatron", "global", LENGTHS, num=2)
@@ -199,6 +199,7 @@ def extras(batch: str) -> None:
             close(found["logits"], own_flat(whole["logits"], steps, batch), "logits")
 
 
+@pytest.mark.exhaustive
 def test_extras_have_the_blocks_of_their_length(world: Processes) -> None:
     world.run(extras, "local", num=2)
 

@@ -153,7 +153,7 @@ def test_nothing_fits_says_what_comes_nearest(large: Graph) -> None:
 
 
 def test_the_program_needs_what_was_estimated() -> None:
-    step = partc.Traced(llama(layers=5, width=2048), (tokens(64),), loss_of)
+    step = partc.Traced(llama(layers=3, width=2048), (tokens(64),), loss_of)
     mesh = Mesh.load("dgx-h100", 8)
     program = partc.compile(step, mesh)
     taken, cost = program.basis.taken, program.cost

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import partc
 
-FEW, MANY = 6, 9
+FEW, MANY = 4, 6
 WRAPPED = 2  # lines that a number's second digit makes too long
 
 

@@ -365,6 +365,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_of_the_class_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""

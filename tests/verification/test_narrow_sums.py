@@ -100,7 +100,7 @@ def test_signs_and_largest_by_hand() -> None:
 LEFT_OVER = [(wire, flag) for wire in SUMS for flag in ("true", "false")]
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("wire", "feedback"), [(w, f) for w, f in LEFT_OVER if f == "true" or not WIRES[w].needs_rest]
 )
@@ -165,10 +165,10 @@ def test_sums_between_machines_are_compressed_alone(wire: str, preset: str) -> N
 
 
 @cache
-def tower() -> Case:
-    """Eight equal blocks between two layers of other sizes."""
+def tower(length: int = 8) -> Case:
+    """Equal blocks between two layers of other sizes."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(8)]
+    blocks = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(length)]
     model = nn.Sequential(nn.Linear(6, 12), *blocks, nn.Linear(12, 5))
     return Case(model, (torch.randn(8, 6),), lambda m, x: m(x).square().mean())
 
@@ -183,7 +183,7 @@ def staged(
     return compile(case.step, mesh, plan=plan)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("own", "mesh"),
     [
@@ -203,7 +203,7 @@ def test_microbatches_are_added_up_and_then_sent(own: str, mesh: str) -> None:
 
 def test_functions_of_torch_compile() -> None:
     """They stand beside the classes of sums, whose text is run as it was printed."""
-    case = tower()
+    case = tower(3)
     plan = f'compile = "inductor"\n{PLAN}"int8"'
     program = compile(case.step, "dp=2", plan=plan)
     assert "@torch.compile" in program.source()
@@ -327,7 +327,7 @@ def test_mistakes_of_other_schemes_are_found(wire: str) -> None:
         wrong(program, everywhere(program, old.strip(), new.strip()))
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify; and by the check of the text, which knows the printed one."""

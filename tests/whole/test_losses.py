@@ -87,6 +87,7 @@ TEMPORAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.rows(7)
 @pytest.mark.parametrize(
     ("mesh", "plan", "microbatches"),
     [("dp=2", "ddp", 1), ("dp=2", "fsdp", 1), ("pp=2", "ddp", 2), ("tp=2", "megatron", 1)],

@@ -90,7 +90,7 @@ def right(schedule: str, microbatches: int, **changed: object) -> None:
 FEW = [(name, num) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-v") for num in (1, 4)]
 
 
-@pytest.mark.rows(9)
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     ("schedule", "microbatches"), [*((name, num) for name in TRAINING for num in (3, 8)), *FEW]
 )
@@ -99,14 +99,14 @@ def test_every_schedule(schedule: str, microbatches: int) -> None:
     right(schedule, microbatches, tied=microbatches % 2 == 1)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("microbatches", [3, 8])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h2", "zb-v"])
 def test_four_ranks(schedule: str, microbatches: int) -> None:
     right(schedule, microbatches, mesh="pp=4", tied=True)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_with_data_and_tensor_parallelism(schedule: str) -> None:
     right(schedule, 3, mesh="pp=2,dp=2,tp=2", preset="fsdp+megatron-sp", tied=True)
@@ -116,6 +116,7 @@ def test_a_parameter_of_two_stages_of_a_rank_is_summed_once() -> None:
     right("zb-v", 3, mesh="pp=2,dp=2", preset="ddp", tied=True)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=1", "ddp"), ("dp=2", "ddp"), ("dp=2", "fsdp")])
 def test_one_stage_accumulates_gradients(mesh: str, preset: str) -> None:
     right("1f1b", 3, mesh=mesh, preset=preset)
@@ -246,6 +247,7 @@ def test_tied_gradients_do_not_wait_for_each_other(
 
 
 # stages that lack something -----------------------------------------------------------------------
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     ("points", "frozen"),

@@ -129,7 +129,8 @@ def test_curves_of_layouts_are_equal(world: Processes) -> None:
             assert found == pytest.approx(expected, rel=1e-5), layout
 
 
-@pytest.mark.parametrize("layout", ["ddp", "megatron"])
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("layout", ["megatron", "ddp"])
 def test_draws_of_every_op_are_whole(layout: str) -> None:
     """Also those that read values: what they read is gathered."""
     mesh, plan, options = every_op.LAYOUTS[layout]

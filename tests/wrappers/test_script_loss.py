@@ -123,7 +123,7 @@ def trains_alike(mesh: str, plan: str, name: str) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
 def test_a_loss_of_the_script_trains_as_in_one_process(
@@ -357,7 +357,7 @@ def test_statistics_are_written_before_the_step_waits(mesh: str, plan: str, norm
     partc.verify(program, model, given, loss=loss).check()
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("batch", ["local", "global"])
 @pytest.mark.parametrize("plan", ["fsdp+megatron", "auto"])
 @pytest.mark.parametrize("name", MODELS)
