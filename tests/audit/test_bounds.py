@@ -89,6 +89,7 @@ class Drawing(nn.Module):
         return (x * torch.bernoulli(torch.sigmoid(x).detach())).square().mean()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "options"), [
     ("dp=2", {"microbatches": 2}), ("tp=2", {"plan": "megatron"}),
 ])  # fmt: skip

@@ -89,6 +89,7 @@ def spoilt(made: Program, old: str, new: str) -> dict[int, Role]:
     return roles | {0: spoiled.role(0)}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -233,6 +233,7 @@ def test_verify_refuses_islands_that_go_on_otherwise(old: str, new: str) -> None
         verify(changed, model(), (X,), loss=loss).check()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", [GOSSIP, OVERLAPPED])
 def test_check_refuses_edits_of_other_meetings(plan: str) -> None:
     program = compiled("island=4", plan)

@@ -342,6 +342,7 @@ def of_islands(period: int, start: int) -> list[float]:
     )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("period", "start"), [(2, 3), (4, 1)])
 def test_post_local_sgd_is_that_of_torch(world: Processes, period: int, start: int) -> None:
     theirs = world.run(post_local_of_torch, period, start)

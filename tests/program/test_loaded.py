@@ -307,6 +307,7 @@ def lent(path: Path, model: nn.Module) -> None:
     partc.with_model(load(path), model, loss_of)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("lend", [load, lent])
 def test_a_model_of_the_other_mode_is_told(
     tmp_path: Path, lend: Callable[[Path, nn.Module], object]

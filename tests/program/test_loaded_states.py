@@ -250,6 +250,7 @@ def test_an_optimizer_over_a_part_takes_its_states(world: Processes, tmp_path: P
     world.run(several_pipelines, path)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
 def test_states_of_other_shapes_are_refused_by_name(
     world: Processes, tmp_path: Path, mesh: str

@@ -130,6 +130,7 @@ def loaded(folder: Path) -> None:
     close(stage(own(x, "local")), own(reference(x), "local"), "results")
 
 
+@pytest.mark.exhaustive
 def test_a_saved_forward_knows_it(world: Processes, tmp_path: Path) -> None:
     model, given = recurrent(), sequences(4)
     program = partc.compile(model, "dp=2", given, loss=loss_of, plan="ddp", batch="local")

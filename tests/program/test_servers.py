@@ -128,9 +128,12 @@ def trains_as_one_device(mesh: str, preset: str, servers: str) -> None:
     assert {names[param] for param in optimizer.state} == mine  # type: ignore[index]
 
 
-def test_training_is_that_of_one_device(world: Processes) -> None:
-    for mesh, preset, servers in LAYOUTS:
-        world.run(trains_as_one_device, mesh, preset, servers)
+@pytest.mark.rows(4)
+@pytest.mark.parametrize(("mesh", "preset", "servers"), LAYOUTS)
+def test_training_is_that_of_one_device(
+    world: Processes, mesh: str, preset: str, servers: str
+) -> None:
+    world.run(trains_as_one_device, mesh, preset, servers)
 
 
 @pytest.mark.rows(2)

@@ -82,6 +82,7 @@ def test_queues_that_would_mix_microbatches_are_refused() -> None:
         check_queues(mixed)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
 def test_programs_carry_the_bounds_of_the_lowering(schedule: str) -> None:
     program = llama(schedule)
@@ -121,6 +122,7 @@ def test_a_head_alone_is_a_stage() -> None:
     assert verify(program, case.model, case.inputs, case.loss).ok(1e-9)
 
 
+@pytest.mark.exhaustive
 def test_a_saved_plan_replays() -> None:
     first = llama("zb-v")
     assert len(stages_of(first)) == 3

@@ -131,6 +131,7 @@ def test_pins_stay(large: Graph) -> None:
     assert {str(r.candidate.mesh(None)) for r in found.ranked} == {"dp=4 tp=2"}
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("schedule", sorted({*NAMES} - {"forward-only"}))
 def test_any_schedule_can_be_pinned(large: Graph, schedule: str) -> None:
     mesh = Mesh((("pp", 4), ("dp", 2)), Mesh.load("dgx-h100", 8).topology)

@@ -181,6 +181,7 @@ def test_tables_are_summed_where_a_start_takes_longer_or_the_user_says_so(
     assert '"whole, whole -> whole"' not in compiled(model, "dp=2", plan=plan).plan
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", [{"mesh": "dp=2"}, {"mesh": "dp=2", "microbatches": 2}])
 def test_tables_of_few_rows_beside_them_are_summed_and_the_plan_replays(
     mesh: dict[str, Any],

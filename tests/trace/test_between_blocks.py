@@ -113,6 +113,7 @@ def test_stages_of_deeper_models_are_as_long(kind: type[nn.Module]) -> None:
     assert abs(few - many) <= WRAPPED
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "options"), [({}, {}), ("pp=2", {"microbatches": 2})])
 def test_turns_that_differ_stay_apart(mesh: Any, options: dict[str, Any]) -> None:
     assert num_lines(Uneven, MANY, mesh, "ddp", **options)

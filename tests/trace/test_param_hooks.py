@@ -133,6 +133,7 @@ def parametrized(model: Any) -> None:
     nn.utils.parametrizations.spectral_norm(model[2])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("change", [module_hooks, parametrized])
 def test_hooks_of_modules_are_part_of_the_step(change: Callable[[Any], None]) -> None:
     model = model_of()

@@ -221,6 +221,7 @@ def test_sums_over_tp_come_first() -> None:
     assert "reduced.append(sum_grads(grads, self.tp))" in last.sources["pipeline0.py"]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("schedule", ["zb-v", "gpipe"])
 def test_stages_of_one_rank_begin_together(schedule: str) -> None:
     if schedule == "zb-v":

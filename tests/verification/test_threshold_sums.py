@@ -247,6 +247,7 @@ def trains(steps: int) -> None:
     assert sent_counts(began[0]) == []
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("num", [2, 4])
 def test_ranks_train_with_it(world: Processes, num: int) -> None:
     world.run(trains, 4, num=num)

@@ -82,6 +82,7 @@ def votes() -> None:
             assert summed(mine).isnan().all()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("num", [2, 3, 4])
 def test_ranks_vote(world: Processes, num: int) -> None:
     world.run(votes, num=num)

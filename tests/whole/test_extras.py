@@ -207,6 +207,7 @@ def steps_in_structure(folder: Path, batch: dict[str, Tensor]) -> None:
     assert loss.requires_grad == (stage.pipeline is None)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("at", [1, 3])
 def test_steps_give_the_structure_of_the_loss(world: Processes, tmp_path: Path, at: int) -> None:
@@ -328,7 +329,7 @@ def discriminated(model: nn.Module, real: Tensor, fake: Tensor) -> tuple[Tensor,
     return loss, on_real.sigmoid().mean(), on_fake.sigmoid().mean()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS)
 def test_what_a_discriminator_says(mesh: str, plan: str, microbatches: int) -> None:
     torch.manual_seed(4)

@@ -139,6 +139,7 @@ class Gated(nn.Module):
         return y
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=2", "ddp"), ("pp=2,tp=2", "megatron")])
 def test_weights_that_no_block_reads_have_gradients_there(mesh: str, preset: str) -> None:
     """And a gradient that ends whole, but is made in pieces, is gathered with each microbatch."""
@@ -179,6 +180,7 @@ class Embedded(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "preset"), [("tp=4", "megatron-sp"), ("dp=2,tp=4", "ddp+megatron-sp")]
 )
@@ -278,6 +280,7 @@ def test_running_statistics_follow_the_microbatches(schedule: str) -> None:
     report.check(TOLERANCE)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "preset"), [("dp=2", "fsdp"), ("pp=2,tp=2", "megatron")])
 def test_a_penalty_of_weights_counts_once(mesh: str, preset: str) -> None:
     """All microbatches have it in common; the first one adds it to its loss and gradients."""
@@ -310,6 +313,7 @@ def test_statistics_of_one_value_are_refused() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", ["dp_replicate=2,dp_shard=2", "pp=2,dp_replicate=2,dp_shard=2"])
 def test_replicas_add_up_once_per_step(mesh: str) -> None:
     """Shards of gradients are scattered every microbatch, and summed over replicas at the end."""

@@ -121,6 +121,7 @@ def test_recurrent_layers(kind: str, plan: str, world: Processes) -> None:
     world.run(flat_weights, kind, plan, num=2)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_parametrized_layers(plan: str, world: Processes) -> None:
@@ -258,6 +259,7 @@ def own_modes(plan: str) -> None:
     check(in_both_modes(own, lambda: own.step(X)), wanted)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_a_model_with_a_train_of_its_own(plan: str, world: Processes) -> None:
@@ -355,6 +357,7 @@ def resumed(plan: str, folder: Path) -> None:
         optimizer.step()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_states_that_are_loaded_before_the_first_step(
@@ -392,6 +395,7 @@ def evaluated_first(mesh: str, loads: bool) -> None:
             ours.step(), theirs.step()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_model_is_evaluated_before_a_search_has_chosen_its_axes(

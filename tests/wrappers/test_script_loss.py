@@ -296,6 +296,7 @@ def plays_alike(mesh: str, plan: str) -> None:
             assert torch.allclose(state[key], value, rtol=1e-11, atol=1e-12), key
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS[1:3])
 def test_a_model_learns_through_another(mesh: str, plan: str, world: Processes) -> None:
