@@ -73,7 +73,8 @@ def test_second_text_under_one_name_fails(project: pytest.Pytester) -> None:
     project.runpytest("--update-golden").assert_outcomes(passed=2, failed=1)
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]])
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("processes", [["-n", "2"], []])
 def test_full_run_fails_on_stale_file(project: pytest.Pytester, processes: list[str]) -> None:
     _write(project, "tests/golden/test_toy/test_gone.txt", "a\n")
     result = project.runpytest_subprocess(*processes)

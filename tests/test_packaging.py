@@ -159,6 +159,7 @@ def test_wheel_has_the_files_of_the_source_and_no_other(wheel: Path) -> None:
     assert files_in(wheel) == files_of_source()
 
 
+@pytest.mark.exhaustive
 def test_wheel_of_an_sdist_is_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     told = ran([sys.executable, "-c", BUILD.format("sdist", str(tmp_path))], checkout)
     sdist = tmp_path / told.stdout.split()[-1]

@@ -105,7 +105,8 @@ class Program(NotAStage):
         others: programs of other shapes and modes, over the same weights.
         hooks: the text of ``hooks.py``, which its sources call; None: their calls change nothing.
         recipe: what compiles more of them, in the process that compiled this one.
-        hooks=read_hooks(folder, sources.values()), target=manifest.target, saved_in=str(folder),
+        target: how ``partc compile`` was told of the model, by option; empty where a script was.
+        saved_in: the folder that it was loaded from; "" for one that was not.
     """
 
     plan: str
@@ -134,11 +135,8 @@ class Program(NotAStage):
     others: tuple[Program, ...] = ()
     hooks: str | None = None
     recipe: Recipe | None = field(default=None, compare=False, repr=False)
-<<<<<<< HEAD
     target: Mapping[str, str | int | bool] = field(default_factory=dict, compare=False, repr=False)
-=======
     saved_in: str = field(default="", compare=False, repr=False)
->>>>>>> e
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", Sources(self.sources))
@@ -391,11 +389,7 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         decided=manifest.decided, expected=manifest.expected, fixed=manifest.fixed,
         lines=manifest.lines, made_for=manifest.wanted,
         others=tuple(_other(folder / OTHERS / name, manifest) for name in manifest.others),
-<<<<<<< HEAD
-        hooks=read_hooks(folder, sources.values()), target=manifest.target,
-=======
-        hooks=read_hooks(folder, sources.values()), saved_in=str(folder),
->>>>>>> e
+        hooks=read_hooks(folder, sources.values()), target=manifest.target, saved_in=str(folder),
     )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ SILENT = [
 ]  # fmt: skip
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(("pattern", "new", "said"), SILENT)
 def test_edits_that_seeded_numbers_do_not_show_are_refused(
     pattern: str, new: str, said: str
@@ -88,6 +89,7 @@ class Drawing(nn.Module):
         return (x * torch.bernoulli(torch.sigmoid(x).detach())).square().mean()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "options"), [
     ("dp=2", {"microbatches": 2}), ("tp=2", {"plan": "megatron"}),
 ])  # fmt: skip

@@ -81,7 +81,7 @@ FIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(("kind", "old", "new", "said"), FIXED)
 def test_what_no_run_can_judge_has_to_stand(kind: str, old: str, new: str, said: str) -> None:
     with pytest.raises(CheckError, match=said) as caught:

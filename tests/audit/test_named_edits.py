@@ -20,6 +20,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("kind", "layout"), CHOSEN)
 def test_an_edit_does_what_the_same_edit_of_the_model_does(kind: str, layout: str) -> None:
     wanted = CHOSEN[kind, layout]

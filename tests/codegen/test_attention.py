@@ -122,6 +122,7 @@ class Attends(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, masked, is_causal=masked is None).sum()
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("dtype", "head", "masked", "kernel"),
     [

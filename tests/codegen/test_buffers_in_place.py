@@ -45,6 +45,7 @@ def compiled(mesh: Any, plan: str, **options: Any) -> str:
     return program.source()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [({}, {}), ("pp=2", {"microbatches": 4}), ({}, {"recompute": "none"})],
@@ -56,6 +57,7 @@ def test_the_kernel_writes_running_statistics(mesh: Any, options: dict[str, Any]
     assert ".copy_(" not in text
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", [{}, "pp=2"])
 def test_a_norm_that_is_computed_again_has_none(mesh: Any) -> None:
     text = compiled(mesh, "ddp", microbatches=2, recompute="block")
@@ -70,6 +72,7 @@ def test_cut_statistics_are_gathered_before_they_are_written() -> None:
     assert "running_mean.copy_(" in text
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "plan", "options"),
     [

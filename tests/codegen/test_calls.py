@@ -197,7 +197,7 @@ LOOPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(("name", "layout"), LOOPS)
 def test_parity(name: str, layout: str) -> None:
     model, program = compiled(name, layout)
@@ -223,7 +223,7 @@ def test_a_loss_that_calls_the_model_twice() -> None:
     partc.verify(program, model, batch(STEPS), loss=both).check(1e-12)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -237,6 +237,7 @@ def test_lines_do_not_grow_with_calls(name: str, layout: str) -> None:
     assert num_lines(twice) <= lines + 2, "a longer comment may take a line more"
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "layout"), [("Shared", "ddp"), ("Universal", "megatron"), ("Universal", "pp")]
 )
@@ -266,7 +267,7 @@ LIMITED = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("name", "layout"), LIMITED)
 def test_a_limit_of_memory_is_judged_before_and_after_printing(name: str, layout: str) -> None:
     mesh, options = LAYOUTS[layout]

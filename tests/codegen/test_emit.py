@@ -31,7 +31,7 @@ EXACT = [
 
 
 # meaning ------------------------------------------------------------------------------------------
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_one_rank_equals_eager(name: str) -> None:
     case = short(name)
@@ -43,6 +43,7 @@ def test_one_rank_equals_eager_with_experts() -> None:
     check_single(case.model, case.inputs, case.loss, 2e-6)  # float32
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("mesh", "preset"),
     [
@@ -188,6 +189,7 @@ def test_pieces_draw_their_own_masks_and_copies_the_same() -> None:
 
 
 # length, determinism, safety ----------------------------------------------------------------------
+@pytest.mark.exhaustive
 def test_length_does_not_grow_with_layers() -> None:
     texts = []
     for num in (2, 8, 40):

@@ -11,6 +11,7 @@ from partc.codegen.repeats import equal, owners
 from partc.graph import Graph
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_all_that_end_are_those_of_which_each_is_told(
     plan: str, monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,7 @@ def test_what_is_hidden_still_has_two_lines() -> None:
     assert re.search(r"_done\.wait\(\) +# hidden behind", source)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_it_computes_what_the_model_computes(backend: Literal["gloo", "nccl"]) -> None:
     program = partc.compile(step(), "tp=2", plan=Plan(preset="megatron-sp", backend=backend))

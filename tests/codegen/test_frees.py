@@ -80,6 +80,7 @@ def test_at_the_peak_there_is_little_beside_what_blocks_save() -> None:
     assert peaks[3] - 3 * (wide + narrow) < 1.5 * wide
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "activation", [F.gelu, F.silu, torch.relu, torch.tanh, torch.sigmoid], ids=lambda f: f.__name__
 )

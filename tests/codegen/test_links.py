@@ -109,6 +109,7 @@ def refused_backend(folder: Path) -> None:
         load(folder).module()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp=3", "interleaved-1f1b"), ("pp=4", "zb-h1")])
 def test_ranks_in_the_middle(mesh: str, schedule: str) -> None:
     """Which hold more groups than those at the ends."""

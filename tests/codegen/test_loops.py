@@ -139,6 +139,7 @@ def num_lines(program: partc.Program) -> int:
     return len(program.source(0).splitlines())
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("style", "plan"),
     [
@@ -181,6 +182,7 @@ def test_numbers_stay_in_line_where_they_are_sizes() -> None:
     partc.verify(program, model, IDS, loss=loss_of).check(1e-12)
 
 
+@pytest.mark.exhaustive
 def test_processes() -> None:
     model = FromFirst(3)
     program = compiled(model, "fsdp+megatron")

@@ -13,7 +13,7 @@ from partc.codegen.repeats.blocks import GivenUp
 from partc.codegen.repeats.runs import Loop
 from partc.graph import Graph
 
-DEEP, WIDTH = 3, 4
+DEEP, WIDTH = 2, 4
 
 
 class Conv(nn.Module):

@@ -33,7 +33,7 @@ def compiled(family: str, layout: str) -> partc.Program:
     return partc.compile(step(family), mesh, plan=plan, **options)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -78,6 +78,7 @@ class Done(nn.Module):
         return torch.einsum("ebd,bd->bd", done, x[:, :4])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_values_of_a_variable_named_as_a_handle_have_names_of_their_own(plan: str) -> None:
     torch.manual_seed(0)

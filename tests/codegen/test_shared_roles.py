@@ -51,6 +51,7 @@ def of_case(case: Case, schedule: str, mesh: str = "pp=4", preset: str = "ddp") 
     return compiled(case, mesh, plan, schedule, 6 if "dp" in mesh else 8)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "preset"),
     [
@@ -75,6 +76,7 @@ def test_each_rank_has_its_own_layers_from_a_folder_too(tmp_path: Path) -> None:
         assert blocks == [{"blocks.2", "blocks.3"}, {"blocks.4", "blocks.5"}]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_a_saved_program_runs_by_itself(tmp_path: Path) -> None:
     """Four processes give the eager loss of the batch that run.py makes."""
@@ -105,6 +107,7 @@ def test_a_stage_of_one_layer_names_it_by_rank() -> None:
     verify(made, case.model, case.inputs, case.loss).check(TOLERANCE)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
 def test_stages_of_a_rank_that_are_alike_are_instances_of_one_class(schedule: str) -> None:
     """Of one layer each, so that its number stands in the names of its parameters."""
@@ -139,6 +142,7 @@ def block(model: Toy, number: int) -> Block:
     return found
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("change", [wider, another_epsilon, frozen, tied])
 def test_ranks_that_differ_in_more_than_numbers_have_files_of_their_own(change: Change) -> None:
     case = new_toy(8)

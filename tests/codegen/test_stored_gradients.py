@@ -25,6 +25,7 @@ class Summed(nn.Module):
         return y + self.first + self.second + self.square.mean() + self.square.sum(0).sum()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "plan", "microbatches"),
     [("dp=1", "ddp", 2), ("dp=2", "fsdp", 2), ("tp=2", "megatron", 1), ("pp=2", "ddp", 2)],

@@ -17,6 +17,7 @@ from tests.pipelines import toy
 GPIPE = Plan(preset="ddp", stages=("blocks.1",), microbatches=24, schedule="gpipe")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "plan", "who"),
     [

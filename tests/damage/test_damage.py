@@ -95,7 +95,7 @@ def test_a_stopped_rank_of_a_run_is_recovered() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("kind", "num"), [("artefacts", 26), ("misuses", 26), ("ranks", 6)])
+@pytest.mark.parametrize(("kind", "num"), [("artefacts", 10), ("misuses", 10), ("ranks", 2)])
 def test_a_sample_meets_nothing_bad(kind: str, num: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.damage", kind, "--small", "--seed", "3", "--cases", f"{num}"],
@@ -106,4 +106,4 @@ def test_a_sample_meets_nothing_bad(kind: str, num: int) -> None:
     counts = done.stdout.splitlines()[-1].split()
     assert counts[:2] == ["all", f"{num}"]
     refused = int(counts[2])
-    assert refused == num if kind == "ranks" else 12 <= refused < num  # some damage is harmless
+    assert refused == num if kind == "ranks" else 4 <= refused < num  # some damage is harmless

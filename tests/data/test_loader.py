@@ -74,6 +74,7 @@ def test_reading_changes_no_number_of_the_script(num_workers: int) -> None:
     assert [*found, draw()] == expected
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("saved_with", WORKERS)
 @pytest.mark.parametrize("resumed_with", WORKERS)
 def test_a_run_resumes_behind_what_the_script_took(

@@ -17,13 +17,14 @@ from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "preset", "recompute", "microbatches"),
     [
         ("dp=2", "ddp", "cheap", 1),
         ("dp=2", "fsdp", "block", 1),
         ("dp=2,tp=2", "fsdp+megatron-sp", "cheap", 6),
-        ("pp=2,dp=2", "zero1", "cheap", 6),
+        ("pp=2,dp=2", "zero1", "cheap", 4),
     ],
 )
 def test_the_same_peak_line_and_holders(

@@ -33,8 +33,8 @@ def test_names_dels_and_functions_count(golden: Callable[..., None]) -> None:
     [
         ("gpt2", "dp=2", "ddp"),
         ("llama", "dp=2,tp=2", "fsdp+megatron"),
-        ("t5", "tp=2", "megatron"),
-        ("resnet", "dp=2", "ddp"),
+        pytest.param("t5", "tp=2", "megatron", marks=pytest.mark.exhaustive),
+        pytest.param("resnet", "dp=2", "ddp", marks=pytest.mark.exhaustive),
     ],
 )
 def test_generated_programs(name: str, mesh: str, plan: str) -> None:

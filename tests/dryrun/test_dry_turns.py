@@ -21,6 +21,7 @@ from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "preset", "chunks"),
     [

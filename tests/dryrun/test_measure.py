@@ -57,7 +57,7 @@ def peaks_here(folder: Path, inputs: tuple[Tensor, ...], rest_s: float) -> list[
     ("name", "mesh", "plan"),
     [
         ("gpt2", "tp=2", "megatron"),
-        ("t5", "dp=2", "fsdp"),
+        pytest.param("t5", "dp=2", "fsdp", marks=pytest.mark.exhaustive),
     ],
 )
 def test_peak_of_ranks(world: Processes, name: str, mesh: str, plan: str, tmp_path: Path) -> None:
@@ -73,6 +73,7 @@ def test_peak_of_ranks(world: Processes, name: str, mesh: str, plan: str, tmp_pa
         assert predicted == pytest.approx(min(peaks), rel=TOLERANCE)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_peak_of_pipeline_ranks(world: Processes, schedule: str, tmp_path: Path) -> None:
     from partc.api import compile as compile_program

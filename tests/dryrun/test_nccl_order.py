@@ -64,7 +64,7 @@ ORDERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "schedule"), ORDERS)
 def test_no_schedule_hangs(mesh: str, schedule: str) -> None:
     events = recorded(program(mesh, schedule))
@@ -89,6 +89,7 @@ def spoilt(made: Program, old: str, new: str) -> dict[int, Role]:
     return roles | {0: spoiled.role(0)}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -122,6 +123,7 @@ class Links(dict):
 """
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [

@@ -33,7 +33,7 @@ def model_of() -> nn.Module:
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Model(layers=2, width=16, length=LENGTH)
+        model = Model(layers=1, width=16, length=LENGTH)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -83,6 +83,7 @@ def trained(stage: Stage, folder: Path, until: int) -> list[float]:
     return losses
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", ["fsdp", "zero1"])
 def test_a_run_on_4_3_2_and_4_ranks_has_the_losses_of_one_on_4(
     plan: str, world: Processes, tmp_path: Path

@@ -24,7 +24,7 @@ OTHERS = (
     "dgx-h200", "h100-pcie",
 )  # fmt: skip
 FIRST = "dgx-h100"
-WIDTH, HEADS, LAYERS = 2048, 16, 4
+WIDTH, HEADS, LAYERS = 2048, 16, 2
 
 
 class Block(nn.Module):

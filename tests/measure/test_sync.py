@@ -35,12 +35,24 @@ def test_every_scheme_that_partc_knows_is_a_variant() -> None:
 
 
 @pytest.mark.gloo
-def test_a_short_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "islands"),
+    [
+        ((EXACT, DDP, "int8"), ("overlapped", "ring, later")),
+        pytest.param(
+            (EXACT, DDP, "int8", "threshold", "fsdp, weights in int8"), (*ISLANDS,),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["few", "all"],
+)  # fmt: skip
+def test_a_short_training(
+    tmp_path: Path, names: tuple[str, ...], islands: tuple[str, ...]
+) -> None:
     """On two ranks: bytes are those that were predicted, and exact sums train as DDP does."""
     known = variants()
-    names = (EXACT, DDP, "int8", "threshold", "fsdp, weights in int8")
     every = [known[name] for name in names]
-    every += [Variant(k, 1e-3, ISLAND, f"[local_steps]\n{v}") for k, v in ISLANDS.items()]
+    every += [Variant(k, 1e-3, ISLAND, f"[local_steps]\n{ISLANDS[k]}") for k in islands]
     every += [Variant("late", 1e-3, ISLAND, "[stale]\nsteps = 1")]
     job = Job(str(tmp_path), tuple(every), (1,), steps=4, every=2, size=TINY)
     predicted = compile_to(job, 2, Link(100.0))

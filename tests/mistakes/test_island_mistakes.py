@@ -152,7 +152,7 @@ def test_check_refuses_every_edit_of_how_islands_meet() -> None:
             audit(everywhere(program, old, new))
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -187,6 +187,7 @@ def test_verify_finds_them_right() -> None:
 GOSSIP = PLAN + 'start_step = 2\nfragments = 2\npartners = "pairs"\n'
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -232,6 +233,7 @@ def test_verify_refuses_islands_that_go_on_otherwise(old: str, new: str) -> None
         verify(changed, model(), (X,), loss=loss).check()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", [GOSSIP, OVERLAPPED])
 def test_check_refuses_edits_of_other_meetings(plan: str) -> None:
     program = compiled("island=4", plan)
@@ -266,6 +268,7 @@ EXACT = """class Exact(Int8Sum):
 class NetStepIsland"""
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -41,6 +41,7 @@ def trained(plan: str, how: str, mesh: str = "dp=2") -> str:
     return "alike"
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("how", ["rate", "nesterov", "never", "late", ""])
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_who_differs_is_named(world: Processes, plan: str, how: str) -> None:

@@ -59,6 +59,7 @@ def does(name: str, model: Any, made: Any, average: Any) -> None:
 WRITES = ["no step", "weight", "data", "view", "init"]
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", [*WRITES, "average"])
 def test_of_pieces(world: Processes, name: str) -> None:
     for said in world.run(trained, "fsdp", name, num=2):
@@ -66,6 +67,7 @@ def test_of_pieces(world: Processes, name: str) -> None:
         assert "none alone, behind `if rank == 0`" in said
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_of_copies(world: Processes, name: str) -> None:
     for said in world.run(trained, "ddp", name, num=2):
@@ -78,6 +80,7 @@ def test_a_load_of_an_optimizer(world: Processes, plan: str) -> None:
         assert f"{AT + 1}: step: rank 1: another number of calls of optimizer.load_state_d" in said
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("plan", "name"),
     [("ddp", "reads"), ("fsdp", "reads"), ("fsdp", "to_local"), ("ddp", "average")],

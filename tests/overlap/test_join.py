@@ -42,6 +42,7 @@ def transfers(program: Program, kind: str) -> int:
 
 
 # a forward reads two weights and two biases, whose copies take next to no time, a backward no bias
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("kind", "together", "apart"), [("all_gather", 2, 3 + 2), ("reduce_scatter", 1, 3)]
 )

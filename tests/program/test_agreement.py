@@ -79,7 +79,7 @@ def step_with(of: Program, fault: str) -> str:
     return outcome(lambda: stage.step(*batch))
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("contract", ["global", "local"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_batch_or_seed(world: Processes, layout: str, contract: str) -> None:
@@ -91,6 +91,7 @@ def test_another_batch_or_seed(world: Processes, layout: str, contract: str) -> 
             assert f"rank {last}: another {name}" in said, (fault, said)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", ["ddp", "tp", "fsdp+tp", "pp+dp"])
 def test_another_weight(world: Processes, layout: str) -> None:
     """Of a weight that is whole on several ranks, and of one of which ranks of tp have copies; and
@@ -138,6 +139,7 @@ def test_another_weight_of_two_stages(world: Processes) -> None:
     assert len({*map(float, world.run(copies_of_a_tied_weight, False, num=2))}) == 1
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("contract", ["global", "local"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_right_ranks_agree(world: Processes, layout: str, contract: str) -> None:

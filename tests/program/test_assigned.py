@@ -306,6 +306,7 @@ def ordered(path: Path, model: nn.Module) -> None:
         assert found == expected
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "microbatches"), [("dp=2", 1), ("pp=2", 2)])
 def test_tensors_stand_in_the_order_of_the_model(
     world: Processes, tmp_path: Path, mesh: str, microbatches: int
@@ -336,6 +337,7 @@ def gone_on(path: Path, model: nn.Module, state: dict[str, Any], batch: tuple[Te
         torch.testing.assert_close(whole(ours_), theirs_.detach())
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_states_of_one_process_load_by_position(
     world: Processes, tmp_path: Path, plan: str

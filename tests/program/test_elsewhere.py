@@ -223,6 +223,7 @@ def averaged(stages: list[str]) -> None:
         close(tensor, reference.get_parameter(name), name)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("stages", [["target"], ["online.1"], ["target.1"]])
 def test_parts_of_two_ranks_are_not_averaged_by_mistake(
     world: Processes, stages: list[str]

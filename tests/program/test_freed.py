@@ -38,6 +38,7 @@ def let_go(plan: str, by_step: bool) -> int:
     return sum(each() is not None for each in known)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize("by_step", [True, False], ids=["step", "backward"])
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])

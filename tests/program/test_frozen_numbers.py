@@ -285,6 +285,7 @@ MADE_UP: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("kind", [Options, Namespace, SimpleNamespace])
 @pytest.mark.parametrize("read", MADE_UP)
 def test_numbers_that_are_read_by_names_that_a_script_makes_up(

@@ -127,6 +127,7 @@ def without_the_model(path: Path) -> None:
     ignored(stage)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2,tp=2", "fsdp+megatron"), ("pp=2,dp=2", "fsdp")])
 def test_groups_by_the_models_own_method(world: Processes, mesh: str, plan: str) -> None:
     world.run(optimized_by_the_model, mesh, plan)

@@ -242,7 +242,7 @@ TRAINED: dict[str, tuple[str, list[Any]]] = {
 }
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", TRAINED)
 def test_islands_train_as_their_definition_says(world: Processes, name: str) -> None:
     own, layouts = TRAINED[name]
@@ -342,6 +342,7 @@ def of_islands(period: int, start: int) -> list[float]:
     )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("period", "start"), [(2, 3), (4, 1)])
 def test_post_local_sgd_is_that_of_torch(world: Processes, period: int, start: int) -> None:
     theirs = world.run(post_local_of_torch, period, start)

@@ -160,6 +160,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("number", range(len(OTHERS)))
 def test_another_table_begins_from_the_mean(world: Processes, tmp_path: Path, number: int) -> None:
     world.run(changed, tmp_path, *OTHERS[number])
@@ -177,6 +178,7 @@ def reseeded(own: str) -> None:
         train(stage, optimizer, range(2))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("own", ["period = 4", 'period = 4\nouter = "nesterov"'])
 def test_islands_meet_where_the_count_begins(world: Processes, own: str) -> None:
     world.run(reseeded, own)

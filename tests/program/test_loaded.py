@@ -54,6 +54,7 @@ def trained_as_compiled(mesh: str, plan: str, path: Path) -> None:
         assert found == pytest.approx(train_alone(alone, optimizers[1], 3), rel=1e-5)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
 def test_a_stage_has_the_weights_of_its_model(
     world: Processes, tmp_path: Path, mesh: str, plan: str
@@ -306,6 +307,7 @@ def lent(path: Path, model: nn.Module) -> None:
     partc.with_model(load(path), model, loss_of)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("lend", [load, lent])
 def test_a_model_of_the_other_mode_is_told(
     tmp_path: Path, lend: Callable[[Path, nn.Module], object]

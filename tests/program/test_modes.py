@@ -60,6 +60,7 @@ def modes_of_pictures(mesh: str, plan: str) -> None:
         stage.step(*images(8))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("pp=2", "ddp")])
 def test_train_and_eval_mean_what_they_say(world: Processes, mesh: str, plan: str) -> None:
     world.run(modes_of_pictures, mesh, plan, num=2)
@@ -142,6 +143,7 @@ def bytes_alone(program: Program) -> int:
     return bytes_of_model(program.module())
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron")])
 def test_a_generator_and_its_critic_share_weights(world: Processes, mesh: str, plan: str) -> None:
     world.run(train_gan, mesh, plan, num=2)
@@ -261,6 +263,7 @@ def generate(layout: str, rows: int) -> None:
     assert len(stage._own.members) == 2
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("layout", "rows"), [("fsdp", 1), ("tp", 1), ("pp", 2)])
 def test_a_language_model_generates_without_compiling_for_each_length(
     world: Processes, layout: str, rows: int

@@ -37,6 +37,7 @@ def evaluated(rows: int) -> None:
         torch.testing.assert_close(stage.eval()(x), model.eval()(x))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("rows", [4, LARGE])
 def test_a_table_is_added_where_it_is(rows: int, world: Processes) -> None:

@@ -129,6 +129,7 @@ def apart(folder: Path, call: str, build: Path | None = None) -> str:
     return found
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     "call",
     [
@@ -151,6 +152,7 @@ def test_the_same_of_a_saved_program(world: Processes, tmp_path: Path, call: str
         assert f"ranks differ in what they run: ranks 0: {call}; ranks 1: step" in said
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("plan", "call"),
     [*(("fsdp", call) for call in SENDS), *(("ddp", call) for call in SEND_COPIES)],

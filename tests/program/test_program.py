@@ -278,6 +278,7 @@ def test_fingerprints_differ_by_name_shape_and_dtype() -> None:
     )
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "batch", [(Z,), ((Z,),), ({"z": Z},), ([Z],)], ids=["tensor", "tuple", "dict", "list"]
 )

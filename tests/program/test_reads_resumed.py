@@ -71,6 +71,7 @@ def read_epochs(path: Path, last: Last, workers: int) -> tuple[Reads, Steps]:
     return reads, steps
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("last", "workers"), [("drop", 0), ("partial", 0), ("partial", 1)])
 def test_eight_ranks_read_each_row_once(
     eight: Processes, folder: Path, last: Last, workers: int
@@ -116,6 +117,7 @@ def joined(pieces: list[list[list[int]]]) -> list[list[int]]:
     return [sorted(chain(*step)) for step in zip(*pieces, strict=True)]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "workers"), [("dp=2,tp=4", (1, 0)), ("dp=8", (0, 1)), ("dp=4,tp=2", (1, 2))]
 )

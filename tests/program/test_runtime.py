@@ -243,6 +243,7 @@ def load_checkpoint(dp: int, tp: int, folder: Path) -> None:
         close(tensor, expected[name], name, exact=True)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [((1, 2), [(2, 2), (1, 3)]), ((2, 2), [(4, 1), (1, 2), (1, 1)])],

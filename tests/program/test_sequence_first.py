@@ -99,7 +99,8 @@ def evaluated(batch: str, plan: str, loss: Any) -> None:
         close(found, own(reference(z), batch, sizes), f"{rows} rows of {steps} steps")
 
 
-@pytest.mark.parametrize(("batch", "loss"), [("global", loss_of), ("local", by_another_name)])
+@pytest.mark.rows(1)
+@pytest.mark.parametrize(("batch", "loss"), [("local", by_another_name), ("global", loss_of)])
 def test_the_batch_of_a_forward_is_found(world: Processes, batch: str, loss: Any) -> None:
     world.run(evaluated, batch, "fsdp", loss, num=2)
 
@@ -116,6 +117,7 @@ def masks_evaluated(batch: str) -> None:
     close(stage(*given[:2]), own(reference(x, padded), batch), "results")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("batch", ["global", "local"])
 def test_each_input_has_its_own(world: Processes, batch: str) -> None:
     world.run(masks_evaluated, batch, num=2)
@@ -128,6 +130,7 @@ def loaded(folder: Path) -> None:
     close(stage(own(x, "local")), own(reference(x), "local"), "results")
 
 
+@pytest.mark.exhaustive
 def test_a_saved_forward_knows_it(world: Processes, tmp_path: Path) -> None:
     model, given = recurrent(), sequences(4)
     program = partc.compile(model, "dp=2", given, loss=loss_of, plan="ddp", batch="local")

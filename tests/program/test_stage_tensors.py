@@ -169,6 +169,7 @@ def fused_trained(options: dict[str, Any]) -> None:
         torch.testing.assert_close(param.full_tensor(), model.get_parameter(name))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_elementwise_tools_are_right_on_fused_weights(
     world: Processes, options: dict[str, Any]
@@ -309,7 +310,8 @@ def in_stages(path: Path) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize(("mesh", "plan"), [("pp=2,dp=2", "fsdp"), ("pp=2", "ddp")])
+@pytest.mark.rows(1)
+@pytest.mark.parametrize(("mesh", "plan"), [("pp=2", "ddp"), ("pp=2,dp=2", "fsdp")])
 def test_tools_in_a_pipeline_are_right_or_refuse(
     world: Processes, tmp_path: Path, mesh: str, plan: str
 ) -> None:

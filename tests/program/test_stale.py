@@ -106,6 +106,7 @@ def test_late_gradients_train_as_their_definition_says(world: Processes, own: st
         world.run(trains_as_defined, mesh, preset, own, kind)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "preset", "kind"), [*LAYOUTS[1:4], LAYOUTS[5]])
 def test_late_gradients_are_verified(mesh: str, preset: str, kind: Any) -> None:
     program = compiled(mesh, preset, COMPENSATED, kind)

@@ -41,6 +41,7 @@ class Classifier(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_all_blocks_with_norms_at_their_ends_are_alike(plan: str) -> None:
     x = torch.randn(4, 3, 8)

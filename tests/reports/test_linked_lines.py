@@ -62,6 +62,7 @@ def share(line: Timeline) -> float:
     return sum(bar.line != NO_LINE for bar in bars) / len(bars)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "fsdp+megatron-sp"])
 def test_nearly_all_bars_have_a_line(plan: str) -> None:
     assert share(timeline_of(compiled(plan), plan)) >= 0.95

@@ -31,6 +31,7 @@ NOT_WRITTEN = {"apart", "of_another", "homes", "other_passes", "left_out"}
 Json = dict[str, Any]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_transfers_are_predicted_in_the_order_of_the_lines(plan: str) -> None:
     """Per axis: what is predicted is what the program starts, one by one."""
@@ -52,6 +53,7 @@ def test_transfers_are_predicted_in_the_order_of_the_lines(plan: str) -> None:
     assert all(bar.line != NO_LINE for bar in moved)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_curve_reaches_the_peak_of_the_dry_run(plan: str) -> None:
     program = compiled(plan)

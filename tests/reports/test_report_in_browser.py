@@ -72,6 +72,7 @@ def shown(browser: Any, file: Path) -> Iterator[Shown]:
     found.page.close()
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_nothing_is_fetched_and_nothing_overflows(
@@ -84,6 +85,7 @@ def test_nothing_is_fetched_and_nothing_overflows(
     shown.page.close()
 
 
+@pytest.mark.rows(1)
 def test_the_page_is_there_within_a_second(shown: Shown) -> None:
     """As the browser counts it, from the request to the end of the script; the best of three."""
 
@@ -97,6 +99,7 @@ def test_the_page_is_there_within_a_second(shown: Shown) -> None:
     assert min(load_ms() for _ in range(3)) < LOAD_MS
 
 
+@pytest.mark.rows(1)
 def test_a_click_on_a_bar_names_its_line(shown: Shown) -> None:
     row, bar = shown.page.evaluate(FIRST_LINKED)
     x, y = shown.page.evaluate(f"report.place({row}, {bar})")
@@ -109,6 +112,7 @@ def test_a_click_on_a_bar_names_its_line(shown: Shown) -> None:
     assert on.evaluate("e => e.getBoundingClientRect().top < innerHeight")
 
 
+@pytest.mark.rows(1)
 def test_a_click_on_a_line_says_what_it_moves(shown: Shown) -> None:
     marked = shown.page.locator(".l.m").first
     marked.click()
@@ -118,6 +122,7 @@ def test_a_click_on_a_line_says_what_it_moves(shown: Shown) -> None:
     assert shown.page.locator(".l.on").count() == 0
 
 
+@pytest.mark.rows(1)
 def test_keys_move_and_zoom(shown: Shown) -> None:
     press = shown.page.keyboard.press
     begin, end = shown.span()
@@ -148,6 +153,7 @@ def test_tab_reaches_the_marked_lines(shown: Shown) -> None:
     assert "from" in shown.told  # of a bar: its length, and when it begins
 
 
+@pytest.mark.rows(1)
 def test_what_is_pointed_at_is_told_aloud(shown: Shown) -> None:
     assert shown.page.get_attribute("#told", "aria-live") == "polite"
     x, y = shown.page.evaluate("report.place(1, 0)")

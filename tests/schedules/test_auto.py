@@ -51,6 +51,7 @@ def random_costs(seed: int, stages: int) -> Costs:
 PLACEMENTS = [looped(1, 1), looped(4, 1), looped(2, 2), v_shaped(3), looped(3, 4)]
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("rank_of", PLACEMENTS)
 @pytest.mark.parametrize("microbatches", [1, 5, 8])
 def test_never_worse_than_a_named_one_and_within_the_cap(

@@ -79,6 +79,7 @@ def v_turns(ranks: int, microbatches: int, chunks: int) -> Orders:
 
 
 # replaying ----------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 def test_a_program_replays_in_a_process_that_has_not_its_schedule(folder: Folder) -> None:
     folder.partc("compile", "with_waves:setup", *COMPILE, "--out", "build")
     (folder.path / "waves.py").unlink()

@@ -51,6 +51,7 @@ def test_gpipe_and_1f1b(times: Times) -> None:
             assert list(line.peaks) == held
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_several_stages_per_rank_divide_the_bubble(chunks: int) -> None:
     for p, m in SIZES:

@@ -4,6 +4,7 @@ model they are found, and where words do the plan says how far from the best the
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,21 @@ def large_soup(mesh: Mesh, size: int = BATCH, **given: Any) -> partc.Program:
     return partc.compile(model, mesh, (x,), loss=error_of, **given)
 
 
+@cache
+def searched(axes: str, microbatches: int | None = None) -> partc.Program:
+    """What a search finds for the large model, made once."""
+    return large_soup(on(axes), microbatches=microbatches)
+
+
 def seconds(program: partc.Program) -> float:
     cost: Any = program.cost
     return float(cost.prediction.seconds)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("axes", ["tp=2", "dp=2,tp=2"])
 def test_what_no_preset_knows_is_cut_all_the_same(axes: str) -> None:
-    program = large_soup(on(axes))
+    program = searched(axes)
     (line,) = told(program, "shardings over ")
     assert line.startswith("shardings over tp=2: searched, ")
     by_word = large_soup(on(axes), plan="fsdp+megatron" if "dp" in axes else "megatron")
@@ -108,20 +116,23 @@ def test_the_axes_of_a_plan_are_those_of_an_open_mesh() -> None:
 
 
 def test_what_was_searched_is_explained_from_the_saved_program(tmp_path: Path) -> None:
-    large_soup(on("tp=2")).save(tmp_path)
+    searched("tp=2").save(tmp_path)
     text = str(explain_program(partc.load(tmp_path)))
     (row,) = (line for line in text.splitlines() if line.split()[:2] == ["tensor", "preset"])
     assert row.split()[2:4] == ["searched-2", "megatron-sp"]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
-    ("axes", "microbatches"), [("tp=2", 1), ("dp=2,tp=2", 2), ("pp=2,tp=2", 4)]
+    ("axes", "microbatches"), [("tp=2", None), ("dp=2,tp=2", 2), ("pp=2,tp=2", 4)]
 )
-def test_such_plans_compute_what_the_model_does(axes: str, microbatches: int) -> None:
+def test_such_plans_compute_what_the_model_does(
+    axes: str, microbatches: int | None
+) -> None:
     """And replay to the same text without a search."""
     torch.manual_seed(0)
     model, x = Soup(), batch_of()
-    found = large_soup(on(axes), microbatches=microbatches)
+    found = searched(axes, microbatches)
     entries = Plan.parse(found.plan).changed(notes=(), memory_bytes=0)
     program = partc.compile(model, axes, (x,), loss=error_of, plan=entries)
     verify(program, model, (x,), error_of).check()

@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Candidate, Recompute]] = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", CASES)
 def test_programs_take_what_is_estimated(name: str) -> None:
     one, again = CASES[name]

@@ -126,6 +126,7 @@ def saved_weights(graph: Graph) -> list[str]:
 
 
 # ZeRO-3: the cast shard is gathered, twice --------------------------------------------------------
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "plan", "loss"), [
     ("dp=4", "fsdp", loss_of), ("dp=4", "fsdp", uncached),
     ("dp_replicate=2,dp_shard=2", "hsdp", loss_of), ("dp=2,tp=2", "fsdp+megatron", uncached),
@@ -191,6 +192,7 @@ def flops(graph: Graph) -> int:
     return sum(node_flops(node) for node in graph.calls())
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", ["megatron", "megatron-sp"])
 def test_four_tensor_ranks_compute_a_quarter_each(plan: str) -> None:
     whole, quarter = (local(mesh, plan, Tower()) for mesh in ("tp=1", "tp=4"))
@@ -238,7 +240,7 @@ def test_matrices_that_stay_whole_are_named() -> None:
 
 
 # no layout changes what is computed ---------------------------------------------------------------
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("kind", "mesh", "plan", "options"), [
     ("autocast", "dp=4", "fsdp", {}),
     ("tied", "dp_replicate=2,dp_shard=2", "hsdp", {}),

@@ -101,6 +101,7 @@ def test_every_rank_looks_up_the_tokens_of_all() -> None:
     assert (again.plan, again.sources) == (program.plan, program.sources)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("model", "tokens"), [(Model(FEW), 64), (Model(tied=True), 6), (Model(MANY), 8192)]
 )
@@ -110,6 +111,7 @@ def test_tables_travel_where_rows_are_many_or_more_is_done_with_them(
     assert TABLE % "dp" not in compiled(model, "dp=2", tokens).plan
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -129,7 +131,7 @@ def test_slips_are_refused(text: str) -> None:
         compiled(Model(), "dp=2", plan=f'[values]\n"table:embedding" = {{ dp = "{text}" }}')
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "axes", "options"),
     [
@@ -164,6 +166,7 @@ def test_no_table_is_summed() -> None:
     assert (again.plan, again.sources) == (program.plan, program.sources)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -178,6 +181,7 @@ def test_tables_are_summed_where_a_start_takes_longer_or_the_user_says_so(
     assert '"whole, whole -> whole"' not in compiled(model, "dp=2", plan=plan).plan
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", [{"mesh": "dp=2"}, {"mesh": "dp=2", "microbatches": 2}])
 def test_tables_of_few_rows_beside_them_are_summed_and_the_plan_replays(
     mesh: dict[str, Any],

@@ -93,6 +93,7 @@ def test_small_batches_of_wide_samples() -> None:
     assert found((model, batch, lambda m, x, t: F.cross_entropy(m(x), t))) is None
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", ["ddp", "auto"])
 def test_sequence_first_programs(plan: str) -> None:
     model, batch, loss = words()
@@ -111,6 +112,7 @@ def test_microbatches_are_cut_along_the_batch() -> None:
     partc.verify(program, model, batch, loss=loss).check()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("plan", "pin"), [("ddp", "dp"), ("auto", "batch")])
 def test_pins_stay(plan: str, pin: str) -> None:
     model, batch, loss = words(steps=8)  # so that time could be cut too

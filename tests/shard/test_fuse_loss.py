@@ -62,6 +62,7 @@ def test_a_loss_per_sample_is_left_alone() -> None:
     partc.verify(program, model, batch(), loss=loss).check()
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
     ("mesh", "plan"),
@@ -95,6 +96,7 @@ def test_a_rank_s_columns_of_a_cut_vocabulary_are_those_of_the_whole(ignored: in
     torch.testing.assert_close(torch.cat(found, 1), logits.grad, rtol=1e-14, atol=1e-15)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("ignored", [-100, -1, 3])
 @pytest.mark.parametrize(("mesh", "plan"), [("tp=2", "megatron"), ("dp=2,tp=2", "ddp+megatron")])
 def test_targets_of_a_cut_vocabulary_are_counted_whatever_is_ignored(

@@ -46,7 +46,7 @@ def compiled(case: Case, mesh: str, plan: str, **more: Any) -> partc.Program:
     return partc.compile(model, mesh, batch, loss=loss, plan=plan, batch="local", **more)
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(("mesh", "plan", "more"), LAYOUTS)
 def test_parity(mesh: str, plan: str, more: dict[str, Any]) -> None:
     whole = tokens(dropout=0.1)
@@ -60,6 +60,7 @@ def test_parity(mesh: str, plan: str, more: dict[str, Any]) -> None:
         assert (again.sources, again.plan) == (program.sources, program.plan)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("more", [{}, {"batch_norm": "local"}], ids=["global", "local"])
 def test_a_loss_over_the_whole_batch_gathers_it(more: dict[str, str]) -> None:
     program = compiled(piece_of(views(), 2), "dp=2", "ddp", **more)
@@ -68,7 +69,7 @@ def test_a_loss_over_the_whole_batch_gathers_it(more: dict[str, str]) -> None:
 
 
 def test_sequence_first_pieces() -> None:
-    for state, count in ((False, 5), (True, 1)):
+    for state, count in ((False, 2), (True, 1)):
         model, batch, loss = words(20, state=state)
         mine = [batch[0].chunk(2, 1)[0], batch[1].view(7, 20).chunk(2, 1)[0].reshape(-1)]
         mine += [x.chunk(2, 1)[0] for x in batch[2:]]
@@ -146,6 +147,7 @@ def test_unknown_words_are_refused() -> None:
         partc.compile(model, "dp=2", batch, loss=loss, plan="ddp", batch="mine")
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("entry", ['"y" = {}', '"x" = { dp = 1 }', '"y" = {}\n"x" = { batch = 1 }'])
 def test_an_entry_in_the_way_is_named(entry: str) -> None:
     batch, plan = (torch.ones(4, 6), torch.zeros(4, dtype=torch.long)), 'preset = "ddp"\n[inputs]\n'

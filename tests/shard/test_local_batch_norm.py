@@ -15,6 +15,7 @@ def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), target)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
 def test_each_microbatch_has_its_own_statistics(mesh: str, tracked: bool) -> None:

@@ -126,6 +126,7 @@ def test_the_last_block_finishes_its_gradients_as_all_others() -> None:
     assert "# blocks.1 .. 2" in text
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize(
     ("mesh", "plan", "more"),

@@ -43,11 +43,13 @@ def told(loss: Loss, batch: str = "local") -> bool:
     return f"{ONE_RANKS}{ROWS}" in program.plan or f"{ONE_RANKS}{ROWS * 5}" in program.plan
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("way", TOLD)
 def test_a_number_of_one_ranks_rows_is_told(way: str) -> None:
     assert told(TOLD[way])
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("way", RIGHT)
 def test_a_mean_is_told_nothing(way: str) -> None:
     assert not told(RIGHT[way])

@@ -67,6 +67,7 @@ def test_weights_behind_a_scattered_sequence_are_whole() -> None:
     assert '"blocks.*.down.bias" = {}' in plan
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("size", [6, 24])
 def test_a_sum_is_scattered_before_the_gradient_of_an_activation(size: int) -> None:
     """To pass the sum on saves no transfer: small images are cut as large ones are."""
@@ -77,6 +78,7 @@ def test_a_sum_is_scattered_before_the_gradient_of_an_activation(size: int) -> N
     assert not any("{U:tp}" in line for line in lines)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "plan"), [("tp=2", "megatron-sp"), ("dp=2,tp=2", "fsdp+megatron-sp")]
 )

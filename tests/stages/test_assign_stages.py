@@ -45,6 +45,7 @@ def squared(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("stages", [["layers.1"], ["layers.2"], ["layers.3"]])
 def test_it_stands_where_its_line_runs(stages: list[str]) -> None:
     torch.manual_seed(0)

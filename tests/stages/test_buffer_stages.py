@@ -74,6 +74,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "plan", "how"),
     [
@@ -177,6 +178,7 @@ def test_a_norm_that_runs_on_two_stages_is_refused_by_its_buffer() -> None:
         )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("how", [{}, {"microbatches": 2, "batch_norm": "local"}])
 def test_chosen_stages_do_not_part_the_runs_of_a_norm(how: dict[str, Any]) -> None:
     model = Twice(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))

@@ -60,6 +60,7 @@ def every_cut(
             yield (max(times), crossing, -min(times)), points
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("memory", [None, 20, 30, 45])
 def test_as_good_as_trying_every_cut(memory: int | None) -> None:
     refused = 0

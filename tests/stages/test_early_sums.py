@@ -45,6 +45,7 @@ def test_a_stage_alone() -> None:
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("schedule", "tied"),
     [
@@ -65,6 +66,7 @@ def test_stages(schedule: str, tied: bool) -> None:
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("num", "leaves"), [(2, "*layer.parameters()"), (3, "layer.")])
 def test_scattered_sums(num: int, leaves: str) -> None:
     """With sharded optimizers each rank keeps its pieces; those of three ranks are cut along

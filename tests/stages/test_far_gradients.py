@@ -40,6 +40,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y, reduction="sum")
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("of", [(0,), (1,), (0, 1)], ids=str)
 def test_a_gradient_is_sent_to_the_stage_of_its_parameter(of: tuple[int, ...]) -> None:
     torch.manual_seed(0)

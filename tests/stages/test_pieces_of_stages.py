@@ -33,6 +33,7 @@ def loss_of(model: nn.Module, x: Tensor, words: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("attends", [False, True])
 def test_a_piece_is_cut_on_the_stage_that_reads_it(attends: bool) -> None:
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import partc
 
-FEW, MANY = 6, 9
+FEW, MANY = 4, 6
 WRAPPED = 2  # lines that a number's second digit makes too long
 
 
@@ -93,6 +93,7 @@ def num_lines(kind: type[nn.Module], num: int, mesh: Any, plan: str, **options: 
     return program.source().count("\n")
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("kind", "mesh", "plan"),
     [
@@ -104,6 +105,7 @@ def test_deeper_models_are_as_long(kind: type[nn.Module], mesh: Any, plan: str) 
     assert abs(num_lines(kind, FEW, mesh, plan) - num_lines(kind, MANY, mesh, plan)) <= WRAPPED
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("kind", [Residual, Pairs])
 def test_stages_of_deeper_models_are_as_long(kind: type[nn.Module]) -> None:
     """Of these blocks none can be left out before the model is traced."""
@@ -111,6 +113,7 @@ def test_stages_of_deeper_models_are_as_long(kind: type[nn.Module]) -> None:
     assert abs(few - many) <= WRAPPED
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "options"), [({}, {}), ("pp=2", {"microbatches": 2})])
 def test_turns_that_differ_stay_apart(mesh: Any, options: dict[str, Any]) -> None:
     assert num_lines(Uneven, MANY, mesh, "ddp", **options)
@@ -137,6 +140,7 @@ class Skips(nn.Module):
         return x
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "options"), [({}, {}), ("pp=2", {"microbatches": 2})])
 def test_blocks_that_others_read_are_as_long(mesh: Any, options: dict[str, Any]) -> None:
     """In a pipeline each of them is sent to the next stage."""

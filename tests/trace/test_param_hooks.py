@@ -44,6 +44,7 @@ def clamped_in_place(grad: Tensor) -> None:
     grad.clamp_(-0.01, 0.01)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("hook", [halved, to_length_one, clamped_in_place])
 def test_a_hook_sees_the_gradient_of_the_whole_batch(hook: Callable[[Tensor], Any]) -> None:
     model = model_of()
@@ -132,6 +133,7 @@ def parametrized(model: Any) -> None:
     nn.utils.parametrizations.spectral_norm(model[2])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("change", [module_hooks, parametrized])
 def test_hooks_of_modules_are_part_of_the_step(change: Callable[[Any], None]) -> None:
     model = model_of()

@@ -43,6 +43,7 @@ def test_an_encoder_without_padding_has_no_note() -> None:
     assert NOTE not in program.plan
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("kind", ["eval", "forward"])
 def test_a_stage_with_attention_is_evaluated(kind: str) -> None:
     model, x = Padded(1), torch.randn(4, 6, 8)

@@ -184,6 +184,7 @@ def restored() -> Any:
     os.environ.pop("SCRIPT_RATE", None)
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.usefixtures("restored")
 def test_an_edit_changes_the_digest(name: str, before: str) -> None:

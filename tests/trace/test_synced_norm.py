@@ -28,6 +28,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", [("dp=2", "fsdp"), ("dp=2,tp=2", "ddp+megatron")])
 def test_a_synced_norm_is_that_of_one_device(layout: tuple[str, str]) -> None:
     synced = nn.SyncBatchNorm.convert_sync_batchnorm(net())

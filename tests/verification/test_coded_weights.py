@@ -142,7 +142,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_that_of_the_weights_that_were_sent(layout: str) -> None:
     """Loss, gradients and what an optimizer makes of the exact weights."""
@@ -365,6 +365,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_of_the_class_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""

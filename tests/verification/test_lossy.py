@@ -72,7 +72,7 @@ def test_bounds_are_near() -> None:
         assert found.error > 0.1 * found.bound(Compress(wire, block=16, share=0.1)), wire
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("wire", WIRES)
 def test_every_sum_is_told(wire: str) -> None:
     sent = errors(compiled(wire))
@@ -82,7 +82,7 @@ def test_every_sum_is_told(wire: str) -> None:
     assert "weight" in sent[0].name or "bias" in sent[0].name
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "preset", "more"),
     [

@@ -100,7 +100,7 @@ def test_signs_and_largest_by_hand() -> None:
 LEFT_OVER = [(wire, flag) for wire in SUMS for flag in ("true", "false")]
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("wire", "feedback"), [(w, f) for w, f in LEFT_OVER if f == "true" or not WIRES[w].needs_rest]
 )
@@ -146,7 +146,7 @@ BETWEEN = [  # every wire once; of each kind one with every preset
 ]  # fmt: skip
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("wire", "preset"), [*dict.fromkeys(BETWEEN)])
 def test_sums_between_machines_are_compressed_alone(wire: str, preset: str) -> None:
     """Inside of a machine gradients are scattered as they are, each rank sends its shard on."""
@@ -165,10 +165,10 @@ def test_sums_between_machines_are_compressed_alone(wire: str, preset: str) -> N
 
 
 @cache
-def tower() -> Case:
-    """Eight equal blocks between two layers of other sizes."""
+def tower(length: int = 8) -> Case:
+    """Equal blocks between two layers of other sizes."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(8)]
+    blocks = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(length)]
     model = nn.Sequential(nn.Linear(6, 12), *blocks, nn.Linear(12, 5))
     return Case(model, (torch.randn(8, 6),), lambda m, x: m(x).square().mean())
 
@@ -183,7 +183,7 @@ def staged(
     return compile(case.step, mesh, plan=plan)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("own", "mesh"),
     [
@@ -203,7 +203,7 @@ def test_microbatches_are_added_up_and_then_sent(own: str, mesh: str) -> None:
 
 def test_functions_of_torch_compile() -> None:
     """They stand beside the classes of sums, whose text is run as it was printed."""
-    case = tower()
+    case = tower(3)
     plan = f'compile = "inductor"\n{PLAN}"int8"'
     program = compile(case.step, "dp=2", plan=plan)
     assert "@torch.compile" in program.source()
@@ -221,6 +221,7 @@ def test_sums_over_tp_come_first() -> None:
     assert "reduced.append(sum_grads(grads, self.tp))" in last.sources["pipeline0.py"]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("schedule", ["zb-v", "gpipe"])
 def test_stages_of_one_rank_begin_together(schedule: str) -> None:
     if schedule == "zb-v":
@@ -327,7 +328,7 @@ def test_mistakes_of_other_schemes_are_found(wire: str) -> None:
         wrong(program, everywhere(program, old.strip(), new.strip()))
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify; and by the check of the text, which knows the printed one."""

@@ -114,7 +114,7 @@ def test_a_piece_rounded_at_random_is_right_on_average() -> None:
 
 
 # programs -----------------------------------------------------------------------------------------
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("wire", "mesh"), [*((wire, "dp=4") for wire in PIECES), ("int8", "dp=2"), ("bf16", "dp=2")]
 )
@@ -138,7 +138,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts(layout: str) -> None:
     mesh, preset, more, name = LAYOUTS[layout]
@@ -156,7 +156,7 @@ EACH = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", EACH)
 def test_every_microbatch_is_rounded(layout: str) -> None:
     """Where gradients are scattered in each; the plan says so."""
@@ -176,6 +176,7 @@ def test_what_every_microbatch_would_draw_alike_is_refused() -> None:
         compiled("int8", "dp=2", "ddp", more)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("feedback", ["true", "false"])
 def test_machines_sum_exactly_first(feedback: str) -> None:
     """Inside of a machine all microbatches' sums are scattered as they are; between machines whole
@@ -188,6 +189,7 @@ def test_machines_sum_exactly_first(feedback: str) -> None:
     assert "self.partials.update(grads)" in program.sources["pipeline0.py"]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("wire", "mesh"), [("int8-stochastic", "dp=4"), ("fp8", "dp=2")])
 def test_processes_find_the_same(wire: str, mesh: str) -> None:
     verified(compiled(wire, mesh), processes=True, timeout=patience())
@@ -203,6 +205,7 @@ def test_the_first_steps_are_exact() -> None:
         verified(everywhere(program, "self.rng.step > 2", "self.rng.step > 1"))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("start", ["", "start_step = 1\n"])
 def test_a_gradient_that_leaves_alone(start: str) -> None:
     """Its dict keeps its name where the line that sends it reads it twice."""

@@ -145,7 +145,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_programs_sum_as_defined(layout: str) -> None:
     program = compiled(*LAYOUTS[layout])
@@ -247,6 +247,7 @@ def trains(steps: int) -> None:
     assert sent_counts(began[0]) == []
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("num", [2, 4])
 def test_ranks_train_with_it(world: Processes, num: int) -> None:
     world.run(trains, 4, num=num)
@@ -318,7 +319,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""

@@ -69,6 +69,7 @@ MISTAKES = {  # edit -> what the worst rows must name
 }
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_program_is_caught_by_name(mistake: str) -> None:
     old, new, name = MISTAKES[mistake]

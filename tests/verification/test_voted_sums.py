@@ -82,6 +82,7 @@ def votes() -> None:
             assert summed(mine).isnan().all()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("num", [2, 3, 4])
 def test_ranks_vote(world: Processes, num: int) -> None:
     world.run(votes, num=num)
@@ -180,7 +181,7 @@ LAYOUTS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_directions_of_every_layout(world: Processes, layout: str) -> None:
     mesh, preset, more, exact = LAYOUTS[layout]
@@ -333,7 +334,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""

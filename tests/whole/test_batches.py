@@ -97,6 +97,7 @@ NAMES = [
 ]  # fmt: skip
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "plan", "microbatches"),
     [("dp=2", "ddp", 1), ("dp=2", "fsdp", 2), ("tp=2", "megatron", 1), ("pp=2", "ddp", 2)],

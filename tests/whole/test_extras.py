@@ -90,7 +90,7 @@ def step() -> partc.Traced:
     return partc.Traced(classifier(), images(), classified)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS)
 def test_extras_are_the_single_device_values(mesh: str, plan: str, microbatches: int) -> None:
     program = partc.compile(step(), mesh, plan=plan, microbatches=microbatches)
@@ -121,6 +121,7 @@ class Deep(nn.Module):
         return states[-1] @ self.table.weight.T, states
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("which", [[8], [1, 5], range(9)])
 def test_blocks_that_are_left_out_give_no_extra_twice(which: list[int]) -> None:
     def of_states(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
@@ -206,6 +207,7 @@ def steps_in_structure(folder: Path, batch: dict[str, Tensor]) -> None:
     assert loss.requires_grad == (stage.pipeline is None)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("at", [1, 3])
 def test_steps_give_the_structure_of_the_loss(world: Processes, tmp_path: Path, at: int) -> None:
@@ -303,6 +305,7 @@ def train_tagger(program: Program) -> list[float]:
 PINNED = 'preset = "{}"\n[inputs]\n"state.*" = {{ dp = 1 }}\n'
 
 
+@pytest.mark.rows(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("mesh", "plan"),
@@ -326,7 +329,7 @@ def discriminated(model: nn.Module, real: Tensor, fake: Tensor) -> tuple[Tensor,
     return loss, on_real.sigmoid().mean(), on_fake.sigmoid().mean()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS)
 def test_what_a_discriminator_says(mesh: str, plan: str, microbatches: int) -> None:
     torch.manual_seed(4)

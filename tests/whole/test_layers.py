@@ -120,6 +120,7 @@ def loss_of(model: nn.Module, x: Tensor, classes: Tensor) -> Tensor:
     return F.cross_entropy(model(x), classes)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_microbatches_compute_what_the_model_does(name: str) -> None:
     torch.manual_seed(0)
@@ -149,6 +150,7 @@ class Counted(nn.Module):
 TWO_RANKS = [("dp=2", "ddp"), ("pp=2,dp=2", "fsdp")]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan"), TWO_RANKS)
 def test_a_step_counts_as_one(mesh: str, plan: str) -> None:
     """Both stages read the count."""
@@ -159,6 +161,7 @@ def test_a_step_counts_as_one(mesh: str, plan: str) -> None:
     verify(program, model, batch, loss_of).check(1e-11)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan"), TWO_RANKS)
 def test_what_weights_make_of_a_buffer_is_made_once(mesh: str, plan: str) -> None:
     """Not by every microbatch, of what the one before has left: the norm is estimated anew, and

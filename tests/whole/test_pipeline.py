@@ -90,7 +90,7 @@ def right(schedule: str, microbatches: int, **changed: object) -> None:
 FEW = [(name, num) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-v") for num in (1, 4)]
 
 
-@pytest.mark.rows(9)
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     ("schedule", "microbatches"), [*((name, num) for name in TRAINING for num in (3, 8)), *FEW]
 )
@@ -99,13 +99,14 @@ def test_every_schedule(schedule: str, microbatches: int) -> None:
     right(schedule, microbatches, tied=microbatches % 2 == 1)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("microbatches", [3, 8])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h2", "zb-v"])
 def test_four_ranks(schedule: str, microbatches: int) -> None:
     right(schedule, microbatches, mesh="pp=4", tied=True)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_with_data_and_tensor_parallelism(schedule: str) -> None:
     right(schedule, 3, mesh="pp=2,dp=2,tp=2", preset="fsdp+megatron-sp", tied=True)
@@ -115,6 +116,7 @@ def test_a_parameter_of_two_stages_of_a_rank_is_summed_once() -> None:
     right("zb-v", 3, mesh="pp=2,dp=2", preset="ddp", tied=True)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=1", "ddp"), ("dp=2", "ddp"), ("dp=2", "fsdp")])
 def test_one_stage_accumulates_gradients(mesh: str, preset: str) -> None:
     right("1f1b", 3, mesh=mesh, preset=preset)
@@ -137,6 +139,7 @@ class Gated(nn.Module):
         return y
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=2", "ddp"), ("pp=2,tp=2", "megatron")])
 def test_weights_that_no_block_reads_have_gradients_there(mesh: str, preset: str) -> None:
     """And a gradient that ends whole, but is made in pieces, is gathered with each microbatch."""
@@ -177,6 +180,7 @@ class Embedded(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "preset"), [("tp=4", "megatron-sp"), ("dp=2,tp=4", "ddp+megatron-sp")]
 )
@@ -245,6 +249,7 @@ def test_tied_gradients_do_not_wait_for_each_other(
 
 
 # stages that lack something -----------------------------------------------------------------------
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     ("points", "frozen"),
@@ -275,6 +280,7 @@ def test_running_statistics_follow_the_microbatches(schedule: str) -> None:
     report.check(TOLERANCE)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "preset"), [("dp=2", "fsdp"), ("pp=2,tp=2", "megatron")])
 def test_a_penalty_of_weights_counts_once(mesh: str, preset: str) -> None:
     """All microbatches have it in common; the first one adds it to its loss and gradients."""
@@ -307,6 +313,7 @@ def test_statistics_of_one_value_are_refused() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", ["dp_replicate=2,dp_shard=2", "pp=2,dp_replicate=2,dp_shard=2"])
 def test_replicas_add_up_once_per_step(mesh: str) -> None:
     """Shards of gradients are scattered every microbatch, and summed over replicas at the end."""

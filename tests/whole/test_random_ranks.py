@@ -39,6 +39,7 @@ class Denoiser(nn.Module):
         return (noisy - x).square().mean()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_all_stages_read_the_same_noise(schedule: str) -> None:
     x, _ = batch()
@@ -86,6 +87,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron")])
 def test_a_checkpointed_region_draws_once(mesh: str, plan: str) -> None:
     model = Checkpointed()
@@ -181,6 +183,7 @@ def shapes(program: Program) -> Any:
     return program.fingerprint.tensors.items()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("mesh", "plan", "options"),

@@ -100,6 +100,7 @@ def single_device(num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, after
 
 
+@pytest.mark.exhaustive
 def test_training_moves_from_plan_to_plan(world: Processes, tmp_path: Path) -> None:
     plans = {"one": ("dp=2,tp=2", "megatron"), "two": ("dp=2", "fsdp")}
     for name, (mesh, plan) in plans.items():

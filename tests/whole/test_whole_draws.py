@@ -91,6 +91,7 @@ def compiled(layout: str) -> Program:
     return partc.compile(step(), mesh, plan=plan, random="single-device", **options)
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_model_with_the_same_numbers_agrees(layout: str) -> None:
     program = compiled(layout)
@@ -123,12 +124,13 @@ def losses(layout: str) -> list[float]:
 def test_curves_of_layouts_are_equal(world: Processes) -> None:
     expected = world.run(losses, "one", num=1)[0]
     assert len(set(expected)) == 4
-    for layout in ("ddp", "megatron-sp", "pipeline"):
+    for layout in ("megatron-sp", "pipeline"):  # the first has data ranks too
         for found in world.run(losses, layout):
             assert found == pytest.approx(expected, rel=1e-5), layout
 
 
-@pytest.mark.parametrize("layout", ["ddp", "megatron"])
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("layout", ["megatron", "ddp"])
 def test_draws_of_every_op_are_whole(layout: str) -> None:
     """Also those that read values: what they read is gathered."""
     mesh, plan, options = every_op.LAYOUTS[layout]

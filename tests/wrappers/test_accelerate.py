@@ -105,6 +105,7 @@ def train(
         return seen, {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron"), ("pp=2", "ddp")]
@@ -166,6 +167,7 @@ def save_tied(mesh: str, plan: str, folder: Path) -> None:
         assert torch.equal(alone.head.weight, whole["head.weight"])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("pp=2", "ddp")])
 def test_states_of_a_tied_model_are_saved_and_loaded(

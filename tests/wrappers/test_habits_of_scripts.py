@@ -114,12 +114,14 @@ def flat_weights(kind: str, plan: str) -> None:
     assert all(x is own[name] for x, name in zip(model.decaying, names, strict=True))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(("kind", "plan"), [("LSTM", "fsdp"), ("GRU", "ddp"), ("RNN", "fsdp")])
 def test_recurrent_layers(kind: str, plan: str, world: Processes) -> None:
     world.run(flat_weights, kind, plan, num=2)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_parametrized_layers(plan: str, world: Processes) -> None:
@@ -257,6 +259,7 @@ def own_modes(plan: str) -> None:
     check(in_both_modes(own, lambda: own.step(X)), wanted)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_a_model_with_a_train_of_its_own(plan: str, world: Processes) -> None:
@@ -354,6 +357,7 @@ def resumed(plan: str, folder: Path) -> None:
         optimizer.step()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_states_that_are_loaded_before_the_first_step(
@@ -391,6 +395,7 @@ def evaluated_first(mesh: str, loads: bool) -> None:
             ours.step(), theirs.step()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_model_is_evaluated_before_a_search_has_chosen_its_axes(

@@ -66,6 +66,7 @@ def alone(model: nn.Module) -> list[float]:
     return trained(model, step)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("norm", [weight_norm, spectral_norm, nn.Sequential])
 def test_a_kept_model_whose_weights_are_computed(norm: Callable[..., Any]) -> None:
     with one_rank():

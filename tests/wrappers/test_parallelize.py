@@ -132,6 +132,7 @@ def train(mesh: str, plan: str, resumed: Any = None) -> tuple[list[float], Any]:
     return seen, (saved, model.full_state_dict())
 
 
+@pytest.mark.rows(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
 def test_a_script_trains_and_resumes_as_in_one_process(

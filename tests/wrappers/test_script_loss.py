@@ -123,7 +123,7 @@ def trains_alike(mesh: str, plan: str, name: str) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
 def test_a_loss_of_the_script_trains_as_in_one_process(
@@ -296,6 +296,7 @@ def plays_alike(mesh: str, plan: str) -> None:
             assert torch.allclose(state[key], value, rtol=1e-11, atol=1e-12), key
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS[1:3])
 def test_a_model_learns_through_another(mesh: str, plan: str, world: Processes) -> None:
@@ -357,6 +358,7 @@ def test_statistics_are_written_before_the_step_waits(mesh: str, plan: str, norm
     partc.verify(program, model, given, loss=loss).check()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("batch", ["local", "global"])
 @pytest.mark.parametrize("plan", ["fsdp+megatron", "auto"])
 @pytest.mark.parametrize("name", MODELS)

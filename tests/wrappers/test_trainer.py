@@ -123,6 +123,7 @@ def alone(world: Processes, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return world.run(train, "", "", tmp_path_factory.mktemp("alone"), num=1)[0]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("pp=2", "ddp")])
 def test_a_trainer_trains_evaluates_saves_and_resumes_as_in_one_process(
