@@ -164,7 +164,8 @@ def ended(folder: Path, **streams: Any) -> Any:
     """The two ranks of ``UNEVEN``, the first of which kills their launcher, once both have ended:
     they hold a file's lock till then.
     """
-    kills = (  # once both have joined, for which they need the launcher's store
+    kills = (  # once both have joined and made stages, for which they need the launcher's store
+        "model.compile_for(torch.ones(2, 4))\n"
         "dist.barrier()\nif dist.get_rank() == 0:\n    os.kill(os.getppid(), 9)\nfor _ in range(4 -"
     )
     holds = (

@@ -22,7 +22,7 @@ TOGETHER = (
     "module, step, eval_step, clip_grad_norm_, full_state_dict, save_checkpoint and load_checkpoint"
 )
 GONE = "process group has not been initialized"  # torch's words
-WORDS = (*OF_OTHERS, "Timed out", "timed out")
+WORDS = (*OF_OTHERS, "Timed out", "timed out", "Broken pipe")
 
 
 @contextmanager

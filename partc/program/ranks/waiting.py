@@ -59,7 +59,8 @@ class Waiting(threading.Thread):
 
     def __init__(self, world: Any) -> None:
         super().__init__(daemon=True, name="partc waits")
-        self.world, self.rank, self.size = ref(world), dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.world = ref(world)
         self.of, self.over = threading.get_ident(), threading.Event()
         self.counts, self.call, self.inside = Counter[str](), "", False
         self.around, self.last, self.entered = "", "", 0
