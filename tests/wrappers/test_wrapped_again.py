@@ -103,7 +103,7 @@ def test_a_penalty_of_the_weights_of_before_is_refused() -> None:
 
 
 class Holder(nn.Module):
-    """A model with a part that is parallelized by itself, as in a LightningModule's ``__init__``."""
+    """A model with a part that is parallelized by itself, as a LightningModule may have."""
 
     def __init__(self) -> None:
         super().__init__()
