@@ -5,7 +5,7 @@ of one dataset. A split or an order that each rank draws by itself doubles rows,
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -23,8 +23,9 @@ DO = (
     "generator=torch.Generator().manual_seed(seed)), a shuffle with a seed, and DistributedSampler "
     "with one seed, whose set_epoch(epoch) all ranks call alike."
 )
-# Of the sampler that was read last since ranks compared: how many rows, and what they are.
-_LAST: list[int] = [0, 0]
+# Of the sampler that was read last since ranks compared: how many rows, what they are, and to how
+# many pieces of a batch they are dealt.
+_LAST: list[int] = [0, 0, 0]
 
 
 def number_of(dataset: Any) -> int:
@@ -34,16 +35,21 @@ def number_of(dataset: Any) -> int:
     return _number(b"".join(_parts(dataset, 0)))
 
 
-def note(dataset: Any, *more: Any) -> None:
-    """Rows of this dataset are dealt out from now on; ``more``: what else their order is of."""
-    _LAST[:] = [1 + len(dataset), _number(repr(more).encode() + b"".join(_parts(dataset, 0)))]
+def note(dataset: Any, world: int, *more: Any) -> None:
+    """Rows of this dataset are dealt out to so many from now on; ``more``: what else their order is
+    of.
+    """
+    text = repr(more).encode() + b"".join(_parts(dataset, 0))
+    _LAST[:] = [1 + len(dataset), _number(text), world]
 
 
-def noted() -> list[int]:
-    """The numbers of what was dealt out last, and forgets them; zeros where nothing was."""
-    found = [*_LAST]
-    _LAST[:] = [0, 0]
-    return found
+def noted(worlds: Collection[int]) -> list[int]:
+    """The numbers of what was dealt out last, and forgets them; zeros where nothing was, or where
+    it was dealt to others than all ranks, as by each host from files of its own.
+    """
+    *found, world = _LAST
+    _LAST[:] = [0, 0, 0]
+    return found if world in worlds else [0, 0]
 
 
 def watch_samplers() -> None:

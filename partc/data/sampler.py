@@ -43,7 +43,7 @@ class RowSampler(Sampler[list[int]]):
 
     def _steps(self) -> Iterator[list[int]]:
         if self._dataset is not None and self.share.world > 1:
-            note(self._dataset, self.order, self.position)
+            note(self._dataset, self.share.world, self.order, self.position)
         iteration = self.begin()
         for span in self.spans():
             self.course.take(*span, iteration)

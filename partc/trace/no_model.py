@@ -50,10 +50,24 @@ def check_model(model: Any, where: str = "compile") -> None:
             "is what was compiled.",
         )  # fmt: skip
     for path, module in model.named_modules():
+        _check_parts(where, path, module)
         at = f"the model's {path}" if path else "the model"
         for why, do in _reasons(module, path):
             raise TraceError(where=where, what=f"{at} is {quoted(module)}", why=why, do=do)
     check_held(dict(model.named_parameters()), dict(model.named_buffers()))
+
+
+def _check_parts(where: str, path: str, module: nn.Module) -> None:
+    """TraceError if one of a module's parts is what parallelize gave, which names other modules."""
+    for name, part in module._modules.items():
+        if hasattr(type(part), "compile_for"):
+            at = f"{path}.{name}" if path else name
+            raise TraceError(
+                where=where, what=f"the model's {at} is {quoted(part)}",
+                why="partc.parallelize gave it, which compiles it by itself",
+                do="Let the model have that part as it was before parallelize: the whole model is "
+                "compiled.",
+            )  # fmt: skip
 
 
 def check_second_of_load(model: Any) -> None:

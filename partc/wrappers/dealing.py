@@ -80,7 +80,7 @@ class DealtRows(BatchSamplerShard):  # type: ignore[misc]
         per_step = 1 if self.split_batches else self.num_processes
         source = getattr(self.sampler, "data_source", None)
         if self.num_processes > 1 and hasattr(source, "__len__"):
-            note(source, type(self.sampler).__name__, *order_of(self.sampler))
+            note(source, self.num_processes, type(self.sampler).__name__, *order_of(self.sampler))
         group: list[Rows] = []
         for batch in self.batch_sampler:
             group.append(batch)

@@ -119,3 +119,14 @@ def test_rows_that_each_rank_draws_by_itself_are_refused(
     way: Callable[[int], None], world: Processes
 ) -> None:
     world.run(dealt, way, num=2)
+
+
+def by_each_host() -> None:
+    """A host's ranks share its own files, here one rank each."""
+    dataset = TensorDataset(X + dist.get_rank())
+    rows(dataset, DistributedSampler(dataset, num_replicas=1, rank=0))
+
+
+@pytest.mark.gloo
+def test_rows_that_each_host_deals_out_to_its_own_ranks_are_not_compared(world: Processes) -> None:
+    world.run(by_each_host, num=2)

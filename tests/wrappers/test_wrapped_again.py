@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 from torch.nn.parallel import DistributedDataParallel
 
 import partc
-from partc.errors import RunError
+from partc.errors import RunError, TraceError
 from partc.verification.processes import Processes
 from tests.mistakes.things import one_rank
 
@@ -100,3 +100,20 @@ def test_a_penalty_of_the_weights_of_before_is_refused() -> None:
     with pytest.raises(RunError, match="weight: the loss reads this weight of the model that was"):
         loss.backward()
     (model(X).square().mean() + model.weight.pow(2).sum()).backward()
+
+
+class Holder(nn.Module):
+    """A model with a part that is parallelized by itself, as a LightningModule may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(before())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(x).square().mean()
+
+
+@one_rank()
+def test_a_part_that_parallelize_gave_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"the model's net.0 is .* as it was before parallelize"):
+        partc.parallelize(Holder(), {}, plan="ddp")

@@ -6,7 +6,7 @@ No stage sums the gradients of these, so that ranks with rows of their own train
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -36,11 +36,15 @@ class Beside:
     optimizer: str = ""
 
     @classmethod
-    def of(cls, optimizers: Iterable[Optimizer]) -> Beside:
+    def of(cls, stepped: Mapping[Optimizer, Mapping[int, int]]) -> Beside:
+        """Those with a gradient, which is not 0 by a parameter's id: a model that takes its first
+        step later has none, and weights of its own on each rank until then.
+        """
         found: list[Tensor] = []
         name = ""
-        for each in optimizers:
-            mine = [p for group in each.param_groups for p in group["params"] if _is_whole(p)]
+        for each, grads in stepped.items():
+            every = [p for group in each.param_groups for p in group["params"] if grads.get(id(p))]
+            mine = [p for p in every if _is_whole(p)]
             name, found = (type(each).__name__ if mine else name), found + mine
         return cls(found, name)
 

@@ -62,9 +62,10 @@ def steps_since(params: Collection[Tensor]) -> Steps:
     stepped = _stepped_on(params)
     numbers, grads = _numbers(stepped), dict[int, int]()
     others = [each for each in [*_STEPPED] if not any(map(is_of_stage, _params(each)))]
-    beside = {TOGETHER: Beside.of(stepped), ALONE: Beside.of(others)}
-    for each in others:
-        del _STEPPED[each]
+    beside = {
+        TOGETHER: Beside.of({each: _STEPPED[each] for each in stepped}),
+        ALONE: Beside.of({each: _STEPPED.pop(each) for each in others}),
+    }
     for each in stepped:
         grads |= _STEPPED.pop(each)
     return Steps(numbers, grads, beside)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import sqrt
+from math import prod, sqrt
 
 import torch
 import torch.distributed as dist
@@ -225,7 +225,9 @@ class _Comparison:
 
     @cached_property
     def _dealt(self) -> list[int]:
-        return noted()
+        mesh, cut = self.role.mesh, {axis for x in self.role.batch for axis, *_ in x.cuts}
+        pieces = prod(mesh.size(axis) for axis in cut if axis in mesh.names)
+        return noted({pieces, pieces * mesh.islands})
 
     @cached_property
     def _steps(self) -> Steps:
