@@ -110,8 +110,9 @@ class World:
 
     def _batch(self) -> str:
         every = (f"{name} {[*shape]}" for name, shape in self.inputs.items())
-        turns = self.plan.microbatches
-        return ", ".join(every) + (f" in {turns} microbatches" if turns > 1 else "")
+        turns, islands = self.plan.microbatches, self.mesh.islands
+        told = ", ".join(every) + (f" in {turns} microbatches" if turns > 1 else "")
+        return told + (f" on each of {islands} islands" if islands > 1 else "")
 
 
 def undivided(cuts: Cuts, shape: tuple[int, ...], mesh: Mesh, microbatches: int = 1) -> str:

@@ -106,7 +106,11 @@ class TensorFile(Mapping[str, Tensor]):
         return self.mapped(name).clone()  # what is mapped changes with the file
 
     def mapped(self, name: str) -> Tensor:
-        """A tensor over the file itself: what is read of it is read from disk, and no more."""
+        """A tensor over the file itself: what is read of it is read from disk, and no more.
+
+        One that does not begin at a multiple of its elements' size is a copy, since kernels that
+        are given such an address may end the process.
+        """
         if name not in self._known:
             raise KeyError(name)
         self.typed(name)
@@ -114,9 +118,10 @@ class TensorFile(Mapping[str, Tensor]):
             found: Tensor = self._file.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
             self._refuse(f"{name!r} cannot be read: {error}")
-        if name not in self._others:
-            return found
-        return _of_bytes(found, self._others[name])
+        dtype = self._others.get(name, found.dtype)
+        if found.data_ptr() % dtype.itemsize:
+            found = found.clone()
+        return found if dtype == found.dtype else _of_bytes(found, dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)

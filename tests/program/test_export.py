@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import partc
 from partc.errors import LoadError, PartcError, RunError, UsageError
 from partc.program.weight_files import INDEX, ONE, dealt_out, num_bytes, written_weights
+from partc.program.weights import Matched, check_names
 from tests.program.trained import rewrite
 
 pytestmark = pytest.mark.gloo
@@ -168,6 +169,18 @@ def test_what_is_damaged_is_refused_and_nothing_written(
     with pytest.raises(kind, match=told):
         partc.export_safetensors(tmp_path / "run", tmp_path / "out")
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_folder_of_weights_is_no_checkpoint_and_names_of_experts_are_told(
+    alone: None, tmp_path: Path
+) -> None:
+    saved(tmp_path / "run", Model())
+    out = partc.export_safetensors(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(LoadError, match=r"It has weights alone: stage\.load_full"):
+        partc.export_safetensors(out, tmp_path / "again")
+    hub = Matched({}, ["layers.0.experts.down_proj"], ["layers.0.moe.experts.3.w2.weight"])
+    with pytest.raises(LoadError, match="save_original_format=False"):
+        check_names(hub)
 
 
 def test_a_stage_in_another_dtype_is_saved_in_it(alone: None, tmp_path: Path) -> None:

@@ -149,6 +149,8 @@ def test_what_cannot_be_replanned_is_refused(tmp_path: Path) -> None:
             partc.replan(first, wrong)
     with pytest.raises(UsageError, match="the program is"):
         partc.replan("build", 3)  # type: ignore[arg-type]
-    edited = dict(first.sources) | {"stage0.py": first.source().replace("return loss", "return loss * 2")}
+    edited = dict(first.sources) | {
+        "stage0.py": first.source().replace("return loss", "return loss * 2")
+    }
     with pytest.raises(UsageError, match=r"stage0\.py was edited"):
         partc.replan(replace(first, sources=edited), 3)

@@ -78,7 +78,10 @@ def _keys(saved: Saved) -> dict[str, str]:
             do="Load it into a stage and save it again: partc.load_checkpoint, "
             "partc.save_checkpoint.",
         )  # fmt: skip
-    return {name: f"model/{first}" for name, first in saved.model.items() if name == first}
+    every = saved.model
+    names = {first: name for name, first in reversed(every.items())}  # the first of several
+    names |= {first: first for first in names if first in every}
+    return {name: f"model/{first}" for name, first in every.items() if names[first] == name}
 
 
 def _exported(folder: Path) -> Collection[str]:

@@ -161,10 +161,13 @@ class RankTensors:
         every = self.all_shards.values()
         shapes, dtypes = {s.name: s.shape for s in every}, {s.name: s.dtype for s in every}
         check_shapes(given, matched, shapes, dtypes)
-        whole = {name: given[key] for name, key in matched.found.items()}
-        self.fill(whole)
-        residuals.begin(self.held, whole)
-        self._note_sources({n: x for n, x in whole.items() if not isinstance(x, DTensor)})
+        numbers = {}
+        for name, key in matched.found.items():  # one by one: a file may be larger than memory
+            self.fill({name: (value := given[key])})
+            if not isinstance(value, DTensor):
+                numbers[name] = sampled(value, self.all_shards[name].dtype)
+        residuals.begin(self.held, matched.found)
+        self._note_sources(numbers)
         left_out = [] if strict else self._left_out(given, matched.found)
         return Unmatched([*matched.missing, *left_out], matched.unexpected)
 
@@ -174,11 +177,10 @@ class RankTensors:
         """
         return [name for name in self.saved_names(found) if name not in given]
 
-    def _note_sources(self, whole: Mapping[str, Tensor]) -> None:
+    def _note_sources(self, numbers: dict[str, int]) -> None:
         """Remember what was given, also for tensors of other pipeline ranks, which have to be of
         the same model.
         """
-        numbers = {name: sampled(x, self.all_shards[name].dtype) for name, x in whole.items()}
         here = [name for name in numbers if name in self.held]
         self._sources |= {name: (numbers.pop(name), self.held[name]._version) for name in here}
         self._elsewhere, self._num_loads = numbers, self._num_loads + 1
