@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,16 @@ def test_notebooks_show_small_pieces_without_scripts() -> None:
             assert "<script" not in html
             assert "<style" not in html  # which would concern the whole notebook
     assert "waits for dp" in shown_in_a_notebook(compiled("fsdp").cost)
+
+
+@pytest.mark.parametrize("what", ["plan", "cost", "schedule", "program"])
+def test_what_a_notebook_shows_is_pinned(golden: Callable[..., None], what: str) -> None:
+    program = pipeline()
+    things = {
+        "plan": partc.Plan.parse(program.plan), "cost": program.cost, "program": program,
+        "schedule": make("1f1b", ranks=2, microbatches=4),
+    }  # fmt: skip
+    golden(shown_in_a_notebook(things[what]).replace("><", ">\n<"), ".html")
 
 
 def shown_in_a_notebook(thing: Any) -> str:

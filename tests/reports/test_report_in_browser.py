@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from partc.amounts import time_text
 from partc.reports.report import report
 from tests.reports.report_programs import compiled
 
@@ -31,6 +33,15 @@ def browser() -> Iterator[Any]:
 
 
 PROGRAMS = {"one stage": ("megatron-sp", "dp=2,tp=2", 1), "pipeline": ("ddp", "pp=2,dp=2", 4)}
+LIT = """(() => {  // for each line how many bars of transfers light up with it
+    const lit = {};
+    for (const row of report.rows.filter(r => r.kind === "transfers"))
+        for (const l of row.line.filter(Boolean)) {
+            const name = row.file + " " + l;
+            lit[name] = (lit[name] || 0) + 1;
+        }
+    return lit;
+})()"""
 FIRST_LINKED = """(() => {
     const r = report.rows.findIndex(row => row.kind === "transfers" && row.line.some(Boolean));
     return [r, report.rows[r].line.findIndex(Boolean)];
@@ -110,6 +121,57 @@ def test_a_click_on_a_bar_names_its_line(shown: Shown) -> None:
     assert on.count() == 1
     assert on.locator(".n").text_content() == line[1]
     assert on.evaluate("e => e.getBoundingClientRect().top < innerHeight")
+
+
+def test_marks_and_bars_are_those_of_the_data(shown: Shown) -> None:
+    """The mark beside each line says its transfers and their time, and as many bars light up."""
+    told = json.loads(str(shown.page.text_content("#data")))
+    lit = shown.page.evaluate(LIT)
+    marked = [each for each in told["timeline"]["lines"] if each["line"]]
+    for each in marked:
+        key = f"{each['file']} {each['line']}"
+        assert lit[key] == each["transfers"], key
+        if each["file"] == told["timeline"]["file"]:
+            mark = str(shown.page.locator(f"#L{each['line']} .g").text_content())
+            seconds = time_text(float(f"{each['seconds']:.4g}"))
+            assert mark.startswith(f"×{each['transfers']} {seconds}")
+            waits = round(100 * each["waits_s"] / each["seconds"])
+            assert mark.endswith(f" {waits}% waits" if each["waits_s"] > 0 else seconds)
+    assert sum(lit.values()) == sum(each["transfers"] for each in marked)
+
+
+def test_any_line_names_its_module_and_the_users_line(shown: Shown) -> None:
+    shown.page.locator(".l", has_text="F.gelu(").first.hover()
+    assert "blocks." in shown.told
+    assert "report_programs.py" in shown.told
+
+
+def test_a_measured_step_stands_below_the_predicted_one(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compiled("megatron-sp")
+    step = {"predicted_s": 0.01, "measured_s": 0.02, "low_s": 0.02, "high_s": 0.02}
+    row = {"kind": "measured", "file": "", "waits_ns": [], "bytes": [], "line": []}
+    blocks = {"name": "measured", "axis": "", "begin_ns": [5, 10_000_000], "ns": [9, 9_000_000]}
+    told = {
+        "machine": "2 cores", "ranks": 4, "rank": 0, "steps": 2, "figures": {"step": step},
+        "end_s": 0.02, "streams": [{**row, **blocks, "layer": [0, 1], "call": [0, 1]}],
+        "calls": [["forward", "blocks.*", ""], ["backward", "blocks.*", ""]],
+    }  # fmt: skip
+    monkeypatch.setattr("partc.reports.stamps.read_outcomes", lambda _: {"measured": told})
+    report(program).save(tmp_path / "report.html")
+    shown = Shown(browser, tmp_path / "report.html", WIDE, "light")
+    assert not shown.errors
+    assert shown.page.locator(".stamps .s-yes").count() == 1
+    assert "20 ms a step, 10 ms predicted" in str(shown.page.text_content(".stamps"))
+    assert shown.span()[1] == pytest.approx(20e6)
+    row_number = shown.page.evaluate("report.rows.findIndex(r => r.kind === 'measured')")
+    x, y = shown.page.evaluate(f"report.place({row_number}, 1)")
+    shown.page.hover("#line", position={"x": x, "y": y})
+    assert "backward" in shown.told
+    assert "blocks.1" in shown.told
+    assert "measured" in shown.told
+    shown.page.close()
 
 
 @pytest.mark.rows(1)
