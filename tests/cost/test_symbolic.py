@@ -16,14 +16,14 @@ from partc.cost.symbolic import Samples, symbolic_costs
 from partc.graph import Graph
 from partc.lowering import trace
 from tests.build import Build, aten, mlp
-from tests.zoo import MODELS
+from tests.zoo import FAMILIES
 
 B, S = sympy.symbols("B S", positive=True, integer=True)
 
 
 @lru_cache
 def llama(batch: int, seq: int) -> Graph:
-    case = MODELS["llama"]()
+    case = FAMILIES["llama"].case("llama", num_hidden_layers=1)
     ids = torch.zeros(batch, seq, dtype=torch.int64)
     return trace(case.model, (ids, ids), case.loss)
 
