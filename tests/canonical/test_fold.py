@@ -27,6 +27,7 @@ from partc.plan.mesh import Mesh
 from partc.program.stage.check_complete import check_complete, trained
 from partc.reports.cost import cost_report
 from tests.deep import deep
+from tests.pipelines import toy
 
 LEFT_OUT = {
     "gpt2": [RepeatedBlocks("transformer.h", 2, 3)],
@@ -225,7 +226,7 @@ def test_stages_of_equal_blocks_are_compiled_once(
     mesh: str, plan: Plan, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle stages, and the middle of each stage, are copies: the program is the same."""
-    step, state_of = deep("toy").step, partc.Traced.state
+    step, state_of = toy(30).step, partc.Traced.state
     traced: list[State] = []
 
     def made(fold: bool) -> partc.Program:

@@ -122,7 +122,7 @@ def free_names(layout: str) -> list[str]:
     return sorted(name for name in {*own_names(plain)} if not hasattr(Net([], []), name))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("layout", "as_gains"),
     [

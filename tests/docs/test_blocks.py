@@ -143,6 +143,7 @@ COSTLY = {  # pages whose blocks take most of the time of all
     "docs/reference/commands.md", "docs/tutorials/from-one-process-to-a-pipeline.md",
     "docs/how-to/load-data.md", "docs/how-to/trainer-and-accelerate.md",
     "docs/how-to/draw-and-compare.md", "docs/how-to/send-fewer-bytes.md",
+    "docs/how-to/read-the-report.md", "docs/how-to/explain-and-measure.md",
 }  # fmt: skip
 
 

@@ -167,7 +167,6 @@ def test_two_ranks_are_measured() -> None:
     assert len(heard) == 3
 
 
-@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_torchrun_ranks_measure_themselves(tmp_path: Path) -> None:
     """What they do with each other; what each computes by itself is known here."""

@@ -46,9 +46,7 @@ def test_every_scheme_that_partc_knows_is_a_variant() -> None:
     ],
     ids=["few", "all"],
 )  # fmt: skip
-def test_a_short_training(
-    tmp_path: Path, names: tuple[str, ...], islands: tuple[str, ...]
-) -> None:
+def test_a_short_training(tmp_path: Path, names: tuple[str, ...], islands: tuple[str, ...]) -> None:
     """On two ranks: bytes are those that were predicted, and exact sums train as DDP does."""
     known = variants()
     every = [known[name] for name in names]

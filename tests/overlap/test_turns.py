@@ -159,7 +159,7 @@ def test_mistakes_are_found(mistake: str) -> None:
 
 
 # programs -----------------------------------------------------------------------------------------
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "preset", "pieces", "fields"),
     [
@@ -208,6 +208,7 @@ def test_pieces_where_the_step_is_faster(preset: str) -> None:
     assert seconds(chosen) < 0.85 * seconds(whole)
 
 
+@pytest.mark.exhaustive
 def test_stages_in_pieces_where_the_step_is_faster() -> None:
     slow = machines(2e7, "pp=2,tp=2")
     whole, chosen = (compiled(slow, "megatron", num, microbatches=2) for num in (1, 0))

@@ -149,6 +149,7 @@ def test_run_py_imports_torch_and_the_standard_library_only(tmp_path: Path) -> N
     assert names - {"torch"} <= sys.stdlib_module_names
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_run_py_trains_under_torchrun(tmp_path: Path) -> None:
     example_program(1, 2).save(tmp_path / "build")

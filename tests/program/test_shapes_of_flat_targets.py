@@ -117,7 +117,7 @@ def follow(model: Model, mesh: str, plan: str, batch: str, lengths: tuple[int, .
         compare(stage, reference, steps, batch)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "plan", "batch"),
     [
@@ -218,6 +218,7 @@ def uneven() -> None:
         close(stage(parts[dist.get_rank()]), mine.flatten(0, 1), f"results of {steps} steps")
 
 
+@pytest.mark.exhaustive
 def test_flat_results_of_uneven_rows(world: Processes) -> None:
     world.run(uneven, num=2)
 

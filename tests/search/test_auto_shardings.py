@@ -126,9 +126,7 @@ def test_what_was_searched_is_explained_from_the_saved_program(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("axes", "microbatches"), [("tp=2", None), ("dp=2,tp=2", 2), ("pp=2,tp=2", 4)]
 )
-def test_such_plans_compute_what_the_model_does(
-    axes: str, microbatches: int | None
-) -> None:
+def test_such_plans_compute_what_the_model_does(axes: str, microbatches: int | None) -> None:
     """And replay to the same text without a search."""
     torch.manual_seed(0)
     model, x = Soup(), batch_of()

@@ -47,7 +47,7 @@ def step() -> partc.Traced:
 @cache
 def compiled(*kinds: Topology, axes: str = "pp=2,dp=4", stages: tuple[str, ...] = ()) -> Program:
     mesh = Mesh(Mesh.parse(axes).axes, fleet(*kinds))
-    return partc.compile(step(), mesh, plan="ddp", microbatches=4, stages=stages or None)
+    return partc.compile(step(), mesh, plan="ddp", microbatches=8, stages=stages or None)
 
 
 def layers(program: Program) -> int:

@@ -187,7 +187,7 @@ def test_nothing_is_written_under_ci(theirs: Path) -> None:
     assert files_in(theirs / "tests") == kept
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [(), ("-n", "2")])
 def test_a_full_run_fails_on_stale_files(theirs: Path, processes: tuple[str, ...]) -> None:
     """A run of some tests does not, as it cannot know."""
@@ -208,6 +208,7 @@ def test_a_full_run_fails_on_stale_files(theirs: Path, processes: tuple[str, ...
         assert not (theirs / PINNED).exists()
 
 
+@pytest.mark.exhaustive
 def test_skipped_tests_keep_their_files(theirs: Path) -> None:
     tests = "".join(
         f"@pytest.mark.skip\ndef {name}():\n    pass\n"

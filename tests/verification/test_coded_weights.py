@@ -154,6 +154,7 @@ def test_a_step_is_that_of_the_weights_that_were_sent(layout: str) -> None:
     assert "makes of weights that are gathered" in str(audit(program))
 
 
+@pytest.mark.exhaustive
 def test_processes_find_the_same() -> None:
     verified(compiled(), processes=True, timeout=patience())
 

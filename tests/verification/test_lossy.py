@@ -107,6 +107,7 @@ def test_the_command_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "gradients as they are sent" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_processes_tell_the_same() -> None:
     program = compiled("int8")

@@ -154,6 +154,7 @@ def test_programs_sum_as_defined(layout: str) -> None:
     audit(program)
 
 
+@pytest.mark.exhaustive
 def test_processes_find_the_same() -> None:
     verified(compiled(), processes=True, timeout=patience())
 

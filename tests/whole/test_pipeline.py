@@ -192,6 +192,7 @@ def test_a_gradient_changes_its_cut_once_per_step(mesh: str, preset: str) -> Non
     verify(program, model, (ids,)).check(TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_gpt2() -> None:
     """A tied model of transformers' own."""
     case = FAMILIES["gpt2"].case("gpt2", batch=BATCH, n_layer=4)

@@ -31,13 +31,13 @@ ONCE_WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", ONCE_WRONG)
 def test_what_once_was_wrong(name: str) -> None:
     ONCE_WRONG[name].check()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_drawn_models(seed: int) -> None:
     Drawn.of(seed).check()
