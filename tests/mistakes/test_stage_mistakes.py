@@ -262,7 +262,7 @@ MISTAKES: dict[str, Called] = {
     ),
     "ddp": (
         lambda at: nn.parallel.DistributedDataParallel(stage()),
-        ("a collective", "Leave DistributedDataParallel"),
+        ("DistributedDataParallel", "a stage", "Leave DistributedDataParallel"),
     ),
     "shared loss": (lambda at: stage().share(max), ("stage.share", "program.also")),
     "a checkpoint of torch": (lambda at: of_torch(at / "w.pt"), ("w.pt", "torch.load(path")),

@@ -16,6 +16,8 @@ _WRAPPERS = {  # modules of torch that walk through what they are to wrap: the w
 }
 _COMPOSED = "torch.distributed._composable.contract"  # of fully_shard and its like
 _FSDP = "torch.distributed.fsdp."
+OF_PARALLELIZE = "a model that partc.parallelize has made"
+CALL_IT = "call the model that parallelize gave"
 _NEAR = 6  # callers that are asked
 
 HABITS = {  # what scripts ask of other wrappers: what to do with a stage
@@ -66,48 +68,50 @@ class NotWrapped(nn.Module):
     """A module that refuses torch's other ways to train on several ranks, before they change it."""
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        check_not_wrapped()
+        check_not_wrapped("a stage, which partc has made", "call the stage itself")
         return super().named_parameters(*args, **named)
 
     def named_modules(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Module]]:
-        check_not_wrapped()
+        check_not_wrapped("a stage, which partc has made", "call the stage itself")
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **named)
         return found
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        check_not_wrapped()
+        check_not_wrapped("a stage, which partc has made", "call the stage itself")
         return super().named_children()
 
 
-def check_not_wrapped() -> None:
-    """RunError where DDP, FSDP or fully_shard asks for the tensors or modules of a stage."""
+def check_not_wrapped(given: str = OF_PARALLELIZE, do: str = CALL_IT) -> None:
+    """RunError where DDP, FSDP or fully_shard asks for the tensors or modules of what is given."""
     frame: Any = sys._getframe(1)
     for _ in range(_NEAR):
         if frame is None:
             return
         asks = frame.f_globals.get("__name__", "")
         if asks in _WRAPPERS:
-            raise wrapped_again(_WRAPPERS[asks])
+            raise wrapped_again(_WRAPPERS[asks], given, do)
         if frame.f_code.co_name == "set_state_dict_type" and asks.startswith(_FSDP):
-            raise _no_type_of_states()
+            raise _no_type_of_states(given)
         if asks == _COMPOSED:
-            raise wrapped_again(getattr(frame.f_locals.get("func"), "__name__", "fully_shard"))
+            raise wrapped_again(
+                getattr(frame.f_locals.get("func"), "__name__", "fully_shard"), given, do
+            )
         frame = frame.f_back
 
 
-def wrapped_again(wrapper: str) -> RunError:
-    """The refusal of a wrapper of torch's around a model that ``parallelize`` has made."""
+def wrapped_again(wrapper: str, given: str = OF_PARALLELIZE, do: str = CALL_IT) -> RunError:
+    """The refusal of a wrapper of torch's around a model that partc has made."""
     return RunError(
-        where=wrapper, what="it is given a model that partc.parallelize has made",
+        where=wrapper, what=f"it is given {given}",
         why="its steps run on all ranks and add up their gradients already",
-        do=f"Leave {wrapper} out, and call the model that parallelize gave.",
+        do=f"Leave {wrapper} out, and {do}.",
     )  # fmt: skip
 
 
-def _no_type_of_states() -> RunError:
+def _no_type_of_states(given: str) -> RunError:
     return RunError(
         where="FullyShardedDataParallel.state_dict_type",
-        what="it is given a model that partc.parallelize has made",
+        what=f"it is given {given}",
         why="FSDP has not sharded it, and knows no other form of its states",
         do="Leave it out: model.full_state_dict() on all ranks gives whole weights, and "
         "model.full_optim_state_dict(optimizer) the optimizer's states.",
