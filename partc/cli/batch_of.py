@@ -73,15 +73,24 @@ def _makers(config: Any, sizes: Sizes) -> Mapping[str, Callable[[], Tensor]]:
     }
 
 
+def _text_part(config: Any) -> Any:
+    """The part of a configuration that counts tokens: of a text's and of another decoder's (as that
+    of musicgen, whose tokens are sounds) the text's.
+    """
+    with suppress(ValueError):
+        return config.get_text_config()
+    return config.get_text_config(encoder=True)
+
+
 def _length(config: Any) -> int:
     """Tokens of a sequence, no more than there are positions."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    most = getattr(_text_part(config), "max_position_embeddings", None)
     return min(SEQUENCE, most) if isinstance(most, int) and most > 0 else SEQUENCE
 
 
 def _tokens(config: Any, sizes: Sizes, length: int, seed: int = 1) -> Tensor:
     """Random token ids."""
-    text = config.get_text_config()
+    text = _text_part(config)
     most = getattr(text, "vocab_size", None) or config.vocab_size
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(most, (sizes.batch or BATCH, length), generator=generator)

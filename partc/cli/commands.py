@@ -92,9 +92,7 @@ def verify_command(args: argparse.Namespace) -> int:
             do="Write a number above 0 and below 1, such as 1e-9.",
         )  # fmt: skip
     program = load(args.folder)
-    report, right = _verify(
-        args, program, args.tolerance, args.processes, args.device, args.lossy
-    )
+    report, right = _verify(args, program, args.tolerance, args.processes, args.device, args.lossy)
     verdict = f"{'equal' if right else 'DIFFERENT'} within {args.tolerance:.1e}"
     tell(args, f"{report}\n{verdict}", {**report.as_json(), "ok": right})
     if not right:

@@ -105,7 +105,7 @@ def _settle(config: Any) -> str:
 
     What a user should know of it.
     """
-    for each in (config, config.get_text_config()):
+    for each in parts_of(config):
         if getattr(each, "use_cache", False):
             each.use_cache = False
     if getattr(config, "is_encoder_decoder", False):

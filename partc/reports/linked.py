@@ -80,8 +80,12 @@ def _are_alike(boxes: Sequence[Box], starts: Sequence[Done]) -> bool:
 def _is_same(box: Box, start: Done) -> bool:
     """Whether a predicted transfer may be what the program starts: in bytes, and in its layer."""
     same_size = start.name == MESSAGES or box.num_bytes == start.num_bytes
-    known = NOWHERE not in (box.site, start.site)
-    return same_size and (not known or _layer(box) == _layer(start))
+    return same_size and (not _are_known(box, start) or _layer(box) == _layer(start))
+
+
+def _are_known(box: Box, start: Done) -> bool:
+    """Whether the layers of both are known: a line that several blocks share may be of any."""
+    return NOWHERE not in (box.site, start.site) and "*" not in start.site.module
 
 
 def _layer(moved: Box | Done) -> tuple[str, int]:
@@ -107,8 +111,7 @@ def _likeness(box: Box, start: Done) -> int:
     """How sure it is that a start is a predicted transfer: 0 if it cannot be."""
     if not _is_same(box, start):
         return 0
-    same_layer = NOWHERE not in (box.site, start.site)  # and both are known
-    return 1 + (box.num_bytes == start.num_bytes) + 2 * same_layer
+    return 1 + (box.num_bytes == start.num_bytes) + 2 * _are_known(box, start)
 
 
 def _walk(boxes: Sequence[Box], calls: Sequence[Done]) -> list[tuple[int, int]]:

@@ -80,7 +80,8 @@ def pipeline_timeline(program: Program) -> Timeline:
         holders=tuple(held_lines(most.trace, role, program.sources[most.file])),
         orders_agree=all(map(_messages_pair, ranks)) and _calls_pair(within),
         moved={axis: _moved(most.trace, axis) for axis in program.mesh.names},
-        memory_of=f"pipeline rank {fullest}", calls_until_s=until,
+        memory_of=f"pipeline rank {fullest}",
+        calls_until_s=until,
     )
 
 

@@ -98,7 +98,11 @@ def verdict(bounds: Sequence[Json], step: Prediction, alternatives: Json | None)
 def _spent(bounds: Sequence[Json], step: Prediction) -> Iterator[tuple[float, str]]:
     """Seconds of the largest part of computing, of waiting, and of a pipeline's bubble."""
     parts = {row["part"]: row["seconds"] for row in bounds}
-    words = {"arithmetic": "is arithmetic", "memory": "is bound by memory", "launches": "launches kernels"}
+    words = {
+        "arithmetic": "is arithmetic",
+        "memory": "is bound by memory",
+        "launches": "launches kernels",
+    }
     largest = max(words, key=lambda part: parts.get(part, 0))
     yield parts.get(largest, 0), words[largest]
     waits = {each.axis: each.exposed_s for each in step.axes if each.exposed_s > 0}
@@ -144,10 +148,7 @@ def _holders(why: Explanation, line: Timeline) -> list[Json]:
 def _places(program: Program) -> Json:
     """For each file its lines with the module and the line of the model for which they stand."""
     first = {name: rank for rank, name in reversed([*_first_ranks(program)])}
-    return {
-        name: program.role(rank).lines.as_json()
-        for name, rank in sorted(first.items())
-    }
+    return {name: program.role(rank).lines.as_json() for name, rank in sorted(first.items())}
 
 
 def _first_ranks(program: Program) -> Iterator[tuple[int, str]]:

@@ -65,6 +65,8 @@ def _verified(told: Json) -> tuple[str, str]:
 
 def _measured(told: Json) -> tuple[str, str]:
     step = told["figures"]["step"]
-    measured, predicted = (time_text(float(f"{step[k]:.4g}")) for k in ("measured_s", "predicted_s"))
+    measured, predicted = (
+        time_text(float(f"{step[k]:.4g}")) for k in ("measured_s", "predicted_s")
+    )
     on = f"{counted(told['ranks'], 'rank')} on {told['machine']}"
     return YES, f"{measured} a step, {predicted} predicted ({on}, {told['steps']} steps)"

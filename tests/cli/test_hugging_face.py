@@ -106,6 +106,7 @@ def test_what_python_draws_is_set_to_0_and_told() -> None:
         ("clipseg_vision_model", "It is a part of hf:clipseg: name that."),
         ("nemotron", "Its default numbers make no model"),
         ("univnet", "--layers does not apply"),
+        ("musicgen", "transformers makes no model of this configuration"),  # two texts in one
     ],
 )
 def test_types_of_which_nothing_is_made(kind: str, what: str) -> None:

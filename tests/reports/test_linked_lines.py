@@ -101,7 +101,8 @@ def test_calls_stand_inside_of_the_actions_of_the_fullest_rank() -> None:
     assert line.orders_agree
     number = int(line.memory_of.removeprefix("pipeline rank "))
     (rank,) = [each for each in line.streams if each.name == f"rank {number}"]
-    calls, moved = ([x for x in line.streams if x.name == name] for name in (f"calls of {number}", "over tp"))
+    names = (f"calls of {number}", "over tp")
+    calls, moved = ([x for x in line.streams if x.name == name] for name in names)
     actions = [bar for bar in rank.bars if bar.box.name in "FBIW"]
     for bar in (*calls[0].bars, *moved[0].bars):
         assert any(

@@ -49,7 +49,8 @@ def _emitted(mesh: str, plan: str) -> Program:
 
 
 def _local() -> Program:
-    from tests.shard.test_local_batch import compiled, piece_of, tokens
+    from tests.batches import tokens
+    from tests.shard.test_local_batch import compiled, piece_of
 
     return compiled(piece_of(tokens(), 2), "dp=2", "ddp", microbatches=2)
 
