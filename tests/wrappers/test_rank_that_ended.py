@@ -30,7 +30,9 @@ model, x = Tower(), torch.ones(4, 8)
 accelerator = Accelerator(mesh="pp=2", plan="ddp", cpu=True)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 calls = {"a call of the model": lambda: model(x)}  # the first one compiles it
+places = {}
 if sys.argv[1] == "trained":
+    places = {"a call of the model": "step 2"}
     loss = model(x)["loss"]
     calls |= {
         "loss.backward()": lambda: accelerator.backward(loss),
@@ -45,7 +47,8 @@ for name, call in calls.items() if accelerator.process_index else ():
         call()
     except TransferError as error:
         print(f"rank 1, {name}: {'rank 0 has ended: its script came' in str(error)}", flush=True)
-        assert str(error).startswith(f"rank 1, {name}: a transfer failed"), str(error)
+        where = places.get(name, name)
+        assert str(error).startswith(f"rank 1, {where}: a transfer failed"), str(error)
 """
 NAMES = ["a call of the model", "loss.backward()", "full_optim_state_dict", "gather", "reduce",
          "gather_for_metrics", "wait_for_everyone"]  # fmt: skip
