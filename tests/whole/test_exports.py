@@ -15,7 +15,7 @@ import partc
 from partc.program.tensorfile import write_tensors
 from partc.verification.processes import Processes
 from tests.whole.test_checkpoint_meshes import LAYOUTS, MODELS, ROWS
-from tests.zoo import AUTO, FAMILIES
+from tests.zoo import AUTO, FAMILIES, Family
 
 pytestmark = pytest.mark.gloo
 MESHES = {"gpt2": ("dp=2,tp=2", "pp=4"), "t5": ("dp=3", "tp=2"), "mixtral": ("pp=4", "dp=2,tp=2")}
@@ -42,10 +42,10 @@ def loaded(folder: Path, mesh: str, weights: str) -> dict[str, Tensor]:
     return stage.full_state_dict()
 
 
-def from_pretrained(task: str, folder: Path) -> Any:
+def from_pretrained(family: Family, folder: Path) -> Any:
     """What transformers loads, without a name that is missing, strange or of another shape."""
-    model, told = AUTO[task].from_pretrained(
-        folder, dtype=torch.float64, output_loading_info=True, local_files_only=True
+    model, told = AUTO[family.task].from_pretrained(
+        folder, dtype=family.dtype, output_loading_info=True, local_files_only=True
     )
     assert not any(told.values()), told
     model.config.use_cache = False
@@ -72,8 +72,9 @@ def test_an_export_loads_into_transformers_and_into_any_mesh(
         tmp_path / f"run {first}", tmp_path / "out", max_shard_size="20KB",
         config=tmp_path / "config",
     )  # fmt: skip
-    plain = from_pretrained(family.task, tmp_path / "out")
-    assert case.loss(plain, *case.inputs).item() == pytest.approx(loss, rel=1e-12)
+    plain = from_pretrained(family, tmp_path / "out")
+    rounding = 1e-12 if family.dtype == torch.float64 else 1e-6
+    assert case.loss(plain, *case.inputs).item() == pytest.approx(loss, rel=rounding)
     state = plain.state_dict()
     for found in world.run(loaded, tmp_path, other, "out", num=num[other]):
         assert found.keys() == state.keys()

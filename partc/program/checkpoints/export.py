@@ -79,7 +79,7 @@ def _keys(saved: Saved) -> dict[str, str]:
             "partc.save_checkpoint.",
         )  # fmt: skip
     every = saved.model
-    names = {first: name for name, first in reversed(every.items())}  # the first of several
+    names = {first: name for name, first in reversed([*every.items()])}  # the first of several
     names |= {first: first for first in names if first in every}
     return {name: f"model/{first}" for name, first in every.items() if names[first] == name}
 
