@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
 NEAR = 30  # calls between the start of a loop's gathers and the loop need no word
-EARLY = "; this early, as little is computed until then"
+EARLY = "for the next {}; early, as little is computed"
 SAID: dict[Phase, str] = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
@@ -131,10 +131,10 @@ class StepBody(Body):
         self.begun |= {loop} if num > 1 else set()
         blocks = f"self.{self.classes[loop.run].attribute}"
         if loop.run.is_single:
-            remark = f"what the next block begins with{EARLY if early else ''}"
+            remark = EARLY.format("block") if early else "what the next block begins with"
             return Statement([Line(f"{blocks}.{self._gather(loop)}()", remark)])
         indices = [-1 - i if self._descends(loop) else i for i in range(num)]
-        first = f"what the next loop begins with{EARLY if early else ''}"
+        first = EARLY.format("loop") if early else "what the next loop begins with"
         remarks = [first, *["and goes on with"] * (num - 1)]
         return Statement([
             Line(f"{blocks}[{index}].{self._gather(loop)}()", remark)

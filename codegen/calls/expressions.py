@@ -22,7 +22,7 @@ from partc.codegen.calls.names import is_given
 from partc.codegen.calls.random import Drawing
 from partc.codegen.calls.retarget import for_any_device
 from partc.codegen.calls.scope import Scope
-from partc.codegen.calls.spell import spell
+from partc.codegen.calls.spell import share_of, spell
 from partc.codegen.calls.storage import accumulations
 from partc.codegen.calls.wishes import Wishes
 from partc.codegen.helpers.needed import Helpers, Outlined
@@ -199,9 +199,15 @@ class Expressions:
         if node.target is torch.ops.aten._log_softmax.default and node in self.accumulated:
             logits = self.text(tensor_args(node)[0])
             return Text(f"{self.helpers.use('log_softmax_over')}({logits})")
+        if (share := share_of(node, self.text)) and self._is_here(node):
+            return share
         given = node, self.text, self.device
         helped = for_any_device(*given, self.helpers) or as_helper(*given, self.helpers)
         return helped or spell(*given)
+
+    def _is_here(self, share: fx.Node) -> bool:
+        """Whether the loss whose share this is is computed here; what is saved of it is read."""
+        return share.all_input_nodes[0].all_input_nodes[0] in self.place
 
     def _composite(self, node: fx.Node) -> Text:
         """A call of an op of ``partc.graph.ops``, whose helper function is printed."""

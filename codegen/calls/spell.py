@@ -97,6 +97,25 @@ def _is_factory(call: Call) -> bool:
     return "device" in names and not call.node.all_input_nodes
 
 
+def share_of(node: fx.Node, operand: Callable[[fx.Node], Text]) -> Text | None:
+    """``ones_like(loss) / count`` as ``1 / count``, and ``ones_like(loss) / 128`` as
+    ``full_like(loss, 1 / 128)``: with that the backward of a mean begins. None for another call.
+    """
+    ones = node.args[0] if node.target is torch.ops.aten.div.Tensor else None
+    if not isinstance(ones, fx.Node) or ones.target is not torch.ops.aten.ones_like.default:
+        return None
+    call = Call.of(node, operand, "")
+    if fake_of(ones).shape != () or set(call.given) != {"self", "other"}:
+        return None
+    if not str(call.text("self")).startswith("torch.ones_like("):
+        return None  # its line stands, as others read it
+    num = call.get("other")
+    if not isinstance(num, fx.Node):
+        return Text(f"torch.full_like({call.operand(ones.all_input_nodes[0])}, 1 / {literal(num)})")
+    alike = fake_of(num).shape == () and fake_of(num).dtype == fake_of(ones).dtype
+    return Text(f"1 / {call.text('other').at(PRODUCT + 1)}", PRODUCT) if alike else None
+
+
 # names that torch, torch.nn.functional and Tensor share with ATen ---------------------------------
 IN_TORCH = """
 abs acos addbmm addcdiv addcmul addmm addmv amax amin arange argmax argmin argsort asin atan
@@ -203,29 +222,11 @@ def _operator(call: Call) -> Text:
     left, right = list(call.node.target._schema.arguments)[:2]  # type: ignore[union-attr]
     if set(call.given) - {left.name, right.name}:  # alpha, rounding_mode
         return _in_torch(call)
-    if call.name == "div" and (share := _share(call)):
-        return share
     # comparisons do not chain, and floating sums and products are not associative
     first = level + 1 if level == COMPARE else level
     return Text(
         f"{call.text(left.name).at(first)} {sign} {call.text(right.name).at(level + 1)}", level
     )
-
-
-def _share(call: Call) -> Text | None:
-    """``ones_like(loss) / count`` is ``1 / count``, and ``ones_like(loss) / 128`` is
-    ``full_like(loss, 1 / 128)``: with that the backward of a mean begins.
-    """
-    ones, num = call.get("self"), call.get("other")
-    if getattr(ones, "target", None) is not torch.ops.aten.ones_like.default:
-        return None
-    text = str(call.text("self"))
-    if not text.startswith("torch.ones_like(") or fake_of(ones).shape != ():
-        return None  # its line stands, as others read it
-    if not isinstance(num, fx.Node):
-        return Text(f"torch.full_like({call.operand(ones.args[0])}, 1 / {literal(num)})")
-    alike = fake_of(num).shape == () and fake_of(num).dtype == fake_of(ones).dtype
-    return Text(f"1 / {call.text('other').at(PRODUCT + 1)}", PRODUCT) if alike else None
 
 
 @spells("rsub")

@@ -204,7 +204,7 @@ EDITS: dict[str, Hooked | Written] = {
     "another activation function": Written(RELU, each_block(act=F.relu)),
     "another eps of the norms": Written({r"\b1e-05\b": "0.01"}, set_eps),
     "scale the step's gradients": Written(
-        {r"torch\.full_like\((\w+), 1 /": r"torch.full_like(\1, 4 /"}, scale_loss
+        {r"torch\.ones_like\((\w+)\)": r"torch.ones_like(\1) * 4"}, scale_loss
     ),
     "a comment": Written({STEP_END: r"\1# the end\n\1return loss"}),
     "another name of a value": Written({r"\bh\b": "hidden"}),

@@ -78,13 +78,13 @@ def test_a_gather_starts_where_a_block_of_work_is_left(sources: dict[str, str]) 
     at = next(i for i, line in enumerate(between) if "self.second[0].gather()" in line)
     products = [i for i, line in enumerate(between) if "F.linear(" in line]
     assert products[0] < at < products[-1]
-    assert "this early" not in between[at]
+    assert "early" not in between[at]
 
 
 def test_a_comment_says_why_a_gather_is_early(sources: dict[str, str]) -> None:
     between = lines_before(sources["small"], "first_saved.append", "in zip(self.second")
     at = next(i for i, line in enumerate(between) if "self.second[0].gather()" in line)
-    assert "this early, as little is computed until then" in between[at]
+    assert "# for the next loop; early, as little is computed" in between[at]
     assert not any("torch." in line for line in between[:at])
 
 

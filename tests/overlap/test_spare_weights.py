@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ class Net(nn.Module):
         return y
 
 
-FIRST = {
+FIRST: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "conv": (lambda: nn.Conv2d(3, 12, 3, stride=2), 12, "conv_backward"),
     "uneven": (lambda: nn.Conv2d(3, 12, 3, stride=(2, 1)), 12, "convolution_backward"),
     "norm": (lambda: nn.GroupNorm(2, 6), 6, "group_norm_backward"),

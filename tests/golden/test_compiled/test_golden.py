@@ -79,7 +79,7 @@ def head_forward(x: Tensor, head_weight: Tensor,
 def step_backward(loss: Tensor, count: Tensor, log_softmax: Tensor,
                   labels_reshape: Tensor) -> Tensor:
     """Backward of `step`."""
-    d_div = 1 / count                                                    # f64[]
+    d_div = torch.ones_like(loss) / count                                # f64[]
     d_head_reshape = cross_entropy_grad(
         d_div, log_softmax.exp(), labels_reshape, labels_reshape, -100)  # f64[32@dp,14]
     return d_head_reshape.unflatten(0, (2, 8))                           # f64[4@dp,8,14]

@@ -95,7 +95,7 @@ class Stage0(nn.Module):
     def backward(self, i: int) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
         ids_local, embed, up, add, targets_reshape, log_softmax, loss = self.saved.pop(i)
-        d_div = 1 / self.total                                      # f32[]
+        d_div = torch.ones_like(loss) / self.total                  # f32[]
         d_head_reshape = cross_entropy_grad(
             d_div, log_softmax.exp(), targets_reshape, targets_reshape, 3)  # f32[48@mb+dp,32]
         d_head = d_head_reshape.unflatten(0, (2, 6))                # f32[8@mb+dp,6,32]

@@ -97,7 +97,7 @@ class Stage3(nn.Module):
     def backward(self, i: int) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
         labels_reshape, log_softmax, loss = self.saved.pop(i)
-        d_div = 1 / self.total                         # f64[]
+        d_div = torch.ones_like(loss) / self.total     # f64[]
         d_head_reshape = cross_entropy_grad(
             d_div, log_softmax.exp(), labels_reshape, labels_reshape, -100)  # f64[240@mb,14]
         d_head = d_head_reshape.unflatten(0, (3, 10))  # f64[24@mb,10,14]
