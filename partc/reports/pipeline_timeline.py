@@ -212,7 +212,9 @@ def _message_lines(rank: _Rank) -> Mapping[tuple[str, int], int]:
     events = rank.saved.step.programs[rank.number].events
     for code, word in _MESSAGES:
         started = [each for each in rank.trace.done if each.kind == START and each.name == word]
-        mine = [each for each in started if each.axis not in rank.trace.sizes or each.axis == PP]
+        # stages have groups of their own; those of the whole axis are then for sums of tied weights
+        own = [each for each in started if each.axis not in rank.trace.sizes]
+        mine = own or [each for each in started if each.axis == PP]
         num = sum(event[0] == code for event in events)
         if 0 < num <= len(mine) and _are_greetings(mine[:-num], mine[-num:]):
             found |= {(word, i): each.line for i, each in enumerate(mine[-num:])}

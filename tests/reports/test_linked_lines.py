@@ -12,7 +12,7 @@ from partc.reports.linked import NO_LINE, linked_step
 from partc.reports.pipeline_timeline import pipeline_timeline
 from partc.reports.timeline import Timeline, timeline_of
 from tests.reports.report_programs import compiled
-from tests.surface.programs import golden_programs
+from tests.surface.programs import golden_programs, other_programs
 
 UP, NORM, DOWN = (Site(f"blocks.0.{name}", f"net.py:{i}") for i, name in enumerate("abc"))
 NORM_INSIDE = Site(NORM.module, "net.py:7")
@@ -88,6 +88,13 @@ def test_messages_of_several_stages_on_a_rank_have_lines(schedule: str) -> None:
     line = pipeline_timeline(golden_programs()[f"pipeline {schedule}"]())
     messages = [bar for each in line.streams if each.name == "messages" for bar in each.bars]
     assert messages
+    assert all(bar.line for bar in messages)
+    assert line.orders_agree
+
+
+def test_messages_that_sum_a_tied_weight_are_none_between_stages() -> None:
+    line = pipeline_timeline(other_programs()["gemma2 pp=2,tp=2 megatron"]())
+    messages = [bar for each in line.streams if each.name == "messages" for bar in each.bars]
     assert all(bar.line for bar in messages)
     assert line.orders_agree
 
