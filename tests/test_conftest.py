@@ -83,6 +83,7 @@ def test_full_run_fails_on_stale_file(project: pytest.Pytester, processes: list[
     result.stdout.fnmatch_lines(["*no test asks for*", "tests/golden/test_toy/test_gone.txt"])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("selection", [["-k", "plan"], ["tests/test_toy.py"], ["--collect-only"]])
 def test_partial_run_ignores_stale_file(project: pytest.Pytester, selection: list[str]) -> None:
     _write(project, "tests/golden/test_toy/test_gone.txt", "a\n")

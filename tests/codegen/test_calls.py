@@ -197,7 +197,7 @@ LOOPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("name", "layout"), LOOPS)
 def test_parity(name: str, layout: str) -> None:
     model, program = compiled(name, layout)

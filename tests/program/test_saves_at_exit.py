@@ -36,7 +36,7 @@ ENDS = {"": 0, "sys.exit(3)": 3, "raise ValueError('mine')": 1, "destroy_process
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("ranks", "end"), [*((1, end) for end in ENDS), (2, ""), (2, "destroy_process_group()")]
 )

@@ -193,6 +193,7 @@ def test_ranks_that_wait_end_behind_their_launcher(tmp_path: Path) -> None:
     assert "torch's store is gone: the launcher has ended" in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_ranks_end_too_where_nobody_reads_what_they_say(tmp_path: Path) -> None:
     reading, writing = os.pipe()
