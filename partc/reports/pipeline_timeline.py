@@ -7,14 +7,21 @@ come from the programs: one rank is run for each file, on tensors without data.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partc.cost.roofline import COMPUTE as COMPUTING
 from partc.cost.roofline import Box
 from partc.dryrun.program_trace import CALL, START, TURN, TURNED, Done, ProgramTrace, program_trace
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program
-from partc.reports.action_calls import MOST_BARS, Inside, Turn, insides, turns_of
+from partc.reports.action_calls import (
+    MOST_BARS,
+    Inside,
+    Turn,
+    insides,
+    replace_times,
+    turns_of,
+)
 from partc.reports.linked import NO_LINE, Bar, Point
 from partc.reports.saved_step import SavedStep, saved_step
 from partc.reports.timeline import RANKS, TRANSFERS, Stream, Timeline, held_lines
@@ -26,6 +33,8 @@ from partc.schedules.queues import operation
 METHOD_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 WORDS = {SEND: "send", RECEIVE: "receive", STARTS: "collective"}
 OPTIMIZER = "optimizer"
+SHARED = "shared by microbatches"
+LEAST = 1e-6  # of a step: what is shorter is rounding
 _MESSAGES = ((SEND, "send"), (RECEIVE, "receive"))
 
 
@@ -68,21 +77,43 @@ def pipeline_timeline(program: Program) -> Timeline:
     role = program.role(program.mesh.first_rank(fullest))
     within = _insides(most)
     called, until = _called(most, within)
+    shared = _shared_s(saved)
+    streams = (
+        stream
+        for rank in ranks
+        for stream in (*_streams(rank), *(_inside(rank, called) if rank is most else ()))
+    )
     return Timeline(
         file=most.file,
-        streams=tuple(
-            stream
-            for rank in ranks
-            for stream in (*_streams(rank), *(_inside(rank, called) if rank is most else ()))
-        ),
-        curve=tuple(_curve(most)),
+        streams=tuple(_behind(each, shared) for each in streams),
+        curve=tuple(point._replace(at_s=point.at_s + shared) for point in _curve(most)),
         kept_bytes=cost.peak_bytes - cost.live,
         holders=tuple(held_lines(most.trace, role, program.sources[most.file])),
         orders_agree=all(map(_messages_pair, ranks)) and _calls_pair(within),
         moved={axis: _moved(most.trace, axis) for axis in program.mesh.names},
         memory_of=f"pipeline rank {fullest}",
-        calls_until_s=until,
+        calls_until_s=until if until is None else until + shared,
     )
+
+
+def _shared_s(saved: SavedStep) -> float:
+    """Seconds of what all microbatches share, with which a step begins: no schedule has them."""
+    step = saved.cost.prediction
+    closes = sum(phase.seconds for phase in step.phases if phase.name == OPTIMIZER)
+    seconds = step.seconds - closes - saved.step.simulated.makespan
+    return seconds if seconds > LEAST * step.seconds else 0.0
+
+
+def _behind(stream: Stream, shared: float) -> Stream:
+    """A row behind what all microbatches share, which is a bar of a rank's own row."""
+    if not shared:
+        return stream
+    bars = tuple(
+        bar._replace(box=replace_times(bar.box, bar.box.begin_s + shared, bar.box.seconds))
+        for bar in stream.bars
+    )
+    first = (Bar(Box(RANKS, SHARED, SHARED, 0.0, shared), NO_LINE, 0.0),)
+    return replace(stream, bars=(*first, *bars) if stream.kind == RANKS else bars)
 
 
 def _insides(rank: _Rank) -> dict[int, dict[str, Inside]]:

@@ -92,6 +92,14 @@ def test_messages_of_several_stages_on_a_rank_have_lines(schedule: str) -> None:
     assert line.orders_agree
 
 
+@pytest.mark.parametrize(("plan", "mesh"), [("ddp", "pp=2,dp=2"), ("megatron", "pp=2,tp=2")])
+def test_the_time_line_of_a_pipeline_is_as_long_as_its_step(plan: str, mesh: str) -> None:
+    """With what all microbatches share, as the sum of the labels' weights over dp."""
+    program = compiled(plan, mesh, 4)
+    seconds = program.cost.as_json()["prediction"]["seconds"]
+    assert pipeline_timeline(program).end_s == pytest.approx(seconds, rel=1e-5)
+
+
 def test_messages_that_sum_a_tied_weight_are_none_between_stages() -> None:
     line = pipeline_timeline(other_programs()["gemma2 pp=2,tp=2 megatron"]())
     messages = [bar for each in line.streams if each.name == "messages" for bar in each.bars]
