@@ -239,7 +239,7 @@ def run_and_save(path: Path, folder: Path) -> list[float]:
 
 
 def resume(path: Path, folder: Path, later: int) -> dict[str, list[float]]:
-    """The two losses after a checkpoint of each route was loaded into one of the other two."""
+    """The two losses after a checkpoint of each route was loaded into a route: its own, if 2 later."""
     found = {}
     for number, saved in enumerate(ROUTES):
         route = ROUTES[number - 1 - later]
@@ -260,7 +260,7 @@ def test_torchs_checkpoints_resume_on_any_mesh(
 ) -> None:
     expected = world.run(run_and_save, sharded, tmp_path / "saved")[0]
     other = save_program(tmp_path / "other", "tp=2", "megatron")
-    for path, num, later in ((sharded, 4, 1), (other, 2, 0)):
+    for path, num, later in ((sharded, 4, 1), (sharded, 4, 2), (other, 2, 0)):
         for losses in world.run(resume, path, tmp_path / "saved", later, num=num)[0].values():
             assert losses == pytest.approx(expected, rel=1e-6)
 
