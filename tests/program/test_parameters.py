@@ -239,7 +239,7 @@ def run_and_save(path: Path, folder: Path) -> list[float]:
 
 
 def resume(path: Path, folder: Path, later: int) -> dict[str, list[float]]:
-    """The two losses after a checkpoint of each route was loaded into a route: its own, if 2 later."""
+    """The two losses after a checkpoint of each route was loaded; its own route is 2 later."""
     found = {}
     for number, saved in enumerate(ROUTES):
         route = ROUTES[number - 1 - later]
