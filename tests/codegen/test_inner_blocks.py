@@ -42,7 +42,9 @@ def test_blocks_of_two_lists_share_a_class() -> None:
     assert instances(source, "T5LayerFF") == ["layer_1", "layer_2"]
     assert 'f"{self.name}.layer.1"' in source, "a draw's site begins with the block's own path"
     assert instances(source, "T5LayerSelfAttention") == ["layer_0", "layer_0"]
-    assert source.count("exposed") == 1, "no sum is waited for inside of a layer: of targets alone"
+    waits = [line for line in source.splitlines() if "exposed" in line]
+    assert len(waits) == 2, "no sum is waited for inside of a layer: of targets, and the last"
+    assert "reduced.finish()" in waits[1]
 
 
 def test_blocks_inside_and_outside_of_others_share_a_class() -> None:
