@@ -36,7 +36,7 @@ def test_two_blocks_are_gathered_where_the_step_is_faster() -> None:
     assert chosen.sources == two.sources
     _, text = one_role(two)
     first, second = (text.index(f"self.blocks[-{n}].regather()") for n in (1, 2))
-    assert first < second < text.index("# head")
+    assert text.index("# head") < first < second < text.index("reversed(self.blocks)")
     verify(two, model(), (IDS,), lambda m, x: m(x)).check()
 
 
