@@ -24,6 +24,7 @@ from partc.program.stage.exported import check_not_exported, no_export
 from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
 from partc.program.step.batch_fit import Rows
+from partc.program.tensors.elsewhere import other_weights
 from partc.trace.arguments import Given
 from partc.wrappers.how import How
 from partc.wrappers.longest import check_names_of_pad, filled, largest
@@ -140,6 +141,7 @@ class Prepared(nn.Module):
         """The stage, or one of forwards alone as long as nothing is trained."""
         if self._stage is not None:
             return self._stage
+        check_own_weights(self._whole)
         if self._evaluated is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._evaluated = self._compiled(args, named, None)
@@ -153,6 +155,7 @@ class Prepared(nn.Module):
 
     @of_other_ranks(FIRST_CALL)
     def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
+        check_own_weights(self._whole)
         how = self._how if loss is not None else self._how.of_forwards()
         like = self._given(args, named, loss)
         options = {"backend": group_backend(self._device_type), "batch": "local", **how.options}
@@ -240,6 +243,18 @@ class Prepared(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def is_other_weight(value: object) -> bool:
+    """Whether it is a tensor that a call puts where a parameter stands."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def check_own_weights(model: nn.Module) -> None:
+    """RunError where other tensors stand for a model's parameters while it is called."""
+    for name, tensor in model.named_parameters():
+        if is_other_weight(tensor):
+            raise other_weights(name, type(model).__name__)
 
 
 class _Refused(torch.autograd.Function):
