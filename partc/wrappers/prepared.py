@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -25,16 +26,24 @@ from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
 from partc.program.step.batch_fit import Rows
 from partc.program.tensors.elsewhere import other_weights
+from partc.program.weights import check_known_names
 from partc.trace.arguments import Given
 from partc.wrappers.how import How
 from partc.wrappers.longest import check_names_of_pad, filled, largest
 from partc.wrappers.results import called_as, returned_loss
+from partc.wrappers.unread import unpacked_by
 
 FIRST_CALL = "the first call of the model"
 
 
 class Outputs(dict[str, Any]):
     """A training step's results: ``outputs.loss``, ready for ``backward``, and those asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        """The names; RunError for ``loss, logits = model(x, y)``, which would be given these."""
+        if unpacked_by(sys._getframe(1)):
+            raise _no_tuple(list(self.keys()))
+        return super().__iter__()
 
     def __getattr__(self, name: str) -> Any:
         if name not in self and hasattr(Tensor, name):
@@ -222,7 +231,12 @@ class Prepared(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Take whole tensors under the model's names."""
-        return self._held.load_state_dict(state_dict, strict, assign)
+        try:
+            return self._held.load_state_dict(state_dict, strict, assign)
+        except RuntimeError:
+            if self._stage is None:
+                check_known_names(self._whole, state_dict)
+            raise
 
     def save_pretrained(self, folder: Any, state_dict: Any = None, **named: Any) -> None:
         """As of a model of transformers: whole files, by one rank; all ranks call this."""
@@ -283,6 +297,17 @@ def _first_seed(stage: Stage) -> int:
     seed = torch.tensor([torch.initial_seed() % 2**62], device=stage.device)
     dist.broadcast(seed, src=0)
     return int(seed)
+
+
+def _no_tuple(known: Sequence[str]) -> RunError:
+    return RunError(
+        where="loss, ... = model(...)",
+        what=f"a training step returns its results by name: {', '.join(known)}",
+        why="the model returns its loss first, and what is not asked for is not kept",
+        do="Write loss = model(...)[0]. For further results let forward return (logits, loss), "
+        'which a script gets as it is, or {"loss": loss, "logits": logits} with '
+        'outputs=["logits"].',
+    )
 
 
 def _no_tensor(name: str, known: Sequence[str]) -> RunError:
