@@ -92,7 +92,9 @@ def match(
     return Matched(found, missing, sorted(set(given) - known))
 
 
-def check_names(matched: Matched) -> None:
+def check_names(
+    matched: Matched, why: str = "the program holds what the model had when it was compiled"
+) -> None:
     """LoadError, with a table of names, if a name of either side has no partner."""
     if not matched.missing and not matched.unexpected:
         return
@@ -102,10 +104,20 @@ def check_names(matched: Matched) -> None:
     raise LoadError(
         where="weights",
         what=f"{len(matched.missing)} names are missing and {len(matched.unexpected)} unexpected",
-        why="the program holds what the model had when it was compiled",
+        why=why,
         do=f"{hint or 'Rename or add them, or pass strict=False to keep what there is'}:"
         f"{table(lines)}",
     )
+
+
+def check_known_names(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """LoadError for a state dict whose names show what was done to it, for one that torch refuses
+    for a model that has no program yet.
+    """
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}.keys()
+    matched = Matched({}, sorted(held - given.keys()), sorted(map(str, given.keys() - held)))
+    if _hint(matched):
+        check_names(matched, "weights go by the names that the model has")
 
 
 def check_any(matched: Matched) -> None:

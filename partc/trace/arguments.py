@@ -305,5 +305,6 @@ def _no_input(error: TreeError) -> TraceError:
         what=error.what,
         why="inputs are tensors, and None, numbers and strings, which become part of the program, "
         "in tuples, lists, dicts, named tuples and dataclasses",
-        do="Pass tensors (torch.as_tensor), or bind it inside of the loss function.",
-    )
+        do=f"Pass torch.from_numpy({error.where})." if "ndarray" in error.what
+        else "Pass tensors (torch.as_tensor), or bind it inside of the loss function.",
+    )  # fmt: skip

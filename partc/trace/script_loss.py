@@ -7,7 +7,7 @@ backward starts at the gradients that come back (``graph/given_back.py``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,11 @@ def with_leaves(
 
 def _results(returned: Any, model: str) -> list[Tensor]:
     """The tensors of what a model returns; TraceError where none could be trained."""
+    if isinstance(returned, Iterator):
+        raise TraceError(
+            where=model, what=f"it returns {quoted(returned)}, a generator or an iterator",
+            why="a program gives all results at once", do="Return a list or a tuple: [*results].",
+        )  # fmt: skip
     try:
         results = [*tensors_of(returned)]
     except TreeError:

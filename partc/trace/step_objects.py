@@ -41,6 +41,7 @@ class StepObjects:
     ) -> None:
         self.model, self.fakes, self.params = model, dict(fakes), params
         self.mine = {id(self.fakes[name]) for name in params}
+        self.known = dict(model.named_parameters(remove_duplicate=False)).keys()
         self.modules = dict(_modules(model))
         self.ids = {id(each) for each in self.modules.values()}
         self.hooks = {name: hooks_of(each) for name, each in self.modules.items()}
@@ -58,6 +59,9 @@ class StepObjects:
                 raise _refusal(name, "the step removes it")
             if id(fake) in self.mine and now[name] is not fake:
                 raise _refusal(name, "the step puts another parameter in its place")
+        made = dict(self.model.named_parameters(remove_duplicate=False))
+        for name in (n for n, x in made.items() if n not in self.known and id(x) not in self.mine):
+            raise _made_here(name)
         for name, before in self.states.items():
             _check_state(name, before, _state(self.fakes[name]))
         for name, param in self.params.items():
@@ -144,6 +148,15 @@ def _typed(tensor: Tensor) -> str:
 # what is refused ------------------------------------------------------------------------------
 def _refusal(name: str, what: str) -> TraceError:
     return TraceError(where=name, what=what, why=_BY_NAME, do=_RENEW)
+
+
+def _made_here(name: str) -> TraceError:
+    return TraceError(
+        where=name, what="the step makes this parameter",
+        why="the model had none of this name when the step began, so that no optimizer has it",
+        do="Make it in __init__; or run the model once on a batch before, without partc, and make "
+        "the optimizer behind that.",
+    )  # fmt: skip
 
 
 def _check_state(name: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:

@@ -29,7 +29,8 @@ from partc.program.optimizer.state_form import check_state
 from partc.program.reading import division_of, rank_or_own
 from partc.program.stage.runtime import Stage
 from partc.program.tensors.copies import copied
-from partc.wrappers.prepared import Prepared
+from partc.program.tensors.elsewhere import other_weights
+from partc.wrappers.prepared import Prepared, is_other_weight
 from partc.wrong_calls import check_whole_number, known_arguments
 
 _OWN = ("module", "training", "program", "_whole", "_how", "_device_type", "_stage", "_evaluated",
@@ -172,6 +173,8 @@ class AsModel(Prepared):
         """Attributes of the model are set in it, or in the stage, which says what it thinks."""
         if name in _OWN or "_modules" not in vars(self):
             super().__setattr__(name, value)
+        elif name in self._held._parameters and is_other_weight(value):
+            raise other_weights(name, type(self._whole).__name__)
         else:
             setattr(self._held, name, value)
 

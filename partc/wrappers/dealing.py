@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import slice_tensors
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from partc.data.same_rows import note, order_of
 from partc.data.share import Division
@@ -117,11 +117,14 @@ class Collate:
 def dealt(loader: DataLoader[Any], ranks: DataRanks, rank: int, split: bool) -> DataLoader[Any]:
     """A loader of the rows that one rank reads.
 
-    UsageError for an iterable dataset, which gives its rows in an order of its own, and for one
-    that makes no batches.
+    UsageError for an iterable dataset, which gives its rows in an order of its own, for one that
+    makes no batches, and for a sampler that has dealt out the rows already.
     """
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise _not_numbered(loader)
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise _dealt_already(loader, sampler.num_replicas)
     names = (
         "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
         "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
@@ -144,6 +147,15 @@ def in_one_order(loader: DataLoader[Any], seed: int) -> None:
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         sampler.generator = torch.Generator().manual_seed(seed)
+
+
+def _dealt_already(loader: DataLoader[Any], replicas: int) -> UsageError:
+    return UsageError(
+        where=f"prepare(DataLoader of {type(loader.dataset).__name__})",
+        what=f"its DistributedSampler deals out the rows to {replicas} already",
+        why="prepare deals out to ranks what the loader reads: most rows would never be read",
+        do="Leave the DistributedSampler out: DataLoader(dataset, batch_size, shuffle=True).",
+    )
 
 
 def _not_numbered(loader: DataLoader[Any]) -> UsageError:

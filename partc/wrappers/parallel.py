@@ -243,7 +243,7 @@ class Parallel(AsModel):
         try:
             return super()._given(args, named, loss)
         except TraceError as error:
-            if loss is None:
+            if loss is None or error.where.startswith("input "):  # which says what to pass
                 raise
             do = _NO_LOSS if self._how.loss is None else _CALLED
             raise TraceError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -24,16 +25,25 @@ from partc.program.stage.exported import check_not_exported, no_export
 from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
 from partc.program.step.batch_fit import Rows
+from partc.program.tensors.elsewhere import other_weights
+from partc.program.weights import check_known_names
 from partc.trace.arguments import Given
 from partc.wrappers.how import How
 from partc.wrappers.longest import check_names_of_pad, filled, largest
 from partc.wrappers.results import called_as, returned_loss
+from partc.wrappers.unread import unpacked_by
 
 FIRST_CALL = "the first call of the model"
 
 
 class Outputs(dict[str, Any]):
     """A training step's results: ``outputs.loss``, ready for ``backward``, and those asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        """The names; RunError for ``loss, logits = model(x, y)``, which would be given these."""
+        if unpacked_by(sys._getframe(1)):
+            raise _no_tuple(list(self.keys()))
+        return super().__iter__()
 
     def __getattr__(self, name: str) -> Any:
         if name not in self and hasattr(Tensor, name):
@@ -140,6 +150,7 @@ class Prepared(nn.Module):
         """The stage, or one of forwards alone as long as nothing is trained."""
         if self._stage is not None:
             return self._stage
+        check_own_weights(self._whole)
         if self._evaluated is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._evaluated = self._compiled(args, named, None)
@@ -153,6 +164,7 @@ class Prepared(nn.Module):
 
     @of_other_ranks(FIRST_CALL)
     def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
+        check_own_weights(self._whole)
         how = self._how if loss is not None else self._how.of_forwards()
         like = self._given(args, named, loss)
         options = {"backend": group_backend(self._device_type), "batch": "local", **how.options}
@@ -219,7 +231,12 @@ class Prepared(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Take whole tensors under the model's names."""
-        return self._held.load_state_dict(state_dict, strict, assign)
+        try:
+            return self._held.load_state_dict(state_dict, strict, assign)
+        except RuntimeError:
+            if self._stage is None:
+                check_known_names(self._whole, state_dict)
+            raise
 
     def save_pretrained(self, folder: Any, state_dict: Any = None, **named: Any) -> None:
         """As of a model of transformers: whole files, by one rank; all ranks call this."""
@@ -240,6 +257,18 @@ class Prepared(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def is_other_weight(value: object) -> bool:
+    """Whether it is a tensor that a call puts where a parameter stands."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def check_own_weights(model: nn.Module) -> None:
+    """RunError where other tensors stand for a model's parameters while it is called."""
+    for name, tensor in model.named_parameters():
+        if is_other_weight(tensor):
+            raise other_weights(name, type(model).__name__)
 
 
 class _Refused(torch.autograd.Function):
@@ -268,6 +297,17 @@ def _first_seed(stage: Stage) -> int:
     seed = torch.tensor([torch.initial_seed() % 2**62], device=stage.device)
     dist.broadcast(seed, src=0)
     return int(seed)
+
+
+def _no_tuple(known: Sequence[str]) -> RunError:
+    return RunError(
+        where="loss, ... = model(...)",
+        what=f"a training step returns its results by name: {', '.join(known)}",
+        why="the model returns its loss first, and what is not asked for is not kept",
+        do="Write loss = model(...)[0]. For further results let forward return (logits, loss), "
+        'which a script gets as it is, or {"loss": loss, "logits": logits} with '
+        'outputs=["logits"].',
+    )
 
 
 def _no_tensor(name: str, known: Sequence[str]) -> RunError:

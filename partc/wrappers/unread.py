@@ -26,6 +26,12 @@ def unread_values(kinds: tuple[type, ...]) -> list[Any]:
     return found
 
 
+def unpacked_by(frame: FrameType) -> bool:
+    """Whether what a frame does now is to unpack: ``loss, logits = found``."""
+    opcode = frame.f_code.co_code[frame.f_lasti]
+    return dis.opname[opcode] in ("UNPACK_SEQUENCE", "UNPACK_EX")
+
+
 def _unread_of(frame: FrameType, kinds: tuple[type, ...]) -> list[Any]:
     """Variables of a module are none of these: its functions, or a notebook's next cell, may read
     them. A function that asks for ``locals()`` holds the dict that is cleared here.

@@ -21,7 +21,8 @@ X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.aran
 
 def test_methods_of_other_wrappers_are_told_before_the_first_step_too() -> None:
     model: Any = partc.parallelize(Net(), "dp=1", plan="ddp", loss=loss_of)
-    for name, word in {"register_comm_hook": "[compress]", "join_hook": "partial="}.items():
+    words = {"register_comm_hook": "[compress]", "join_hook": "partial=", "join": "partial="}
+    for name, word in words.items():
         assert not hasattr(model, name)
         with pytest.raises(AttributeError, match=r"no such method") as caught:
             getattr(model, name)

@@ -39,6 +39,8 @@ HABITS = {  # what scripts ask of other wrappers: what to do with a stage
     "no_sync": "Leave it out: gradients add up until zero_grad(); or compile with microbatches=.",
     "register_comm_hook": "What is sent stands in the plan: [compress] rounds gradients, or thins "
     "them out (docs/reference/plan.md).",
+    "join": "Leave it out: model.loader(dataset) deals out all rows, and partial= says what "
+    "becomes of a batch with fewer (docs/how-to/shapes-and-modes.md).",
     "join_hook": "Leave Join out: model.loader(dataset) deals out all rows, and partial= says "
     "what becomes of a batch with fewer (docs/how-to/shapes-and-modes.md).",
     "summon_full_params": "Read whole tensors from full_state_dict(), which all ranks call; a "

@@ -58,6 +58,13 @@ class Table(dict[str, Any]):
             raise _elsewhere(*self.elsewhere[name])
         raise KeyError(name)
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        """RunError before torch puts another tensor into a tensor's place (``functional_call``)."""
+        before = self.get(name)
+        if isinstance(before, Tensor) and isinstance(value, Tensor) and value is not before:
+            raise other_weights(name)
+        super().__setitem__(name, value)
+
     def __delitem__(self, name: str) -> None:
         """RunError before torch takes a tensor away, to put another in its place (pruning, weight
         norm): the stage is then as it was.
@@ -74,6 +81,17 @@ class Table(dict[str, Any]):
         """Forget all."""
         super().clear()
         self.elsewhere.clear()
+
+
+def other_weights(name: str, of: str = "a stage's module") -> RunError:
+    """The refusal of a call with other tensors than the model's own."""
+    return RunError(
+        where=f"{name} of {of}",
+        what="another tensor was to stand in its place, as torch.func.functional_call does",
+        why="a program computes with its own weights, whatever stands there",
+        do="Write values into them: param.copy_(value) under torch.no_grad(), and afterwards what "
+        "was there; or compute with a plain model that has loaded full_state_dict().",
+    )
 
 
 class _Parameters:
