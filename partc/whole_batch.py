@@ -21,6 +21,7 @@ from partc.graph import Graph
 from partc.passes.runner import Table
 from partc.passes.shard.apply_preset import check_has_dim
 from partc.passes.shard.find_batch import Found, batch_of, entries, notes_on
+from partc.passes.shard.other_rows import check_rows, notes_on_other_rows
 from partc.plan import Cuts, Plan
 from partc.plan.batch import BATCH, is_pinned, layout_of, spread_batch
 from partc.plan.mesh import Mesh
@@ -105,7 +106,9 @@ class _Pieces:
             raise self._not_along(found, error) from error
         # Again on the right shapes: [0, 35] of flat targets has the number of steps in it.
         cuts = self._found(graph, usual) or found
-        return step, self._planned(cuts, notes_on(cuts))
+        check_rows(graph, cuts, self.plan)
+        notes = [*notes_on(cuts), *notes_on_other_rows(graph, cuts, self.plan)]
+        return step, self._planned(cuts, notes)
 
     def _not_along(self, cuts: Mapping[str, Cuts], error: PartcError) -> PlanError:
         """The refusal of inputs that were joined along these dims, to all ranks' samples."""

@@ -21,6 +21,7 @@ BY_PLACE = (
     "with the rows of all ranks one behind the other, rows are taken by their place: "  # note
 )
 ONE_RANKS = "the loss divides by "  # note
+OTHER_ROWS = "another dim than 0 is taken for the batch of "  # note
 Dealt = tuple[tuple[str, int, int], ...]  # (axis, dim, outer) in the order they are applied
 
 

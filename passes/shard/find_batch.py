@@ -162,6 +162,25 @@ def batch_of_forward(graph: Graph, guess: Mapping[str, Layout]) -> Batch:
     return usual.batch if usual else dict.fromkeys(finder.shapes, cut(0))
 
 
+def results_along(graph: Graph, batch: Batch) -> Batch:
+    """How a forward's results follow from cuts of all inputs; none where they divide by no number.
+
+    R: a result is computed from all samples.
+    """
+    finder = _Finder(_forward_of(graph), batch)
+    num = finder.ranks(batch)
+    if num is None:
+        return {}
+    graph = finder.graph
+    graph.mesh = Mesh(((DP, num),))
+    walk = _walked(graph, Plan(mesh=graph.mesh, inputs=_cuts_of(batch)), inf)
+    return {name: walk.made[node][0] for name, node in graph.outputs.results.items()}
+
+
+def _cuts_of(batch: Batch) -> dict[str, Cuts]:
+    return {name: {DP: layout} for name, layout in batch.items() if layout != R}
+
+
 @dataclass(frozen=True)
 class _Trial:
     """Cuts of some inputs, and what follows: how all are read, and what it costs in elements."""
@@ -239,13 +258,13 @@ class _Finder:
     def trial(self, seeds: Mapping[str, Layout], limit: float = inf) -> _Trial | None:
         """What follows from cuts; None if no number of ranks divides them, or it costs more."""
         seeds = {**seeds, **self.pins}
-        num = self._ranks(seeds)
+        num = self.ranks(seeds)
         if num is None:
             return None
         seeds = {n: lay if _divides(self.shapes[n], lay, num) else R for n, lay in seeds.items()}
         graph = copied(self.graph)
         graph.mesh = Mesh(((DP, num),))
-        plan = Plan(mesh=graph.mesh, inputs={n: {DP: lay} for n, lay in seeds.items() if lay != R})
+        plan = Plan(mesh=graph.mesh, inputs=_cuts_of(seeds))
         try:
             walk = _walked(graph, plan, limit)
         except _TooMuch:
@@ -258,7 +277,7 @@ class _Finder:
                 batch[name] = wanted_by_readers(node, walk.choices, DP)
         return _Trial(seeds, batch, walk.cost, tuple(walk.by_place))
 
-    def _ranks(self, seeds: Mapping[str, Layout]) -> int | None:
+    def ranks(self, seeds: Mapping[str, Layout]) -> int | None:
         """The least number of ranks that divides the first cut."""
         for name, layout in seeds.items():
             size = _size(self.shapes[name], name, layout) if layout != R else 1
