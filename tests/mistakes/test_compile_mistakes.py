@@ -107,7 +107,7 @@ MISTAKES: dict[str, Mistake] = {
     "a loader": of("inputs", DataLoader(TensorDataset(X)), "DataLoader", "next(iter(loader))"),
     "shapes": of("inputs", ((8, 4), (8, 4)), "no tensor", "torch.empty"),
     "lists": of("inputs", (X.tolist(), Y.tolist()), "no tensor", "torch.as_tensor"),
-    "numpy": of("inputs", (X.numpy(), Y.numpy()), "input x", "ndarray", "torch.as_tensor"),
+    "numpy": of("inputs", (X.numpy(), Y.numpy()), "input x", "ndarray", "torch.from_numpy"),
     "one of two": of("inputs", X, "'target'", "(x, y)"),
     "one too many": of("inputs", (X, Y, X), "too many", "(x, target)"),
     "no rows": of("inputs", batch_of(0), "input x", "no rows", "DataLoader"),
