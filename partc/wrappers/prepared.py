@@ -21,11 +21,11 @@ from partc.program.model.raw_model import empty_model
 from partc.program.ranks.farewell import tell_at_exit
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.ranks.waiting import waiting
-from partc.program.stage.exported import check_not_exported, no_export
 from partc.program.stage.runtime import Stage
 from partc.program.start import group_backend
 from partc.program.step.batch_fit import Rows
 from partc.program.tensors.elsewhere import other_weights
+from partc.program.tensors.exported import check_not_exported, no_export
 from partc.program.weights import check_known_names
 from partc.trace.arguments import Given
 from partc.wrappers.how import How

@@ -20,8 +20,8 @@ from partc.errors import RunError
 from partc.program.model.likeness import TABLES, Likeness
 from partc.program.model.other_wrappers import HABITS, NoAttributeError
 from partc.program.model.read_numbers import ReadNumbers
-from partc.program.stage.exported import no_export
 from partc.program.tensors.elsewhere import ElsewhereError, Table
+from partc.program.tensors.exported import no_export
 from partc.wrong_calls import did_you_mean
 
 OF_PARTS = (  # what a module of a stage cannot do

@@ -17,7 +17,6 @@ from partc.program.optimizer.divided import took_step
 from partc.program.optimizer.no_gradients import gives_late
 from partc.program.ranks.same_factor import SameFactor
 from partc.program.ranks.same_model import check_same_model
-from partc.program.stage.exported import check_not_exported
 from partc.program.stage.family import Family, Ready
 from partc.program.stage.family_errors import late_gradients, untrained
 from partc.program.stage.members import Member
@@ -26,6 +25,7 @@ from partc.program.step.loss_backward import loss_with_backward, scaled_step
 from partc.program.step.script_backward import results_with_backward
 from partc.program.step.step_loss import dropped, of_step
 from partc.program.tensors.copies import Writes
+from partc.program.tensors.exported import check_not_exported
 from partc.program.tensors.loaded import Loaded
 from partc.program.tensors.rank_tensors import RankTensors
 from partc.program.tensors.shown import Shown, begin_all, end_all

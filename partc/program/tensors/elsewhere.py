@@ -18,10 +18,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from partc.errors import RunError
+from partc.program.tensors.exported import check_not_exported, no_export
 from partc.program.tensors.holders import Holders
 from partc.program.tensors.stand_in import StandIn, on_ranks
 
@@ -62,6 +64,9 @@ class Table(dict[str, Any]):
         """RunError before torch puts another tensor into a tensor's place (``functional_call``)."""
         before = self.get(name)
         if isinstance(before, Tensor) and isinstance(value, Tensor) and value is not before:
+            check_not_exported()  # exporters and transforms do so too, and have words of their own
+            if detect_fake_mode() is not None:  # of an export that has not yet said so
+                raise no_export("torch.export")
             raise other_weights(name)
         super().__setitem__(name, value)
 
