@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,18 +24,17 @@ from partc.plan.batch import Dealt
 from partc.plan.mesh import ISLAND, PP, Mesh
 from partc.plan.sharding import take_piece
 from partc.plan.wires import is_residual
-from partc.program.checkpoints.files import NAME, FileEntry, file_name, has_size, sha256_of
+from partc.program.checkpoints import list_entries as entries
+from partc.program.checkpoints.files import FileEntry, file_name, has_size, sha256_of
 from partc.program.checkpoints.plain_states import check_entry
 from partc.program.checkpoints.residuals import MET, fitted
 from partc.program.folders import CHECKPOINT
-from partc.program.optimizer.same_optimizer import CLASS
-from partc.program.role import Shard, dtype_of
+from partc.program.role import Shard
 from partc.program.stage.runtime import Stage
 from partc.program.tensorfile import TensorFile
 
 MANIFEST = CHECKPOINT
 SCHEMA = 3
-MAX_BYTES = 512_000_000
 # entries that not every checkpoint has
 SUMS, ISLANDS, STATES, MODEL = "sums", "islands", "states", "model"
 CUTS = "partc.cuts"  # a rank's file says here how its tensors are sharded
@@ -44,7 +42,6 @@ _DAMAGE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError,
     RecursionError, PartcError,
 )  # fmt: skip
-LARGEST = torch.finfo(torch.float32).max
 _ENTRIES = {
     "schema", "step", "mesh", "plan", "random", "tensors", "files", "optimizer", "data", "sha256",
 }  # fmt: skip
@@ -75,7 +72,7 @@ class Saved:
     def read(cls, path: Path) -> Saved:
         """Check and read ``checkpoint.json``; LoadError for any damage."""
         try:
-            return cls._checked(path, _fields(path / MANIFEST))
+            return cls._checked(path, entries.fields_of(path / MANIFEST))
         except LoadError as error:
             if error.where == str(path):
                 raise
@@ -93,20 +90,20 @@ class Saved:
         if digest_of(rest) != fields["sha256"]:
             do = "Restore the folder, or load an older step."
             refuse(path, f"{MANIFEST} was changed or damaged: its digest differs", do)
-        mesh = Mesh(tuple((name, _whole(size)) for name, size in fields["mesh"]))
+        mesh = Mesh(tuple((name, entries.whole(size)) for name, size in fields["mesh"]))
         tensors = fields["tensors"]
-        files = {name: _file(name, mesh, *entry) for name, entry in fields["files"].items()}
+        files = {name: entries.file(name, mesh, *entry) for name, entry in fields["files"].items()}
         if not {*map(file_name, range(mesh.num_ranks))} <= files.keys():
             refuse(path, "it does not name a file for each rank", "Restore it.")
-        _text(fields["plan"])
-        shards = {key: _shard(mesh, key, *entry[:3]) for key, entry in tensors.items()}
-        stages = {key: _stage(mesh, *entry[3:]) for key, entry in tensors.items()}
+        entries.text(fields["plan"])
+        shards = {key: entries.shard(mesh, key, *entry[:3]) for key, entry in tensors.items()}
+        stages = {key: entries.stage(mesh, *entry[3:]) for key, entry in tensors.items()}
         return cls(
-            path, _whole(fields["step"]), mesh, shards, stages, files,
-            tuple(map(_group, fields["optimizer"])), {}, fields["sha256"],
-            (_int(fields["random"]["seed"]), _whole(fields["random"]["step"])), fields["data"],
-            dict(fields.get(SUMS, {})), _met(fields.get(ISLANDS, {})),
-            check_entry(fields.get(STATES, {})), _model(fields.get(MODEL, {}), shards),
+            path, entries.whole(fields["step"]), mesh, shards, stages, files,
+            tuple(map(entries.group, fields["optimizer"])), {}, fields["sha256"],
+            _position(fields["random"]), fields["data"],
+            dict(fields.get(SUMS, {})), entries.met(fields.get(ISLANDS, {})),
+            check_entry(fields.get(STATES, {})), entries.model(fields.get(MODEL, {}), shards),
         )  # fmt: skip
 
     # the files of ranks --------------------------------------------------------------------------
@@ -270,6 +267,10 @@ def cuts_text(shards: Mapping[str, Shard]) -> str:
     return json.dumps({key: shard.cuts for key, shard in sorted(shards.items())})
 
 
+def _position(random: Any) -> tuple[int, int]:
+    return entries.integer(random["seed"]), entries.whole(random["step"])
+
+
 def digest_of(fields: Mapping[str, Any]) -> str:
     """The sha256 of entries as JSON."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
@@ -277,99 +278,3 @@ def digest_of(fields: Mapping[str, Any]) -> str:
 
 def refuse(path: Path, why: str, do: str) -> NoReturn:
     raise LoadError(where=str(path), what="cannot be loaded", why=why, do=do) from None
-
-
-# entries -----------------------------------------------------------------------------------------
-def _fields(file: Path) -> Any:
-    if not file.is_file() or file.is_symlink() or file.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{MANIFEST} is no plain file of at most {MAX_BYTES} bytes")
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _shard(mesh: Mesh, key: str, shape: Any, dtype: Any, cuts: Any) -> Shard:
-    """A tensor's entry; ValueError for cuts that its mesh or shape does not allow."""
-    sizes, left = tuple(map(_whole, shape)), [*map(_whole, shape)]
-    each = tuple((axis, _whole(dim), _whole(outer)) for axis, dim, outer in cuts)
-    axes = [axis for axis, _, _ in each]
-    if len({*axes}) < len(axes) or not {*axes} <= {*mesh.names} - {PP}:
-        raise ValueError(f"{key} cannot be sharded over {axes}")
-    for axis, dim, outer in each:
-        if not outer or left[dim] % (outer * mesh.size(axis)):
-            raise ValueError(f"dim {dim} of {key} cannot be sharded over {axis}")
-        left[dim] //= mesh.size(axis)
-    if prod(sizes) >= 1 << 63:
-        raise ValueError(f"{key} has more elements than a tensor may have")
-    return Shard("", key, sizes, dtype_of(_text(dtype)), each)
-
-
-def _stage(mesh: Mesh, stage: Any = 0) -> int:
-    if _whole(stage) >= mesh.pipeline_ranks:
-        raise ValueError(f"there is no pipeline rank {stage}")
-    return int(stage)
-
-
-def _model(entry: Any, shards: Mapping[str, Shard]) -> dict[str, str]:
-    """The names of the model's state dict, each with that of the tensor which it stands for."""
-    if not entry:
-        return {}
-    names, tied = entry["names"], entry["tied"]
-    if not isinstance(names, list) or not {*tied} <= {*names} or len({*names}) != len(names):
-        raise ValueError("the names of the model's state dict are malformed")
-    found = {_text(name): _text(tied.get(name, name)) for name in names}
-    if lacking := sorted({f"model/{first}" for first in found.values()} - shards.keys()):
-        raise ValueError(f"it lacks {lacking[0]}, which the model's state dict has")
-    return found
-
-
-def _met(entry: Any) -> dict[str, Any]:
-    """How islands met; behind how many steps they have met last is a whole number."""
-    found = dict(entry)
-    if MET in found:
-        _int(found[MET])
-    return found
-
-
-def _group(entry: Any) -> dict[str, Any]:
-    """Hyperparameters of a group, with the names of its parameters."""
-    for name, value in entry.items():
-        parts = value if isinstance(value, list) else [value]
-        plain = str if name in ("params", CLASS) else (bool, int, float, str)
-        if not all(isinstance(part, plain) for part in parts):
-            raise ValueError(f"the optimizer's {name} is no plain value")
-        if any(isinstance(part, int | float) and LARGEST < abs(part) < inf for part in parts):
-            raise ValueError(f"the optimizer's {name} = {value} is more than float32 holds")
-    if not isinstance(entry["params"], list) or isinstance(entry.get(CLASS), list):
-        raise ValueError("a group of the optimizer is malformed")
-    return dict(entry)
-
-
-def _file(name: str, mesh: Mesh, size: Any, digest: Any) -> FileEntry:
-    """A file's entry; ValueError for a name that is no rank's."""
-    found = NAME.match(name)
-    if found is None or not int(found[1]) < mesh.num_ranks or name != _own_name(found):
-        raise ValueError(f"{name!r} is not the name of a rank's file")
-    if len(bytes.fromhex(_text(digest))) != 32:
-        raise ValueError(f"{digest!r} is no digest")
-    return FileEntry(_whole(size), digest)
-
-
-def _own_name(found: re.Match[str]) -> str:
-    return file_name(int(found[1]), frozen=found[2] is not None)
-
-
-def _text(entry: Any) -> str:
-    if not isinstance(entry, str):
-        raise TypeError(f"{entry!r} is no text")
-    return entry
-
-
-def _int(entry: Any) -> int:
-    if type(entry) is not int:
-        raise TypeError(f"{entry!r} is no whole number")
-    return entry
-
-
-def _whole(entry: Any) -> int:
-    if _int(entry) < 0:
-        raise ValueError(f"{entry!r} is below 0")
-    return int(entry)
