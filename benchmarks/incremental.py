@@ -52,6 +52,7 @@ class Adapted(nn.Module):
     def __init__(self, width: int, layers: int, low: int) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.width = width
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.down = nn.ModuleList(nn.Linear(width, low, bias=False) for _ in range(layers))
         self.up = nn.ModuleList(nn.Linear(low, width, bias=False) for _ in range(layers))
@@ -74,7 +75,7 @@ def run_rank(folder: Path, model: Adapted) -> None:
     stage = partc.load(folder / "made").module()
     stage.load_full(model)
     optimizer = torch.optim.AdamW(p for p in stage.parameters() if p.requires_grad)
-    x, first = torch.randn(BATCH, model.layers[0].in_features), 0
+    x, first = torch.randn(BATCH, model.width), 0
     for step in range(1, SAVES + 1):
         stage.step(x)
         optimizer.step()
