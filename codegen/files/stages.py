@@ -262,9 +262,10 @@ class StageText(RoleText):
         loops = [item for item in self.flow.of(phase) if isinstance(item, Loop)]
         if self.ends.leaving is None or phase != ("W" if self.has("W") else "B"):
             return {}
-        first = [self.attributes[self.graph.params[name]] for name in self.ends.leaving.first]
+        params = self.graph.params
+        first = [self.attributes[params[name]] for name in self.ends.leaving.first]
         classes = [self.classes[loop.run] for loop in loops]
-        return early_sums(self.ends.leaving, first, classes, self.graph.params)
+        return early_sums(self.ends.leaving, first, classes, params)
 
     def _updates(self, phase: Phase, body: StepBody) -> list[Line]:
         """The lines that write new values of buffers which this method computes."""

@@ -177,7 +177,8 @@ def predict(
 
 def trained_bytes(local: Graph) -> int:
     """Bytes of one rank's trained parameters, counted on their gradients."""
-    return sum(local.times(local.params[n]) * fake_of(d).nbytes for n, d in local.grads.items())
+    params = local.params
+    return sum(local.times(params[n]) * fake_of(d).nbytes for n, d in local.grads.items())
 
 
 def prediction(

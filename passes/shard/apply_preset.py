@@ -149,10 +149,10 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
 def store_cut(params: Mapping[str, Cuts], graph: Graph, mesh: Mesh, preset: str) -> dict[str, Cuts]:
     """Add to layouts of parameters the sharding along the data axes that ``preset`` stores."""
     data = [axis for axis in mesh.names if axis in DATA_AXES]
-    stored = {name: dict(cuts) for name, cuts in params.items()}
+    stored, by_name = {name: dict(cuts) for name, cuts in params.items()}, graph.params
     for axis in sharded_axes(preset_words(preset), data, mesh):
         for name, cuts in stored.items():
-            _shard(cuts, graph.params[name], axis, mesh)
+            _shard(cuts, by_name[name], axis, mesh)
     return dict(stored)
 
 

@@ -54,14 +54,13 @@ def cut_weights(
     ``scatter``: the dim along which unfinished sums are scattered, if they are.
     """
     walk = _Walk(graph, mesh, axis, params, scatter)
+    by_name = graph.params
     for name in pinned:
-        walk.at[graph.params[name]] = params[name].get(axis, R)
+        walk.at[by_name[name]] = params[name].get(axis, R)
     for node in graph.calls():
         if value(node).phase == "F":
             walk.visit(node)
-    chosen = {
-        name: walk.at[node] for name, node in graph.params.items() if walk.at.get(node, R) != R
-    }
+    chosen = {name: walk.at[node] for name, node in by_name.items() if walk.at.get(node, R) != R}
     return {name: layout for name, layout in chosen.items() if name not in pinned}
 
 

@@ -91,7 +91,8 @@ def _exchanged(
 
     Per table the plan's entries, on this axis, for the table and its calls.
     """
-    found = {name: _lookup(graph, name, inputs, axis) for name in params}
+    tables = graph.params
+    found = {name: _lookup(graph, tables, name, inputs, axis) for name in params}
     better = {
         name: one
         for name, one in found.items()
@@ -115,9 +116,10 @@ def _gathered(
     Per gradient the plan's entry by axis. ``sums``: how often per step the gradient is reduced.
     """
     found: dict[fx.Node, dict[str, PlannedLayout]] = {}
+    tables = graph.params
     for name, cuts in params.items():
         for axis in (each for each in axes if cuts.get(each) != COLUMNS):
-            one = _lookup(graph, name, inputs, axis)
+            one = _lookup(graph, tables, name, inputs, axis)
             if one is not None and one.grad is not None:
                 over = found.get(one.grad, {})
                 if _fewer(one, cuts, over, axis, mesh, sums):
@@ -135,12 +137,14 @@ def _values(
         yield names[node], PlannedLayout(strategy.outs[0], strategy.ins, then)
 
 
-def _lookup(graph: Graph, name: str, inputs: Mapping[str, Cuts], axis: str) -> Lookup | None:
+def _lookup(
+    graph: Graph, tables: Mapping[str, fx.Node], name: str, inputs: Mapping[str, Cuts], axis: str
+) -> Lookup | None:
     """The look-up of a table, if it is the table's only reader and ``axis`` shards its tokens.
 
     None for any other parameter.
     """
-    table, grad = graph.params[name], graph.grads.get(name)
+    table, grad = tables[name], graph.grads.get(name)
     call = next(iter(table.users), None)
     if len(table.users) != 1 or call is None or call.target != aten.embedding.default:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
@@ -78,8 +79,10 @@ def _stated(
         name: {a: known[a] for a in axes if known.get(a, R) != R}
         for name, known in decided.stored.items()
     }
+    params = values.graph.params
+    whole = partial(_gathered, decided=decided, values=values)
     used: dict[str, dict[str, Layout]] = {
-        name: {a: R if _gathered(name, a, decided, values) else known.get(a, R) for a in axes}
+        name: {a: R if whole(name, params[name], a) else known.get(a, R) for a in axes}
         for name, known in stored.items()
     }
     gathered = [a for name, known in stored.items() for a in known if used[name][a] == R]
@@ -94,11 +97,11 @@ def _stated(
     return plan.changed(values={n: u for n, u in planned.items() if widest_pattern(n) in patterns})
 
 
-def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> bool:
+def _gathered(name: str, node: fx.Node, axis: str, decided: Decided, values: StepValues) -> bool:
     """Whether a sharded parameter is all-gathered: readers in every phase want it whole, and none
     wants the shard.
     """
-    stored, node = decided.stored[name].get(axis, R), values.graph.params[name]
+    stored = decided.stored[name].get(axis, R)
     phases: dict[bool, set[Layout]] = {}
     for reader in values.readers[node]:
         made = decided.choices.get(reader.node, {}).get(axis) if reader.node else None
