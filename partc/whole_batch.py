@@ -243,6 +243,11 @@ def _times(name: str, x: Tensor, cuts: Cuts, mesh: Mesh) -> Tensor:
     for axis, layout in spread_batch(cuts, mesh).items():
         if layout != R and axis in mesh.names:
             shape[layout.dim] *= mesh.size(axis)
+    return resized(x, shape)
+
+
+def resized(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor without data of another shape, its dims in the memory order of ``x``."""
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
     made = torch.empty([shape[dim] for dim in order], dtype=x.dtype, device="meta")
