@@ -55,8 +55,13 @@ def returned(program: Program) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"plan": "fsdp", "microbatches": 2}, {"mesh": "pp=2,dp=2", "microbatches": 2}, {"plan": "auto"}],
-)  # fmt: skip
+    [
+        {},
+        {"plan": "fsdp", "microbatches": 2},
+        {"mesh": "pp=2,dp=2", "microbatches": 2},
+        {"plan": "auto"},
+    ],
+)
 def test_a_number_of_rows_is_this_ranks_beside_its_own_rows(options: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 6), Net(lambda x: (len(x), x.shape[0] / 2, f"{len(x)} x")))
     found = returned(compiled(model, **options))
