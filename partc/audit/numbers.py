@@ -18,10 +18,9 @@ from partc.errors import CheckError
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.expected import Expected, Summary
+from partc.verification.expected_step import NOISE, TOLERANCE
 from partc.verification.threads import run_ranks
 
-TOLERANCE = 1e-8  # in float64; the numbers of a program.json have 12 digits
-NOISE = 1e-10  # a gradient below this part of the largest is zero but for rounding
 TIMEOUT_S = 300.0
 
 
