@@ -65,7 +65,9 @@ def with_weight(model: Net, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Ten
     [(smoothed(0.0), "loss"), (with_logits, "loss"), (with_weight, "result of_weights")],
 )
 def test_another_loss_is_refused(saved: Path, loss: Any, what: str) -> None:
-    with pytest.raises(UsageError, match=rf"another step than the program: {what} has(.|\n)*also\("):
+    with pytest.raises(
+        UsageError, match=rf"another step than the program: {what} has(.|\n)*also\("
+    ):
         given(saved, loss)
 
 
