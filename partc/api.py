@@ -31,6 +31,7 @@ from partc.idle_keys import said
 from partc.key_readers import TELLS
 from partc.lowering import staged_plan, table
 from partc.machines.objective import Objective, objective_of
+from partc.own_numbers import with_own_numbers
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.own_passes import check_replay
 from partc.passes.runner import State, Table, run
@@ -331,7 +332,8 @@ class Job:
         check_complete(names, program)
         expected = expectation(joint, program.plan, self.step.graph, program.draws)
         basis = replace(program.basis, find=find)
-        return replace(program, basis=basis, expected=expected, origin=Origin(self.step.model))
+        made = replace(program, basis=basis, expected=expected, origin=Origin(self.step.model))
+        return with_own_numbers(made, self.step, self.table)
 
     def _fitting(self, ways: Iterator[State], mesh: Mesh, several: bool) -> Program:
         """Print the first of several ways that the account of memory finds to fit, else the last.

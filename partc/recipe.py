@@ -34,9 +34,11 @@ from partc.program.model.touched import warn_of_model
 from partc.program.step.autocast import within
 from partc.program.step.forward_batch import example_of, guessed
 from partc.program.wanted import Mode, Wanted
+from partc.same_step import check_same_step
 from partc.trace.arguments import Arguments, Given
 from partc.trace.default_dtype import float32_default
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.forward_code import changed_code, forward_code
 from partc.trace.inputs_refused import check_loss
 from partc.trace.no_model import check_model as check_given
 from partc.trace.record import kind_of
@@ -160,11 +162,13 @@ class Recipe:
         asked = replace(made.wanted, kind="step", mode=mode)
         return replace(made, made_for=asked, recipe=mine, hooks=first.hooks)
 
-    def graph(self, first: Program) -> Graph:
-        """The joint graph of the first program's step before any plan, without what repeats."""
+    def graph(self, first: Program, *, fold: bool = True) -> Graph:
+        """The joint graph of the first program's step before any plan; ``fold``: without what
+        repeats.
+        """
         with self.as_wanted(first.wanted.mode, first):
             given = self._given(first.wanted, first)
-            return Traced(self.model, given, self.loss, first.wanted.kind).graph(fold=True)
+            return Traced(self.model, given, self.loss, first.wanted.kind).graph(fold=fold)
 
     def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> Given:
         """What the model's forward is given by a call."""
@@ -326,6 +330,8 @@ def with_model(
 
     Raises:
         LoadError: the program was compiled from another model.
+        UsageError: it computes another step than this loss: they are compared by the numbers that a
+            saved program has of its step, if the step is a small one.
 
     Example::
 
@@ -345,6 +351,8 @@ def with_model(
     again = compile_again(Plan.parse(program.plan).left_out, cache_of(cache, model), strict=False)
     warn_of_model(program, model)
     recipe = Recipe.of(model, loss, again)
+    if not changed_code(program.fingerprint.code, forward_code(model)):  # which was told of
+        check_same_step(program, lambda: recipe.graph(program, fold=False))
     return replace(program, recipe=recipe)
 
 

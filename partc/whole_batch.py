@@ -21,7 +21,12 @@ from partc.graph import Graph
 from partc.passes.runner import Table
 from partc.passes.shard.apply_preset import check_has_dim
 from partc.passes.shard.find_batch import Found, batch_of, entries, notes_on
-from partc.passes.shard.other_rows import check_rows, notes_on_other_rows
+from partc.passes.shard.other_rows import (
+    check_rows,
+    for_batch_first,
+    notes_on_mixed_rows,
+    notes_on_other_rows,
+)
 from partc.plan import Cuts, Plan
 from partc.plan.batch import BATCH, is_pinned, layout_of, spread_batch
 from partc.plan.mesh import Mesh
@@ -98,7 +103,7 @@ class _Pieces:
         else:
             found = self._found(graph, usual)
             if found is None:
-                return step, self._planned(usual, ())
+                return step, self._planned(usual, notes_on_mixed_rows(graph, usual, self.plan))
         step = self._of(found)
         try:
             graph = self._graph(step)
@@ -108,6 +113,7 @@ class _Pieces:
         cuts = self._found(graph, usual) or found
         check_rows(graph, cuts, self.plan)
         notes = [*notes_on(cuts), *notes_on_other_rows(graph, cuts, self.plan)]
+        notes += notes_on_mixed_rows(graph, cuts, self.plan)
         return step, self._planned(cuts, notes)
 
     def _not_along(self, cuts: Mapping[str, Cuts], error: PartcError) -> PlanError:
@@ -120,7 +126,10 @@ class _Pieces:
         joined += [f"{name} whole, by the plan" for name in whole]
         given = zip(self.source.given.names, self.source.given.tensors, strict=True)
         shapes = {name: x.shape for name, x in given}
-        do = self._of_buffers(cuts, shapes) + _advice(cuts, shapes)
+        others = {n: layout_of(x) for n, x in cuts.items() if not is_pinned(n, self.plan)}
+        found = ((n, x.dim) for n, x in others.items() if x.dim)  # R has none
+        do = next((f"{for_batch_first(*each)} " for each in found), "")
+        do += self._of_buffers(cuts, shapes) + _advice(cuts, shapes)
         if self._runs_without_pins():
             names = ", ".join(f'"{name}"' for name in self.plan.inputs)
             do = f"Take {names} out of the plan's [inputs]: without it the model runs on them."
@@ -243,6 +252,11 @@ def _times(name: str, x: Tensor, cuts: Cuts, mesh: Mesh) -> Tensor:
     for axis, layout in spread_batch(cuts, mesh).items():
         if layout != R and axis in mesh.names:
             shape[layout.dim] *= mesh.size(axis)
+    return resized(x, shape)
+
+
+def resized(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor without data of another shape, its dims in the memory order of ``x``."""
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
     made = torch.empty([shape[dim] for dim in order], dtype=x.dtype, device="meta")

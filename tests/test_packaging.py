@@ -214,6 +214,16 @@ def test_wheel_has_the_command(python: Path, tmp_path: Path) -> None:
     assert ran([str(python), "-m", "partc", "explain", "PTC030"], tmp_path).stdout == told.stdout
 
 
+def test_wheel_brings_the_pytest_plugin_with_and_without_a_line_in_conftest(
+    python: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "test_theirs.py").write_text("def test_step(partc_golden):\n    pass\n")
+    for line in ("", 'pytest_plugins = ["partc.testing"]\n'):
+        (tmp_path / "conftest.py").write_text(line)
+        told = ran([str(python), "-m", "pytest", "-p", "no:cacheprovider"], tmp_path, code=1).stdout
+        assert "test_theirs.py::test_step takes partc_golden and never calls it" in told
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("checker", ["mypy", "pyright"] if shutil.which("pyright") else ["mypy"])
 def test_type_checkers_know_the_wheel(checker: str, python: Path, tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from partc.audit.run_text import Outcome, Piece, Run
 from partc.errors import CheckError
+from partc.passes.suspects import suspects
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.expected import Expected, Summary
+from partc.verification.expected_step import NOISE, TOLERANCE
 from partc.verification.threads import run_ranks
 
-TOLERANCE = 1e-8  # in float64; the numbers of a program.json have 12 digits
-NOISE = 1e-10  # a gradient below this part of the largest is zero but for rounding
 TIMEOUT_S = 300.0
 
 
@@ -40,9 +41,17 @@ def check_numbers(program: Program, expected: Expected, edits: str = "") -> set[
             where=edits or ", ".join(sorted(program.sources)),
             what="the text computes other numbers than the step on one device",
             why="; ".join(differing[:4]) + f"; {len(differing) - 4} more" * (len(differing) > 4),
-            do="Undo the edit." if edits else "Report it: nobody has edited the text.",
+            do="Undo the edit." if edits else _nobodys(program),
         )
     return {name for each in outcomes for name in each.constant}
+
+
+def _nobodys(program: Program) -> str:
+    """What to do about a text that nobody has edited."""
+    theirs = suspects(Plan.parse(program.plan).other_passes)
+    return (
+        f"Look at what is yours. {theirs}" if theirs else "Report it: nobody has edited the text."
+    )
 
 
 # comparison ---------------------------------------------------------------------------------------

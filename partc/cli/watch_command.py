@@ -14,6 +14,7 @@ from partc.cli.terminal import columns, tell
 from partc.errors import UsageError
 
 LEAST_S = 0.2  # between two readings
+CLEAR = "\x1b[H\x1b[J"  # the screen anew
 
 
 def watch_command(args: argparse.Namespace) -> int:
@@ -31,10 +32,20 @@ def watch_command(args: argparse.Namespace) -> int:
         return 0
     while True:  # Ctrl-C ends it
         try:
-            _show(args, once=False)
+            _show_or_wait(args)
             time.sleep(args.every)
         except KeyboardInterrupt:
             return 0
+
+
+def _show_or_wait(args: argparse.Namespace) -> None:
+    """Show the run as it is now, or say that it has written nothing yet."""
+    from partc.live.run_files import NotBegun
+
+    try:
+        _show(args, once=False)
+    except NotBegun as error:
+        print(f"{CLEAR}waiting for the first line of a run in {args.run}: {error.why}. {error.do}")
 
 
 def _show(args: argparse.Namespace, once: bool) -> None:
@@ -49,7 +60,7 @@ def _show(args: argparse.Namespace, once: bool) -> None:
     if args.out:
         atomic_write(Path(args.out), run_page(run, now, 0 if once else max(round(args.every), 1)))
     if not once:
-        print("\x1b[H\x1b[J", end="")  # the screen anew
+        print(CLEAR, end="")
     told: dict[str, Any] = {
         "schema": 1, "step": run.step, "written_at": run.written_at, "state": state(run, now),
         "restarts": list(run.leader.restarts), "ranks": [asdict(each) for each in paces(run)],

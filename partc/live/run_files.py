@@ -28,6 +28,10 @@ _SAVED = re.compile(r"step-(\d+)\Z")
 Numbers = Mapping[str, float]
 
 
+class NotBegun(UsageError):
+    """A run has written no line yet, or is elsewhere."""
+
+
 @dataclass(frozen=True)
 class RankLog:
     """The lines of one file: numbers by step, as they hold in the end.
@@ -115,9 +119,11 @@ def read_run(folder: str | Path, program: str | Path | None = None) -> Run:
     logs = sorted((_log(each) for each in files), key=lambda each: (each.rank, str(each.file)))
     logs = [each for each in logs if each.steps]
     if not logs:
-        raise UsageError(
+        begun = any(each.stat().st_size for each in files)
+        raise (UsageError if begun else NotBegun)(
             where=str(folder), what="there is no run to watch", why=_without_steps(path, files),
-            do="Name the folder in which JsonLines(...) writes, as examples/train.py does.",
+            do="Name the folder in which JsonLines(...) writes, as examples/train.py does; on a "
+            "terminal `partc watch` waits for the first line of a run.",
         )  # fmt: skip
     place = path.parent if path.is_file() else path
     return Run(place, tuple(logs), tuple(_checkpoints(place)), _promise(place, program))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import RunError
 from partc.imported_again import check_not_imported_again
 from partc.plan import Plan
-from partc.plan.batch import BY_PLACE, ONE_RANKS, OTHER_ROWS
+from partc.plan.batch import BY_PLACE, MIXED_ROWS, ONE_RANKS, OTHER_ROWS
 from partc.plan.decided import BACKENDS
 from partc.plan.mesh import Mesh
 from partc.program import Program
@@ -110,7 +110,7 @@ def _tell_what_is_not_set(program: Program) -> None:
             LOG.warning(
                 "partc: %s. Divide by what the tensors say, len(x), which is of all ranks", note
             )
-        if note.startswith((ASKED, OTHER_ROWS)):
+        if note.startswith((ASKED, OTHER_ROWS, MIXED_ROWS)):
             LOG.warning("partc: %s", note)
 
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that pins compiled programs: ``pytest_plugins = ["partc.testing"]``.
+"""A pytest plugin that pins compiled programs; pytest loads it where partc is installed.
 
 In: a program that a test has compiled. Out: nothing if it is the one in the files beside the test,
 else a failure that says what differs. Start: ``partc_golden`` here; ``pin.py`` reads and writes the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 FOLDER = "partc_golden"  # beside the files with the tests
 OPTION = "--partc-update"
 KEY = "partc_golden"  # of what a test's report says it has compared with
+PASSED = pytest.StashKey[bool]()
 OTHER_VERSION = "partc_golden: equal, but other versions"
 
 
@@ -46,13 +48,31 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(PinnedPrograms(config), "partc-pinned-programs")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note of a test that it has passed, for the fixture's end."""
+    report = yield
+    if report.when == "call":
+        item.stash[PASSED] = report.passed
+    return report
+
+
 @pytest.fixture
-def partc_golden(request: pytest.FixtureRequest) -> Golden:
+def partc_golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
     """Compare a program with the one in ``partc_golden/<test file>/<test>/`` beside the test file.
 
-    See ``Golden``.
+    See ``Golden``. A test that passes without a call of it has compared nothing, and fails.
     """
-    return Golden(request)
+    yield Golden(request)
+    node = request.node
+    if node.stash.get(PASSED, False) and KEY not in dict(node.user_properties):
+        pytest.fail(
+            f"{node.nodeid} takes partc_golden and never calls it, so that nothing was compared. "
+            "Call it with the program, partc_golden(program), or leave the argument out.",
+            pytrace=False,
+        )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ KINDS = ("tensor", "value", "tuple", "list", "dict", "fields", "left out")
 Plain = bool | int | float | str | None
 Key = str | int
 MOST_DEEP = 100
+OF_ROWS = "rows"  # of a number that follows from how many rows a rank was given
 
 
 class TreeError(ValueError):
@@ -38,7 +39,8 @@ class Tree:
     """The description of a nested value.
 
     - tensor: a tensor, which programs know by ``name``;
-    - value: None, a bool, number or string, the ``plain`` one;
+    - value: None, a bool, number or string, the ``plain`` one; ``of`` is ``OF_ROWS`` of a result
+      that follows from the number of a rank's rows;
     - tuple, list, dict: ``entries`` by index or key;
     - fields: a named tuple or a dataclass, ``entries`` by field; ``of`` is its class, ``made`` the
       class itself in the process that has it;
@@ -62,6 +64,12 @@ class Tree:
             yield self.name
         for _, each in self.entries:
             yield from each.names()
+
+    def parts(self) -> Iterator[Tree]:
+        """This description, and those inside of it."""
+        yield self
+        for _, each in self.entries:
+            yield from each.parts()
 
     # with tensors ----------------------------------------------------------------------------
     def tensors(self, value: Any, where: str) -> Iterator[Tensor]:
@@ -144,7 +152,7 @@ class Tree:
         if self.kind == "tensor":
             return {"tensor": self.name}
         if self.kind == "value":
-            return {"value": self.plain}
+            return {"value": self.plain, **({"of": self.of} if self.of else {})}
         if self.kind == "left out":
             return {"left out": self.of}
         entries = [[key, each.as_json()] for key, each in self.entries]
@@ -164,7 +172,7 @@ class Tree:
         if kind == "value":
             if not isinstance(content, Plain):
                 raise ValueError(f"{content!r} is no plain value")
-            return cls("value", plain=content)
+            return cls("value", plain=content, of=OF_ROWS if of == OF_ROWS else "")
         if kind == "left out":
             return cls("left out", of=_text(content))
         entries = tuple((_key(key), cls.of_json(each, deep + 1)) for key, each in content)

@@ -23,6 +23,8 @@ from partc.verification.steady_draws import WholeDraws, as_on_any_device
 MOST_FLOPS = 5e9  # seconds of one processor, in float64
 MOST_BYTES = 500e6  # of parameters in float64
 MOST_TRIES = 8  # bounds that are tried for an input of integers
+TOLERANCE = 1e-8  # in float64; the numbers of a program.json have 12 digits
+NOISE = 1e-10  # a gradient below this part of the largest is zero but for rounding
 TOO_LARGE = "the step was too large to be run on one device when the program was saved"
 LOCAL_STATISTICS = (
     'each piece of the batch has its own statistics in a batch norm (batch_norm = "local"), and a '
@@ -82,6 +84,34 @@ def expected_of(graph: Graph, draws: Mapping[str, Draw]) -> Expected | None:
         if all(isfinite(each.norm) for each in summaries.values()):
             return Expected(seeds, summaries)
     return None
+
+
+def differing(
+    graph: Graph, known: Expected, draws: Mapping[str, Draw], constants: Mapping[str, Tensor]
+) -> str:
+    """What of a graph's step is not as ``known``, for the same batch; empty where all is.
+
+    ``constants``: the values of buffers that are not seeded. A gradient that is rounding noise is
+    not compared.
+    """
+    buffers = {**_seeded(graph.buffers), **graph.constants, **constants}
+    step = _Step(graph, _seeded(graph.params), buffers, draws)
+    try:
+        found = step.summaries(known.seeds)
+    except (RuntimeError, IndexError, ValueError, NotImplementedError):
+        return "the batch that it takes"
+    most = max((known.tensors[label].norm for label in known.grads), default=0.0)
+    noise = {label for label in known.grads if known.tensors[label].norm <= NOISE * most}
+    for label in dict.fromkeys([*known.tensors, *found]):
+        mine, wanted = found.get(label), known.tensors.get(label)
+        if label not in noise and (mine is None or wanted is None or not _near(mine, wanted)):
+            return label
+    return ""
+
+
+def _near(mine: Summary, wanted: Summary) -> bool:
+    off = max(abs(mine.norm - wanted.norm), abs(mine.product - wanted.product))
+    return off <= TOLERANCE * wanted.norm
 
 
 def _seeded(nodes: Mapping[str, fx.Node]) -> dict[str, Tensor]:

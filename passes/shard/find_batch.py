@@ -177,18 +177,53 @@ def results_along(graph: Graph, batch: Batch) -> Batch:
     return {name: walk.made[node][0] for name, node in graph.outputs.results.items()}
 
 
+def places_read(graph: Graph, pins: Mapping[str, Layout]) -> PlacesRead | None:
+    """What of a forward is read along another dim than 0, where samples mix along dim 0; None where
+    none do, or where it reads all of each other dim.
+    """
+    finder = _Finder(_forward_of(graph), pins)
+    usual = finder.trial(dict.fromkeys(finder.free, cut(0)))
+    if usual is None or not usual.mixed:
+        return None
+    for dim in range(1, max(map(len, finder.shapes.values()))):
+        names = [name for name in finder.free if len(finder.shapes[name]) > dim]
+        for seeds in (*([name] for name in names), names):
+            trial = finder.trial(dict.fromkeys(seeds, cut(dim)))
+            if trial is not None and not trial.mixed and 0 < trial.taken < 1:
+                return PlacesRead(seeds[0], dim, usual.mixed[0], trial.by_place[0])
+    return None
+
+
+@dataclass(frozen=True)
+class PlacesRead:
+    """An input along whose dim nothing mixes, and of which the line ``read_at`` takes some places
+    alone; ``mixed_at``: the line where its samples mix along dim 0.
+    """
+
+    name: str
+    dim: int
+    mixed_at: str
+    read_at: str
+
+
 def _cuts_of(batch: Batch) -> dict[str, Cuts]:
     return {name: {DP: layout} for name, layout in batch.items() if layout != R}
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """Cuts of some inputs, and what follows: how all are read, and what it costs in elements."""
+    """Cuts of some inputs, and what follows: how all are read, and what it costs in elements.
+
+    ``by_place``: the lines that take samples by their place among all, ``taken`` as a share of
+    these. ``mixed``: the lines of all others at which something moves.
+    """
 
     seeds: Mapping[str, Layout]
     batch: Batch
     cost: float
-    by_place: tuple[str, ...] = ()  # the lines that take samples by their place among all
+    by_place: tuple[str, ...] = ()
+    taken: float = 0.0
+    mixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -275,7 +310,8 @@ class _Finder:
         for name, node in inputs:
             if name not in self.pins and batch[name] == R:
                 batch[name] = wanted_by_readers(node, walk.choices, DP)
-        return _Trial(seeds, batch, walk.cost, tuple(walk.by_place))
+        lines = tuple(walk.by_place), walk.taken, tuple(walk.mixed_at)
+        return _Trial(seeds, batch, walk.cost, *lines)
 
     def ranks(self, seeds: Mapping[str, Layout]) -> int | None:
         """The least number of ranks that divides the first cut."""
@@ -326,6 +362,16 @@ def _takes_places(node: fx.Node) -> bool:
     return node.target in _BY_PLACE
 
 
+def _share(node: fx.Node, operand: fx.Node, have: Layout) -> float:
+    """Which share of the elements along a cut dim a call takes by their place."""
+    size = value(operand).shape[have.dim] if have.kind == "cut" else 1
+    if node.target is aten.select.int:
+        return 1 / size
+    if node.target is aten.slice.Tensor and have.kind == "cut":
+        return value(node).shape[have.dim] / size
+    return 1.0
+
+
 @dataclass
 class _Walk(AxisWalk):
     """A walk that counts the elements that move, and those that every rank computes for itself.
@@ -341,6 +387,8 @@ class _Walk(AxisWalk):
         super().__post_init__()
         self.alone = input_only(self.graph, draws=True)
         self.by_place: list[str] = []
+        self.mixed_at: list[str] = []
+        self.taken = 0.0
         self.mixed: set[fx.Node] = set()  # what inputs alone give by moving some of them
         self.samples = set(self.graph.inputs.values())  # and what is computed with parameters
         for node in self.graph.calls():
@@ -354,9 +402,12 @@ class _Walk(AxisWalk):
             moves = have[0] != R and want not in have
             if moves and _takes_places(node):
                 self.by_place.append(value(node).source)
+                self.taken += _share(node, operand, have[0])
             if node in self.alone and ((moves and _reorders(node)) or operand in self.mixed):
                 self.mixed.add(node)
             elif moves and operand not in self.mixed:
+                if not _takes_places(node):
+                    self.mixed_at.append(value(node).source)
                 self._pay(transition_cost(have[0], want, 2) or 1.0, value(operand).shape)
         if node in self.samples:
             for fake, layout in zip(results_of(node), best.outs, strict=True):

@@ -4,6 +4,10 @@
 the batch of its input ``f32[4,5,6]``. A model that is sequence first returns its samples along that
 dim too. Where one takes the mean along it, or the last of it, and returns as many rows as dim 0
 has, the script means dim 0: ranks would be given results of each other's rows.
+
+Where dim 0 is taken for the batch though samples mix along it, as ``out[:, -1]`` of such a model
+costs as much along dim 1, that tells too: nobody computes along a dim of which all places but some
+are then dropped, unless it is the samples'.
 """
 
 from __future__ import annotations
@@ -13,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from partc.errors import PlanError
 from partc.graph import Graph, value
 from partc.graph.given_back import given_out, waits_for_script
-from partc.passes.shard.find_batch import results_along
+from partc.passes.shard.find_batch import PlacesRead, places_read, results_along
 from partc.plan import Cuts, Plan
-from partc.plan.batch import OTHER_ROWS, is_pinned, layout_of
-from partc.plan.sharding import Layout, R
+from partc.plan.batch import MIXED_ROWS, OTHER_ROWS, is_pinned, layout_of
+from partc.plan.sharding import Layout, R, cut
 
 
 def check_rows(graph: Graph, cuts: Mapping[str, Cuts], plan: Plan) -> None:
@@ -45,10 +49,27 @@ def notes_on_other_rows(graph: Graph, cuts: Mapping[str, Cuts], plan: Plan) -> l
     whole = [n for n, x in cuts.items() if layout_of(x) == R and not is_pinned(n, plan)]
     return [
         f"{OTHER_ROWS}{name}, as samples mix along dim 0, and {other} of as many rows is taken "
-        f"for the same on every rank. {_do(name, dim)}"
+        f"for the same on every rank. {for_batch_first(name, dim)}"
         for name, dim in _others(cuts, plan).items()
         for other in whole
         if shapes[other][:1] == shapes[name][:1]
+    ]
+
+
+def notes_on_mixed_rows(graph: Graph, cuts: Mapping[str, Cuts], plan: Plan) -> list[str]:
+    """A note where samples mix along dim 0, and results are of some places of another dim alone;
+    PlanError where the script computes its loss of these.
+    """
+    layouts = {name: layout_of(each) for name, each in cuts.items()}
+    pins = {n: x for n, x in layouts.items() if is_pinned(n, plan) or x != cut(0)}
+    found = places_read(graph, pins)
+    if found is None:
+        return []
+    if waits_for_script(graph):
+        raise _mixed(found)
+    return [
+        f"{MIXED_ROWS}{found.name} ({found.mixed_at}), those of all ranks, and of dim {found.dim} "
+        f"some places alone are read ({found.read_at}). {_do_of_mixed(found.name)}"
     ]
 
 
@@ -63,11 +84,31 @@ def _has_samples(layout: Layout, shape: Sequence[int], samples: int) -> bool:
     return layout.kind == "cut" and shape[layout.dim] // layout.outer == samples
 
 
-def _do(name: str, dim: int) -> str:
+def for_batch_first(name: str, dim: int) -> str:
+    """What to do about an input whose batch was found along a dim, where dim 0 may be meant."""
     return (
         "If dim 0 is the batch, let the model take it so, as nn.GRU and nn.MultiheadAttention do "
         f'with batch_first=True. If dim {dim} is meant, pin it in the plan: [inputs] "{name}" = '
         f"{{ batch = {dim} }}."
+    )
+
+
+def _do_of_mixed(name: str) -> str:
+    return (
+        "If the model takes the sequence first, let it take the batch first, as nn.GRU and "
+        "nn.MultiheadAttention do with batch_first=True. If samples are to mix, pin it in the "
+        f'plan: [inputs] "{name}" = {{ batch = 0 }}.'
+    )
+
+
+def _mixed(found: PlacesRead) -> PlanError:
+    return PlanError(
+        where=f"input {found.name}",
+        what=f"its samples mix along dim 0 ({found.mixed_at}), and of dim {found.dim}, along which "
+        f"nothing mixes, some places alone are read ({found.read_at})",
+        why="each rank's results would be computed from the rows of all ranks, and most of each "
+        "row from nothing",
+        do=_do_of_mixed(found.name),
     )
 
 
@@ -77,5 +118,5 @@ def _refused(name: str, dim: int, result: str, rows: int) -> PlanError:
         what=f"dim {dim} is taken for the batch, as samples mix along dim 0; yet the result "
         f"{result} has {rows} rows, as dim 0",
         why=f"it is computed from all of dim {dim}: ranks would get results of each other's rows",
-        do=_do(name, dim),
+        do=for_batch_first(name, dim),
     )

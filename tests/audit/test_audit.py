@@ -18,7 +18,9 @@ from partc.audit.audit import audit
 from partc.audit.sums import check_sums
 from partc.cli.main import main
 from partc.errors import CheckError, LoadError, RunError
+from partc.passes import suspects
 from partc.program import Program, load
+from partc.program.expected import Expectation
 from tests.audit.mutants import Mutant, mutants
 from tests.example_program import example_program
 from tests.pipelines import toy, toy_program
@@ -45,6 +47,20 @@ def test_a_sound_program_passes_and_mistakes_are_refused(plan: str) -> None:
     telling = [mutant for mutant in mutants(program) if not _is_idle(mutant)]
     for mutant in random.Random(plan).sample(telling, 8):
         assert refused(mutant.of(program)), mutant
+
+
+def test_numbers_that_nobody_edited_are_looked_for_in_what_is_not_of_partc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = made("fsdp")
+    known = program.expected.numbers
+    assert known is not None
+    tensors = {**known.tensors, "loss": known.tensors["loss"].times(2)}
+    other = replace(program, expected=Expectation(lambda: replace(known, tensors=tensors)))
+    for rules, told in (({}, "Report it"), ({"aten.mm": "mine"}, r"rule of aten\.mm \(mine\) is")):
+        monkeypatch.setattr(suspects, "used_rules", lambda rules=rules: rules)
+        with pytest.raises(CheckError, match=rf"loss is off(.|\n)*{told}"):
+            audit(other)
 
 
 def refused(program: Program) -> bool:

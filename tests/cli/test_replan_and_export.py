@@ -69,6 +69,7 @@ def test_a_program_is_replanned_and_its_checkpoint_exported(
         ("export build -o out", "It has a program, without weights"),
         ("export tiny.json -o out", "it is a file"),
         ("export build -o out --max-shard-size 5XB", "no size of a file"),
+        ("export build -o out --max-shard-size 5", "stands for 5 bytes"),
         ("export build -o out --config nothing.json", "no configuration of a model"),
         ("export build -o build", "will not be replaced"),
         ("replan build -o out --model hf:tiny.json", "neither --devices nor --mesh"),

@@ -196,6 +196,32 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["watch", str(tmp_path), "--every", "0"]) == 2
 
 
+def test_on_a_terminal_it_waits_for_the_first_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder that is not there yet, of an empty file, then of a run."""
+    run, shown = tmp_path / "run", list[str]()
+
+    def later(_: float) -> None:
+        shown.append(capsys.readouterr().out)
+        if len(shown) == 1:
+            run.mkdir()
+            (run / "metrics.jsonl").touch()
+        elif len(shown) == 2:
+            write(run, 0)
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("partc.cli.watch_command.time.sleep", later)
+    assert main(["watch", str(run)]) == 0
+    assert f"waiting for the first line of a run in {run}: it does not exist" in shown[0]
+    assert "waiting for the first line" in shown[1]
+    assert "step 10" in shown[2]
+    (run / "metrics.jsonl").write_text("no JSON\n")
+    assert main(["watch", str(run)]) == 2  # which no waiting helps
+
+
 def test_watching_does_not_wait_for_torch(tmp_path: Path) -> None:
     write(tmp_path, 0)
     asked = f"""

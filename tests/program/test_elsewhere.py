@@ -277,3 +277,22 @@ def in_groups_by_name() -> None:
 
 def test_groups_by_name_of_which_a_rank_has_none(world: Processes) -> None:
     world.run(in_groups_by_name, num=2)
+
+
+def asked_by_name() -> None:
+    stage, rank = begun(compiled()[1], gan()), dist.get_rank()
+    own, other = (
+        next(n for n, _ in gan().named_parameters() if n.startswith(HALVES[i]))
+        for i in (rank, 1 - rank)
+    )
+    assert stage.get_parameter(own) is dict(stage.named_parameters())[own]
+    with pytest.raises(
+        RunError, match=rf"stage\.{HALVES[1 - rank]}(.|\n)*on pipeline rank {1 - rank}"
+    ):
+        stage.get_parameter(other)
+    with pytest.raises(AttributeError):
+        stage.get_parameter(f"{HALVES[rank]}.nothing")
+
+
+def test_a_parameter_that_another_rank_has_is_named(world: Processes) -> None:
+    world.run(asked_by_name, num=2)

@@ -221,6 +221,44 @@ def test_skipped_tests_keep_their_files(theirs: Path) -> None:
         assert code == 0, said
 
 
+UNCALLED = """
+import pytest
+
+
+@pytest.fixture
+def later(partc_golden):
+    yield
+    with pytest.raises(Exception, match="no program"):
+        partc_golden(None)
+
+
+def test_uncalled(partc_golden):
+    pass
+
+
+def test_skipped(partc_golden):
+    pytest.skip()
+
+
+def test_failed(partc_golden):
+    assert False
+
+
+def test_called_later(later):
+    pass
+"""
+
+
+def test_a_test_that_takes_the_fixture_and_never_calls_it_fails(tmp_path: Path) -> None:
+    write(tmp_path, "conftest.py", FILES["conftest.py"])
+    write(tmp_path, "test_uncalled.py", UNCALLED)
+    code, said = run_pytest(tmp_path)
+    assert code == 1
+    assert "test_uncalled.py::test_uncalled takes partc_golden and never calls it" in said
+    assert said.count("and never calls it, so") == 1
+    assert re.search("1 failed, 2 passed, 1 skipped, 1 error", said)
+
+
 def test_the_plugin_imports_no_torch() -> None:
     code = "import partc.testing, sys; assert 'torch' not in sys.modules"
     path = {"PYTHONPATH": str(ROOT)}

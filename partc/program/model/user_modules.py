@@ -64,6 +64,15 @@ class UserModules(nn.Module):
             if made:
                 vars(made.root)[name] = vars(self)[name]
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter of this name; an error that says where it is, if another rank has it."""
+        path, _, name = target.rpartition(".")
+        try:
+            return super().get_parameter(target)
+        except AttributeError:
+            getattr(self.get_submodule(path), name)  # which says where it is
+            raise
+
     def clear_modules(self) -> None:
         """Forget all tensors; the modules that look like the model's stay."""
         for name in TABLES:

@@ -32,6 +32,7 @@ from partc.program.stage.counted_runs import CountedRuns
 from partc.program.stage.family_errors import (
     REFUSED,
     alone_by_choice,
+    check_numbers,
     inside_autocast,
     loss_is_scripts,
     no_gradients,
@@ -266,6 +267,7 @@ class Family:
         uneven = self._batch.uneven
         assert uneven is not None
         cuts = self._cuts_of_results(whole)
+        check_numbers(self._shared(whole).returns, whole.kind)
         member = self._member(whole)
         taken = member.checks.taken(uneven.gathered(inputs, each), self._tensors.device.type)
         run = partial(self._runs.run, member, taken)
@@ -273,15 +275,22 @@ class Family:
 
     def _cuts_of_results(self, whole: Wanted) -> Results:
         """How results are cut where ranks share the rows, of a program with these arguments."""
-        assert self._batch.uneven is not None
-        example, results = self._batch.uneven.example(whole), self.first.program.results
-        if whole.kind == "forward":
-            shared = [w for w in self.programs if (w.kind, w.form) == (whole.kind, whole.form)]
-            wanted = next((w for w in shared if not w.replicated), example)
-            results = self._member(wanted).program.results
+        results = self._shared(whole).results
         if any(outer > 1 for cuts in results.values() for *_, outer in cuts):  # of its length
-            results = self._member(example).program.results
+            results = self._member(self._example(whole)).program.results
         return results
+
+    def _shared(self, whole: Wanted) -> Program:
+        """A program with these arguments whose rows ranks share."""
+        if whole.kind != "forward":
+            return self.first.program
+        shared = [w for w in self.programs if (w.kind, w.form) == (whole.kind, whole.form)]
+        wanted = next((w for w in shared if not w.replicated), None)
+        return self._member(wanted or self._example(whole)).program
+
+    def _example(self, whole: Wanted) -> Wanted:
+        assert self._batch.uneven is not None
+        return self._batch.uneven.example(whole)
 
     # made ------------------------------------------------------------------------------------
     def _member(self, wanted: Wanted) -> Member:

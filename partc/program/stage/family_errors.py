@@ -9,7 +9,9 @@ from typing import Any
 from partc.errors import RunError
 from partc.program import Program
 from partc.program.choices import IGNORED, pad_of
-from partc.program.wanted import Wanted
+from partc.program.wanted import WORDS, Wanted
+from partc.trace.record import Kind
+from partc.trace.trees import OF_ROWS, Tree, told
 
 REFUSED = "refused"  # what a rank says that does not run
 CALL = "call "  # what a rank says that is in a call of all ranks, before its name
@@ -53,6 +55,19 @@ def no_input_gradient(name: str) -> RunError:
         "which does so by itself; or pass it detached, x.detach(), if nothing before the model "
         "trains.",
     )  # fmt: skip
+
+
+def check_numbers(returned: Tree | None, kind: Kind) -> None:
+    """RunError for results with a number of rows, where ranks have different numbers of these."""
+    parts = [] if returned is None else [*returned.parts()]
+    for each in (part for part in parts if part.of == OF_ROWS):
+        raise RunError(
+            where=WORDS[kind], what=f"ranks were given different numbers of rows, and with the "
+            f"results comes {told(each.plain)}, which follows from these",
+            why="it is part of the program, the same on every rank",
+            do="Take it in the script, from the batch that this rank was given, len(x); or give "
+            "all ranks as many rows.",
+        )  # fmt: skip
 
 
 def ranks_differ(each: Sequence[Wanted], what_helps: str) -> RunError:
