@@ -269,6 +269,8 @@ class _Recorder:
             started = first_operand(node)
             if started in self.marks and (moved := self._move(started)):
                 yield Event(phase, WAIT, _number(self.moves, moved), self.marks[started])
+        elif node.target is collectives.accumulate:
+            return  # each microbatch has its additions
         elif call := call_of(node, self.ran):
             joins = node in self.added and node.target is ops.weight_grad
             call = _reading(call) if joins else call
