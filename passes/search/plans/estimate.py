@@ -296,16 +296,34 @@ class Estimator:
         return reading + max(0, weights.count - products) * (device.launch_s + device.call_s)
 
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
-        weights = self.profile.weights[unit]
+        """Seconds to gather a unit's weights from shards over the data axis."""
+        whole = self.profile.weights[unit].gathered.local(1, one.tp)
         axis, ranks = self._shard_axis(mesh)
-        num_bytes = weights.gathered.local(1, one.tp) / ranks
-        return collective_seconds("all_gather", num_bytes, mesh, axis)
+        each = whole / ranks
+        more = self._more_starts_s("all_gather", unit, each + whole, mesh, axis)
+        return collective_seconds("all_gather", each, mesh, axis) + more
 
     def _reduce_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         """Seconds to reduce the gradients of a unit over the data axis."""
         size = self.profile.weights[unit].size.local(1, one.tp)
-        kind = "all_reduce" if one.data == "ddp" else "reduce_scatter"
-        return collective_seconds(kind, size, mesh, self._shard_axis(mesh)[0])
+        axis = self._shard_axis(mesh)[0]
+        if one.data == "ddp":
+            return collective_seconds("all_reduce", size, mesh, axis)
+        more = self._more_starts_s("reduce_scatter", unit, size, mesh, axis)
+        return collective_seconds("reduce_scatter", size, mesh, axis) + more
+
+    def _more_starts_s(
+        self, kind: str, unit: int, copied: float, mesh: Mesh, axis: str
+    ) -> float:
+        """Seconds that a unit's weights take to start, if its matrices are sent one by one: where
+        to copy one of them into a bucket takes longer than to start a transfer.
+
+        ``copied``: bytes of the copies of all.
+        """
+        matrices, start_s = self._matrices(unit), collective_seconds(kind, 0, mesh, axis)
+        copying_s = mesh.hardware.device.memory_seconds(2 * copied / matrices)  # read and written
+        others = self.profile.weights[unit].count > matrices
+        return (matrices - 1 + others) * start_s if copying_s > start_s else 0.0
 
     def _reduce_between_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         """Seconds to all-reduce a unit's scattered gradients between replicas (HSDP), else 0."""
