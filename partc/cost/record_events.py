@@ -42,7 +42,6 @@ from partc.graph import (
     value,
 )
 from partc.graph.blocks import outermost_block
-from partc.graph.folds import list_member
 from partc.graph.moves import gathers_param, kind_of, wire_of
 
 T = TypeVar("T")

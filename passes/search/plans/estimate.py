@@ -312,9 +312,7 @@ class Estimator:
         more = self._more_starts_s("reduce_scatter", unit, size, mesh, axis)
         return collective_seconds("reduce_scatter", size, mesh, axis) + more
 
-    def _more_starts_s(
-        self, kind: str, unit: int, copied: float, mesh: Mesh, axis: str
-    ) -> float:
+    def _more_starts_s(self, kind: str, unit: int, copied: float, mesh: Mesh, axis: str) -> float:
         """Seconds that a unit's weights take to start, if its matrices are sent one by one: where
         to copy one of them into a bucket takes longer than to start a transfer.
 
