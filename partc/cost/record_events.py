@@ -19,6 +19,7 @@ from partc.cost.sites import Site, Sites
 from partc.cost.step_events import (
     CALL,
     LAST,
+    PHASES,
     START,
     WAIT,
     Call,
@@ -41,7 +42,6 @@ from partc.graph import (
     value,
 )
 from partc.graph.blocks import outermost_block
-from partc.graph.folds import list_member
 from partc.graph.moves import gathers_param, kind_of, wire_of
 
 T = TypeVar("T")
@@ -117,18 +117,36 @@ def _are_read(calls: list[fx.Node], later: Iterable[Method]) -> bool:
 
 
 def record_phases(graph: Graph, ran: Replay) -> StepEvents:
-    """The events of one pipeline stage; each run is labelled by its phase (S, F, B, W, E)."""
+    """The events of one pipeline stage, phase by phase; each run is labelled by its block.
 
-    def place(node: fx.Node) -> tuple[str, tuple[str, int]]:
-        return value(node).phase, list_member(value(node).module)
-
-    found = ((at, list(run)) for at, run in groupby(graph.calls(), key=place))
-    runs = [_Calls(phase, mine, graph.times(mine[0])) for (phase, _), mine in found]
+    A program has a method for each phase, and loops over blocks in it.
+    """
     grads = set(graph.grads.values())
     added = {node for node in graph.calls() if _is_added(node, grads)}
+    closing = _closing(graph, added)
+    behind = {node for nodes in closing.values() for node in nodes}
+    runs = []
+    for phase in PHASES:
+        calls = [n for n in graph.calls() if value(n).phase == phase and n not in behind]
+        runs += [_Calls(block, mine, graph.times(mine[0])) for block, mine in _by_method(calls)]
     return _Recorder(
-        ran, lambda node: value(node).phase, apart=False, added=added, joined=_joined(graph)
+        ran, lambda node: value(node).phase, apart=True, added=added, joined=_joined(graph),
+        closing=closing,
     ).step(runs)  # fmt: skip
+
+
+def _closing(graph: Graph, added: Set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """By transfer what waits for its gradients, where a microbatch adds these to those before it.
+
+    Nothing else of the phase reads them, so the program waits for them a block later.
+    """
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.calls():
+        for wait in node.users if _is_start(node) and is_backward(node) else ():
+            picks = [user for user in wait.users if user.target is operator.getitem]
+            if wait.target is collectives.wait and all(pick in added for pick in picks or [wait]):
+                found[node] = [wait, *sorted(picks)]
+    return found
 
 
 def _joined(graph: Graph) -> dict[fx.Node, Move | None]:
@@ -192,6 +210,7 @@ class _Recorder:
     marks: dict[fx.Node, str] = field(default_factory=dict)
     added: Set[fx.Node] = frozenset()  # to sums over microbatches
     joined: Mapping[fx.Node, Move | None] = field(default_factory=dict)
+    closing: Mapping[fx.Node, list[fx.Node]] = field(default_factory=dict)  # by transfer
 
     def step(self, runs: list[_Calls]) -> StepEvents:
         self._mark(runs)
@@ -211,25 +230,27 @@ class _Recorder:
         A transfer that starts and ends in one run is named by its place in the run (``3``), others
         by run and place (``5:3``). Equal runs thus have equal events and are stored once.
         """
-        at = {node: number for number, run in enumerate(runs) for node in run.calls}
+        at = {node: number for number, run in enumerate(runs) for node in self._all_of(run)}
         for number, run in enumerate(runs):
             for place, node in enumerate(filter(_is_start, run.calls)):
                 waits = [user for user in node.users if user.target is collectives.wait]
                 stays = all(at.get(wait, number) == number for wait in waits)
                 self.marks[node] = f"{place}" if stays else f"{number}:{place}"
 
+    def _all_of(self, each: _Calls) -> list[fx.Node]:
+        """The calls of a run, then those that wait for its gradients."""
+        return [*each.calls, *(n for start in each.calls for n in self.closing.get(start, ()))]
+
     def _run(self, each: _Calls) -> tuple[Run, list[Site]]:
-        """The run of some calls, and the site of each of its events, gathers first."""
+        """The run of some calls, and the site of each of its events: gathers first, closing last."""
         gathers = [n for n in each.calls if self.apart and _is_start(n) and gathers_param(n)]
         if each.label:  # a block's method starts those of one weight each first
             gathers.sort(key=lambda n: len(tensor_args(n)) > 1)
         rest = [n for n in each.calls if n not in gathers]
-        first, then = [*self._events(gathers)], [*self._events(rest)]
-        run = Run(
-            tuple(event for event, _ in first), tuple(event for event, _ in then),
-            bool(rest) and is_backward(rest[-1]),
-        )  # fmt: skip
-        return run, [site for _, site in (*first, *then)]
+        parts = [[*self._events(n)] for n in (gathers, rest, self._all_of(each)[len(each.calls) :])]
+        first, then, last = (tuple(event for event, _ in part) for part in parts)
+        run = Run(first, then, bool(rest) and is_backward(rest[-1]), last)
+        return run, [site for part in parts for _, site in part]
 
     def _events(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[Event, Site]]:
         """The events of some calls, each with the place in the model that the call comes from."""
@@ -247,6 +268,8 @@ class _Recorder:
             started = first_operand(node)
             if started in self.marks and (moved := self._move(started)):
                 yield Event(phase, WAIT, _number(self.moves, moved), self.marks[started])
+        elif node.target is collectives.accumulate:
+            return  # each microbatch has its additions
         elif call := call_of(node, self.ran):
             joins = node in self.added and node.target is ops.weight_grad
             call = _reading(call) if joins else call

@@ -17,7 +17,7 @@ CALL: Code = "c"
 START: Code = "s"  # of a transfer that has a WAIT
 LAST: Code = "l"  # of a transfer that finishes gradients: nothing in the step reads them, no WAIT
 WAIT: Code = "w"
-PHASES = ("S", "F", "B", "W", "E")  # the labels of runs that stand in no block
+PHASES = ("S", "F", "B", "W", "E")  # in the order of a stage; older files label runs by them
 
 
 class Call(NamedTuple):
@@ -85,11 +85,14 @@ class Run:
     """The events of consecutive calls of one block or phase.
 
     ``gathers``: the starts of gathers of parameters, which a program may start before the run.
+    ``closing``: the waits for its gradients where a microbatch adds these to those before it, and
+    the additions. A program has them behind the backward of the next block.
     """
 
     gathers: tuple[Event, ...]
     events: tuple[Event, ...]
     is_backward: bool
+    closing: tuple[Event, ...] = ()
 
 
 class Place(NamedTuple):
@@ -103,8 +106,8 @@ class Place(NamedTuple):
 class Execution(NamedTuple):
     """One execution of a run: the block as the model numbers it, and where each event comes from.
 
-    ``sites`` has the gathers' entries first, then those of the run's other events; empty where the
-    program was saved without them.
+    ``sites`` has the gathers' entries first, then those of the run's events and of what closes it;
+    empty where the program was saved without them.
     """
 
     label: str
@@ -116,8 +119,13 @@ class Execution(NamedTuple):
         return self._with_sites(self.run.gathers, 0)
 
     def events(self) -> Iterator[tuple[Event, Site]]:
-        """The other events in order, each with its site."""
+        """The run's own events in order, each with its site."""
         return self._with_sites(self.run.events, len(self.run.gathers))
+
+    def closing(self) -> Iterator[tuple[Event, Site]]:
+        """The waits for the run's gradients and their additions, each with its site."""
+        first = len(self.run.gathers) + len(self.run.events)
+        return self._with_sites(self.run.closing, first)
 
     def _with_sites(self, events: tuple[Event, ...], first: int) -> Iterator[tuple[Event, Site]]:
         sites = self.sites[first : first + len(events)] or (NOWHERE,) * len(events)
@@ -157,7 +165,7 @@ class StepEvents:
         return {
             "calls": list(map(str, self.calls)),
             "moves": [" ".join(map(str, move)) for move in self.moves],
-            "runs": [[int(r.is_backward), _texts(r.gathers), _texts(r.events)] for r in self.runs],
+            "runs": [_run_texts(run) for run in self.runs],
             "order": [f"{run} {times} {label}" for label, run, times in self.order],
             "prefetch": self.prefetch,
             "sites": self.sites.as_json(),
@@ -171,11 +179,19 @@ class StepEvents:
         return cls(
             calls=tuple(map(Call.parse, data["calls"])),
             moves=tuple(Move(k, a, int(i), int(p), int(u)) for k, a, i, p, u in moves),
-            runs=tuple(Run(_events(g), _events(e), bool(back)) for back, g, e in data["runs"]),
+            runs=tuple(
+                Run(_events(gathers), _events(events), bool(back), *map(_events, closing))
+                for back, gathers, events, *closing in data["runs"]
+            ),
             order=tuple(Place(label, int(run), int(times)) for run, times, label in order),
             prefetch=int(data["prefetch"]),
             sites=Sites.of_json(data.get("sites", {})),
         )
+
+
+def _run_texts(run: Run) -> list[int | str]:
+    closing = [_texts(run.closing)] if run.closing else []
+    return [int(run.is_backward), _texts(run.gathers), _texts(run.events), *closing]
 
 
 def _texts(events: tuple[Event, ...]) -> str:

@@ -10,7 +10,8 @@ graph leaves out are walked as often as they run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from partc.cost.record_events import record_phases
 from partc.cost.roofline import Clock, Spent
@@ -41,35 +42,8 @@ def step_times(step: StepEvents, mesh: Mesh, clock: Clock | None = None) -> dict
     """
     forward, backward, gradients = spent = [Spent() for _ in PHASES]
     walk = _Walk(step, clock or Clock(mesh))
-    reduced: list[tuple[Move, float]] = []  # gradients on their way, and when they arrive
-    ahead: deque[_UnderWay] = deque()  # the gathers of following runs, by run
-    runs = [*step.unrolled()]
-    # an empty run in front, during which the first block's parameters are gathered
-    for number, ran in enumerate([_NOTHING, *runs]):
-        block, here, _ = ran
-        closes = bool(block) and here.is_backward
-        before, reduced = reduced, []
-        walk.under_way |= ahead.popleft() if ahead else {}
-        between = not block and number > 1
-        begun = number + len(ahead)
-        for following in runs[begun : number + (step.prefetch if between else 1)]:
-            at = backward if closes else forward
-            ahead.append({e.mark: walk.start(e, at, site) for e, site in following.gathers()})
-        walk.clock.block = block
-        begin_s = walk.clock.now
-        for event, site in ran.events():
-            at = backward if event.phase == "B" else forward
-            if event.code == LAST:
-                reduced.append(walk.start(event, at, site))
-            else:
-                walk.run(event, at, site)
-        if block:
-            walk.clock.note_block("backward" if closes else "forward", begin_s)
-        if closes:
-            walk.finish(before, backward)
-        else:
-            reduced = [*before, *reduced]
-    walk.finish(reduced, gradients)
+    left = walk.through([*step.unrolled()], forward, backward, step.prefetch)
+    walk.finish(left, gradients)
     return dict(zip(PHASES, spent, strict=True))
 
 
@@ -86,14 +60,17 @@ def walk_phases(
     ``mesh`` has all axes, ``pp`` too: which links an axis crosses depends on all axes. ``clock_of``
     makes the clock of a phase, which may record the time line too.
     """
-    walks: dict[str, _Walk] = {}
-    spent: dict[Phase, Spent] = {}
+    runs: dict[Phase, list[Execution]] = {}
     for ran in step.unrolled():
-        for event, site in ran.events():
-            phase: Phase = event.phase  # type: ignore[assignment]
-            if phase not in walks:
-                walks[phase] = _Walk(step, clock_of(phase) if clock_of else Clock(mesh))
-            walks[phase].run(event, spent.setdefault(phase, Spent()), site)
+        first = next((event for event, _ in (*ran.gathers(), *ran.events())), None)
+        if first is not None:
+            phase: Phase = first.phase  # type: ignore[assignment]
+            runs.setdefault(phase, []).append(ran)
+    spent = {phase: Spent() for phase in runs}
+    for phase, mine in runs.items():
+        walk = _Walk(step, clock_of(phase) if clock_of else Clock(mesh))
+        left = walk.through(mine, spent[phase], spent[phase])
+        walk.finish(left, spent[phase])
     return spent
 
 
@@ -102,12 +79,60 @@ def phase_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[Phase, Spent]:
     return walk_phases(record_phases(graph, ran), mesh)
 
 
+class _Reduced(NamedTuple):
+    """A wait for gradients, with the transfer and when it ends, or an addition of what arrived."""
+
+    event: Event
+    site: Site
+    moved: tuple[Move, float] | None = None
+
+
 class _Walk:
     """Runs events on a clock, and keeps the transfers that are under way by their marks."""
 
     def __init__(self, step: StepEvents, clock: Clock) -> None:
         self.step, self.clock = step, clock
         self.under_way: _UnderWay = {}
+
+    def through(
+        self, runs: Sequence[Execution], forward: Spent, backward: Spent, prefetch: int = 1
+    ) -> list[_Reduced]:
+        """Execute runs one behind the other; return what waits for gradients still under way.
+
+        Gathers of following runs are started before a run: of ``prefetch`` ones between two blocks.
+        """
+        reduced: list[_Reduced] = []
+        ahead: deque[_UnderWay] = deque()  # the gathers of following runs, by run
+        # an empty run in front, during which the first block's parameters are gathered
+        for number, ran in enumerate([_NOTHING, *runs]):
+            block, here, _ = ran
+            closes = bool(block) and here.is_backward
+            before, reduced = reduced, []
+            self.under_way |= ahead.popleft() if ahead else {}
+            between = not block and number > 1
+            begun = number + len(ahead)
+            for following in runs[begun : number + (prefetch if between else 1)]:
+                at = backward if closes else forward
+                ahead.append({e.mark: self.start(e, at, site) for e, site in following.gathers()})
+            self.clock.block = block
+            begin_s = self.clock.now
+            for event, site in ran.events():
+                at = backward if event.phase in ("B", "W") else forward
+                if event.code == LAST:
+                    reduced.append(_Reduced(event, site, self.start(event, at, site)))
+                else:
+                    self.run(event, at, site)
+            reduced += [
+                _Reduced(event, site, self.under_way.pop(event.mark, None))
+                for event, site in ran.closing()
+            ]
+            if block:
+                self.clock.note_block("backward" if closes else "forward", begin_s)
+            if closes:
+                self.finish(before, backward)
+            else:
+                reduced = [*before, *reduced]
+        return reduced
 
     def run(self, event: Event, spent: Spent, site: Site = NOWHERE) -> None:
         """Execute a call, a start or a wait; a wait for a transfer never started does nothing."""
@@ -125,7 +150,10 @@ class _Walk:
         move = self.step.moves[event.number]
         return move, self.clock.start(move, spent)
 
-    def finish(self, moves: list[tuple[Move, float]], spent: Spent) -> None:
-        """Wait for transfers in the order in which they were started."""
-        for move, end in moves:
-            self.clock.wait(move, end, spent)
+    def finish(self, reduced: Sequence[_Reduced], spent: Spent) -> None:
+        """Wait for gradients in the order in which their transfers were started, and add them."""
+        for event, site, moved in reduced:
+            if moved is not None:
+                self.clock.wait(*moved, spent)
+            elif event.code == CALL:
+                self.run(event, spent, site)

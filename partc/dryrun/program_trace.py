@@ -1,8 +1,8 @@
 """What one rank's program does, line by line: its calls, its transfers, and the live bytes.
 
-The program runs on tensors without data, as for its peak (``run.py``), but whole. Each step of the
-trace has the line that the program's reader looks for: not the line of a helper, but the line of
-the method that calls it; and the module with the number of the layer that runs.
+The program runs on tensors without data, as for its peak (``run.py``), but with all layers. Each
+step of the trace has the line that the program's reader looks for: not the line of a helper, but
+the line of the method that calls it; and the module with the number of the layer that runs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch import nn
 
 from partc.cost.sites import NOWHERE, Site
 from partc.dryrun.alone import LoneDist, LoneMesh, Transfer, in_place_of_dist
+from partc.dryrun.lines import SourceLines
 from partc.dryrun.live_memory import LiveMemory
 from partc.dryrun.run import Built, run_step
-from partc.dryrun.turns import METHODS
+from partc.dryrun.turn import Call, Turn
+from partc.dryrun.turns import KnownTurns, NotSteady, Turns
 from partc.program.role import Role
 from partc.program.user_lines import path_in_model
 
@@ -78,14 +80,29 @@ class ProgramTrace:
 
 
 def program_trace(role: Role, rank: int = 0, library: str = "gloo") -> ProgramTrace:
-    """Run a role's step on fakes, whole, and note what it does.
+    """Run a role's step on fakes, with all of its layers, and note what it does.
 
+    Of a pipeline's microbatches those that repeat earlier ones are noted without being executed.
     ``library``: the library of collectives (``topology.LIBRARIES``).
     """
+    try:
+        return _traced(role, rank, library, repeats=not role.is_inference)
+    except NotSteady:
+        return _traced(role, rank, library, repeats=False)
+
+
+def _traced(role: Role, rank: int, library: str, *, repeats: bool) -> ProgramTrace:
     built = Built.of(role, rank)
-    step, live = built.step, _TracedMemory(role, built.step)
+    live = _TracedMemory(role, built.step)
     dist = in_place_of_dist(role, _TracedDist(LoneMesh(role.mesh, rank), library, live))
-    run_step(role, built, live, dist, lambda: live.watch(getattr(step, "stages", None)))
+
+    def begin() -> None:
+        stages = getattr(built.step, "stages", None)  # the model may have a list so named
+        if isinstance(stages, dict):
+            turns = _TracedTurns(live, KnownTurns(), SourceLines.of(live.file), repeats=repeats)
+            turns.take_over([*stages.values()])
+
+    run_step(role, built, live, dist, begin)
     return live.trace()
 
 
@@ -126,22 +143,6 @@ class _TracedMemory(LiveMemory):
         holders = sorted(held.items(), key=lambda each: (-each[1], each[0]))
         sizes = dict(self.role.mesh.axes)
         return ProgramTrace(tuple(self.done), peak.num_bytes, peak.line, tuple(holders), sizes)
-
-    def watch(self, stages: Any) -> None:
-        """Note each call of a method of a pipeline rank's stages; a model may have such a list."""
-        for number, stage in enumerate(stages.values() if isinstance(stages, dict) else ()):
-            for name in METHODS:
-                if hasattr(stage, name):
-                    setattr(stage, name, self._noted(number, name, getattr(stage, name)))
-
-    def _noted(self, stage: int, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def turn(i: int, *operands: Any) -> Any:
-            self.note(TURN, name, str(stage), number=i)
-            result = real(i, *operands)
-            self.note(TURNED, name, str(stage), number=i)
-            return result
-
-        return turn
 
     def note(self, kind: str, name: str, axis: str = "", num_bytes: int = 0, number: int = 0,
              live_bytes: int | None = None) -> None:  # fmt: skip
@@ -196,6 +197,45 @@ class _TracedMemory(LiveMemory):
         if key not in self.paths:
             self.paths[key] = path_in_model(origin[0], block, self.role, self.step)
         return Site(self.paths[key], origin[1])
+
+
+@dataclass
+class _TracedTurns(Turns):
+    """Executes the turns of a rank's stages, or notes again what an equal one of the stage did."""
+
+    live: _TracedMemory
+    repeats: bool = True
+    did: dict[tuple[int, str], tuple[list[Done], int]] = field(default_factory=dict)
+
+    def _may_leave_out(self, number: int, stage: Any) -> bool:
+        return self.repeats and super()._may_leave_out(number, stage)
+
+    def _execute(
+        self, key: Any, number: int, stage: Any, real: Callable[..., Any], i: int,
+        operands: Sequence[Any],
+    ) -> Any:  # fmt: skip
+        _, name, _ = key
+        self.live.note(TURN, name, str(number), number=i)
+        first, total = len(self.live.done), self.live.total
+        result = super()._execute(key, number, stage, real, i, operands)
+        self.did[number, name] = self.live.done[first:], total
+        self.live.note(TURNED, name, str(number), number=i)
+        return result
+
+    def _repeat(self, known: Turn, call: Call, stage: Any, operands: Sequence[Any]) -> Any:
+        """Note what the stage's last such turn did, above what is live now."""
+        number, name, i = call
+        if (number, name) not in self.did:
+            raise NotSteady(f"{name} of stage {number}")
+        did, total = self.did[number, name]
+        more = self.live.total - total
+        self.live.note(TURN, name, str(number), number=i)
+        self.live.done += [each._replace(live_bytes=each.live_bytes + more) for each in did]
+        behind = len(self.live.done)
+        result = super()._repeat(known, call, stage, operands)
+        del self.live.done[behind:]  # the calls that stand for what the turn keeps
+        self.live.note(TURNED, name, str(number), number=i)
+        return result
 
 
 class _TracedDist(LoneDist):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from partc.dryrun.lines import SourceLines
 from partc.dryrun.live_memory import LiveMemory
-from partc.dryrun.turn import THEN, State, Turn, turn_since
+from partc.dryrun.turn import THEN, Call, State, Turn, turn_since
 from partc.graph.fake_calls import tensors_in
 
 METHODS = ("forward", "backward", "weights")
@@ -78,9 +78,13 @@ class Turns:
             known = self._known(key, stage)
             if known is None:
                 raise NotSteady(f"{name} of stage {number}")
-            return known.again((number, name, i), self.live, stage, operands)
+            return self._repeat(known, (number, name, i), stage, operands)
 
         return turn
+
+    def _repeat(self, known: Turn, call: Call, stage: Any, operands: Sequence[Tensor]) -> Any:
+        """Repeat a known turn's effect for the microbatch of a call."""
+        return known.again(call, self.live, stage, operands)
 
     def _key(self, number: int, name: str) -> Key:
         """The key of a stage method's next call; a first forward has no special effect."""

@@ -37,6 +37,7 @@ from partc.passes.search.plans.step_times import (
     bytes_around,
     together,
 )
+from partc.passes.search.plans.weight_streams import UnitWork, backward_waits
 from partc.plan.batch import DATA_AXES
 from partc.plan.mesh import PP, TP, Mesh
 
@@ -189,6 +190,8 @@ class Estimator:
         # gradients that are summed once per step leave in the backward of its last microbatch
         turns = one.microbatches * one.pp > 1
         once_per_step = one.data != "fsdp" and turns
+        if phase == BACKWARD and one.data == "fsdp" and turns:
+            return self._microbatch(one, mesh, times, units, gathers)
         # When each stream is done: `now` computing, `shared` FSDP's gathers and reductions,
         # `between` sums over hsdp's copies, `behind` sums that only the last microbatch starts.
         now = shared = between = waited = behind = last = 0.0
@@ -202,28 +205,63 @@ class Estimator:
             if number + 1 < len(units) and not once:
                 arrived = shared = max(shared, now) + gathers[number + 1]
             now += float(times.exposed[unit, phase])
-            if phase == BACKWARD and one.data_ranks > 1 and turns:
-                seconds = self._reduce_s if once_per_step else self._reduce_between_s
-                summed = seconds(one, mesh, unit)
+            if phase == BACKWARD and one.data_ranks > 1 and once_per_step:
+                summed = self._reduce_s(one, mesh, unit)
                 last += summed
                 behind = max(behind, now) + summed
             if phase == BACKWARD and one.data_ranks > 1 and not once_per_step:
                 reduced = self._reduce_s(one, mesh, unit)
                 shared = max(shared, now) + reduced
                 moved += reduced
-                if not turns:
-                    between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
+                between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
         if phase == FORWARD or one.data_ranks == 1:
             waits = waited + self._slowed(moved - waited)
-            # What zero1 gathers serves all microbatches: they wait for it once a step.
-            return Waits(0.0, waits) if once and turns else Waits(waits, 0.0)
-        # What is left of the last microbatch's sums is paid once a step, not once a microbatch.
-        late = min(last, max(0.0, behind - now))
-        late += self._slowed(last - late)
+            # what zero1 gathers for all microbatches has arrived before the first one begins
+            return Waits(0.0, moved) if once and turns else Waits(waits, 0.0)
         if once_per_step:
+            late = self._late(last, behind - now)
             return Waits(waited + self._slowed(moved - waited), late)
         after = max(0.0, shared - now, between - now)
-        return Waits(waited + self._slowed(moved - waited - after), after + late)
+        return Waits(waited + self._slowed(moved - waited - after), after)
+
+    def _microbatch(
+        self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int],
+        gathers: Sequence[float],
+    ) -> Waits:  # fmt: skip
+        """The backward of one of several microbatches under FSDP, which waits for all gradients.
+
+        hsdp's sums over copies start in the last one alone.
+        """
+        reduces = one.data_ranks > 1
+        work = [
+            UnitWork(
+                float(times.exposed[unit, BACKWARD]), gathered,
+                self._reduce_s(one, mesh, unit) if reduces else 0.0, self._matrices(unit),
+            )
+            for unit, gathered in zip(units, gathers, strict=True)
+        ]  # fmt: skip
+        walked = backward_waits(work)
+        waits = walked.waited + walked.after
+        hidden = sum(each.gathers + each.reductions for each in work) - waits
+        behind = last = 0.0
+        for unit, end in zip(units, walked.ends, strict=True):
+            summed = self._reduce_between_s(one, mesh, unit) if reduces else 0.0
+            last += summed
+            behind = max(behind, end) + summed
+        return Waits(waits + self._slowed(hidden), self._late(last, behind - walked.ends[-1]))
+
+    def _late(self, sums_s: float, left_s: float) -> float:
+        """Seconds of the last microbatch's sums: paid once a step, not once a microbatch.
+
+        ``left_s``: what is left of them when its backward ends.
+        """
+        late = min(sums_s, max(0.0, left_s))
+        return late + self._slowed(sums_s - late)
+
+    def _matrices(self, unit: int) -> int:
+        """How many weights of a unit are factors of matrix products, at least 1."""
+        calls = self.profile.calls
+        return max(1, int(calls.is_weight_grad[calls.unit == unit].sum()))
 
     def _slowed(self, hidden_s: float) -> float:
         """Seconds that computing loses to ``hidden_s`` seconds of transfers beside it."""
@@ -258,16 +296,32 @@ class Estimator:
         return reading + max(0, weights.count - products) * (device.launch_s + device.call_s)
 
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
-        weights = self.profile.weights[unit]
+        """Seconds to gather a unit's weights from shards over the data axis."""
+        whole = self.profile.weights[unit].gathered.local(1, one.tp)
         axis, ranks = self._shard_axis(mesh)
-        num_bytes = weights.gathered.local(1, one.tp) / ranks
-        return collective_seconds("all_gather", num_bytes, mesh, axis)
+        each = whole / ranks
+        more = self._more_starts_s("all_gather", unit, each + whole, mesh, axis)
+        return collective_seconds("all_gather", each, mesh, axis) + more
 
     def _reduce_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         """Seconds to reduce the gradients of a unit over the data axis."""
         size = self.profile.weights[unit].size.local(1, one.tp)
-        kind = "all_reduce" if one.data == "ddp" else "reduce_scatter"
-        return collective_seconds(kind, size, mesh, self._shard_axis(mesh)[0])
+        axis = self._shard_axis(mesh)[0]
+        if one.data == "ddp":
+            return collective_seconds("all_reduce", size, mesh, axis)
+        more = self._more_starts_s("reduce_scatter", unit, size, mesh, axis)
+        return collective_seconds("reduce_scatter", size, mesh, axis) + more
+
+    def _more_starts_s(self, kind: str, unit: int, copied: float, mesh: Mesh, axis: str) -> float:
+        """Seconds that a unit's weights take to start, if its matrices are sent one by one: where
+        to copy one of them into a bucket takes longer than to start a transfer.
+
+        ``copied``: bytes of the copies of all.
+        """
+        matrices, start_s = self._matrices(unit), collective_seconds(kind, 0, mesh, axis)
+        copying_s = mesh.hardware.device.memory_seconds(2 * copied / matrices)  # read and written
+        others = self.profile.weights[unit].count > matrices
+        return (matrices - 1 + others) * start_s if copying_s > start_s else 0.0
 
     def _reduce_between_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         """Seconds to all-reduce a unit's scattered gradients between replicas (HSDP), else 0."""

@@ -1,0 +1,43 @@
+"""The trace of a pipeline's program notes microbatches that repeat earlier ones without running."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import partc
+from partc.dryrun import program_trace as tracing
+from partc.dryrun.program_trace import Done, ProgramTrace, program_trace
+from tests.reports.report_programs import Net, loss_of
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "schedule"),
+    [("pp=2,dp=2", "fsdp", "1f1b"), ("pp=2,tp=2", "megatron", "interleaved-1f1b"),
+     ("dp=2", "zero1", "1f1b"), ("pp=2,dp=2", "fsdp", "zb-h1")],
+)  # fmt: skip
+def test_repeated_microbatches_are_noted_as_if_executed(
+    mesh: str, plan: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = partc.Traced(Net(), (torch.zeros(32, 16, dtype=torch.long),), loss_of)
+    program = partc.compile(step, mesh, plan=plan, microbatches=8, schedule=schedule)
+    ran = []
+    real = tracing._TracedTurns._repeat
+    monkeypatch.setattr(
+        tracing._TracedTurns, "_repeat", lambda *given: ran.append(1) or real(*given)
+    )
+    for rank in {program.mesh.first_rank(number) for number in range(len(program.roles))}:
+        short = program_trace(program.role(rank), rank)
+        whole = tracing._traced(program.role(rank), rank, "gloo", repeats=False)
+        assert [*map(told, short.done)] == [*map(told, whole.done)]
+        assert peak(short) == peak(whole)
+    assert ran
+
+
+def told(done: Done) -> Done:
+    """What a program does without the number of the transfer, which counts the executed ones."""
+    return done if done.kind in ("turn", "turned") else done._replace(number=0)
+
+
+def peak(trace: ProgramTrace) -> tuple[object, ...]:
+    return trace.peak_bytes, trace.peak_line, trace.holders
