@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -17,6 +19,7 @@ from partc.errors import RunError
 from partc.plan import Plan
 from partc.program import Program
 from partc.program.model.habits import tell_first
+from partc.program.model.lent_whole import lent_whole
 from partc.program.model.raw_model import empty_model
 from partc.program.ranks.farewell import tell_at_exit
 from partc.program.ranks.other_ranks import of_other_ranks
@@ -240,10 +243,10 @@ class Prepared(nn.Module):
 
     def save_pretrained(self, folder: Any, state_dict: Any = None, **named: Any) -> None:
         """As of a model of transformers: whole files, by one rank; all ranks call this."""
-        state = self.state_dict() if state_dict is None else state_dict
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        named.pop("is_main_process", None)
-        self._whole.save_pretrained(folder, is_main_process=first, state_dict=state, **named)
+        state = Prepared.state_dict(self) if state_dict is None else state_dict
+        write: Any = self._whole.save_pretrained
+        with nullcontext() if self._stage is None else lent_whole(self._whole, state):
+            written_by_one(write, folder, state, named)
 
     @property
     def _held(self) -> nn.Module:
@@ -257,6 +260,23 @@ class Prepared(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def written_by_one(
+    write: Callable[..., Any], folder: Any, state: Any, named: dict[str, Any]
+) -> None:
+    """Let one rank write. A writer that does not ask whether it is that one is called there alone,
+    and one that takes no state has the whole tensors in its model.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    takes = inspect.signature(write).parameters
+    named.pop("is_main_process", None)
+    if "state_dict" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        named["state_dict"] = state
+    if "is_main_process" in takes:
+        write(folder, is_main_process=first, **named)
+    elif first:
+        write(folder, **named)
 
 
 def is_other_weight(value: object) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import transformers
 from torch import nn
 
 from partc.errors import UsageError
+from partc.program.model.lent_whole import lent_whole
 from partc.wrappers.prepared import Prepared
 
 
@@ -23,7 +25,9 @@ class WholeFiles(transformers.Trainer):  # type: ignore[misc]
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Whole files, written by one rank; all ranks call this together."""
         state = self._whole_model().state_dict() if state_dict is None else state_dict
-        super()._save(output_dir, state)
+        trained = self._whole_model() is not self.model
+        with lent_whole(self.model, state) if trained else nullcontext():
+            super()._save(output_dir, state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.args.should_save:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -11,16 +11,19 @@ from torch import nn
 
 from partc.graph import NO_GRADIENT
 from partc.program.tensors.shown import Shown
+from partc.program.tensors.stand_in import StandIn
 from partc.trace.fingerprint import named_tensors
 from partc.users_line import warn
 
 
 def take_flags(
-    model: nn.Module | None, shown: Mapping[str, Shown], names: list[str], device: Any, plan: str
-) -> None:
+    model: nn.Module | None, shown: Mapping[str, Shown], names: list[str], device: Any, plan: str,
+    unread: Container[str], away: Mapping[str, StandIn],
+) -> None:  # fmt: skip
     """Freeze what the model of rank 0 has frozen since it was compiled; all ranks call this
     together, with the same names. What was frozen then and is not now has no gradient in the
-    program: told.
+    program: told. ``unread``: what no step reads, of which neither matters. ``away``: what stands
+    for parameters of other pipeline ranks, and says of them what the model says.
     """
     own = named_tensors(model) if model is not None else {}
     flags = [own[name].requires_grad if name in own else -1 for name in names]
@@ -32,7 +35,9 @@ def take_flags(
     frozen = [n for n, flag in mine.items() if not flag and shown[n].param.requires_grad]
     for name in frozen:
         shown[name].param.requires_grad_(False)
-    if frozen:
+    for name in away.keys() & lent.keys():
+        away[name].requires_grad_(lent[name])
+    if frozen := [name for name in frozen if name not in unread]:
         _tell(frozen, "are frozen in the model and were not when it was compiled; the stage "
               "freezes them")  # fmt: skip
     free = [n for n, flag in mine.items() if flag and not shown[n].trained]

@@ -48,6 +48,7 @@ from partc.program.tensors.elsewhere import say_elsewhere, stand_ins
 from partc.program.tensors.loaded import Loaded
 from partc.program.tensors.rank_tensors import RankTensors, Unmatched
 from partc.program.tensors.shown import Shown, register_at
+from partc.program.tensors.stand_in import StandIn
 from partc.program.tensors.whole_states import given_whole
 from partc.program.weights import Source, named_state, whole_tensors
 from partc.trace.default_dtype import float32_default
@@ -80,6 +81,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         check_compiler(self._role)
         self._tensors = RankTensors(program, self._role, mesh, device)
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
+        self.away: dict[str, StandIn] = {}  # what stands for tensors of other pipeline ranks
         self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
         self._program, self._device_mesh = replace(program, origin=Origin()), mesh
         self.writes = Writes()  # into copies that state_dict() gave
@@ -97,7 +99,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         residuals.begin(self._tensors.held)
         loaded.are_there = take_weights(self._tensors, model, program.fingerprint)
         names = sorted(shard.name for shard in self._tensors.all_shards.values())
-        take_flags(model, self._shown, names, device, program.plan)
+        unread = self._tensors.holders.aside
+        take_flags(model, self._shown, names, device, program.plan, unread, self.away)
         raw = RawModel(model, self._shown, self._tensors)
         agreement = Agreement(
             self._tensors.holders,
@@ -385,6 +388,8 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         twin._show_tensors()
         for name, shown in self._shown.items():
             twin._shown[name].param.requires_grad_(shown.param.requires_grad)
+        for name, made in self.away.items():
+            twin.away[name].requires_grad_(made.requires_grad)
         return twin
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:

@@ -18,14 +18,17 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch._guards import detect_fake_mode
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from partc.errors import RunError
+from partc.plan.mesh import PP
 from partc.program.tensors.exported import check_not_exported, no_export
 from partc.program.tensors.holders import Holders
 from partc.program.tensors.stand_in import StandIn, on_ranks
+from partc.program.tensors.states_elsewhere import give_states
 
 NAMES = "parameters", "named_parameters"  # the methods that give a module's parameters
 _HOOKS: list[Any] = []
@@ -139,20 +142,32 @@ class _Parameters:
 def say_elsewhere(root: Any, holders: Holders) -> None:
     """Note in the modules under ``root``, a stage, the tensors that only other ranks have."""
     firsts = {**{name: name for name in holders.shards}, **holders.aliases}
-    inside: dict[str, dict[str, str]] = {}  # first names of parameters by module, and rest of name
+    # first names of parameters, and of all that is saved, by module and rest of name
+    inside: dict[str, dict[str, str]] = {}
+    states: dict[str, dict[str, str]] = {"": {}}
     for name in sorted(firsts, key=holders.order.get):  # type: ignore[arg-type]
         first = firsts[name]
         is_param = first in holders.params
         if first in holders.places:
             _note(root, name, "_parameters" if is_param else "_buffers", holders.places[first])
         at = name.find(".")
-        while (is_param or first in holders.aside) and at >= 0:
-            inside.setdefault(name[:at], {})[name[at + 1 :]] = first
+        if name in holders.saved:
+            states[""][name] = first
+        while at >= 0:
+            path, rest = name[:at], name[at + 1 :]
+            if is_param or first in holders.aside:
+                inside.setdefault(path, {})[rest] = first
+            if name in holders.saved:
+                states.setdefault(path, {})[rest] = first
             at = name.find(".", at + 1)
     for path, module in root.named_modules():
         names = inside.get(path, {})
         each = {n: _stand_in(first, holders, root) for n, first in names.items()}
         _give_stand_ins(module, each)
+        whole = root.like_model if module is root else module  # a stage has states of its own
+        if whole is not None:
+            saved = states.get(path, {})
+            give_states(whole, {n: _of_others(name, holders, root) for n, name in saved.items()})
     if holders.params & {*holders.places}:
         _ROOTS.add(root)
         _watch_optimizers()
@@ -167,11 +182,28 @@ def stand_ins(root: Any, holders: Holders) -> dict[str, StandIn]:
 
 
 def _stand_in(name: str, holders: Holders, root: Any) -> StandIn | None:
-    if name not in holders.params:
-        return None
-    made = StandIn(torch.empty(0, dtype=holders.shards[name].dtype, device=root.device))
+    return _made(name, holders, root) if name in holders.params else None
+
+
+def _of_others(name: str, holders: Holders, root: Any) -> StandIn | None:
+    """A stand-in for a parameter or a buffer that only other pipeline ranks have."""
+    places = holders.places.get(name, ())
+    return _made(name, holders, root) if places and root.coords[PP] not in places else None
+
+
+def _made(name: str, holders: Holders, root: Any) -> StandIn:
+    """The stand-in of a tensor, one in a stage: what a script freezes is frozen by each path."""
+    empty = torch.empty(0, dtype=holders.shards[name].dtype, device=root.device)
+    if name in root.away:
+        known: StandIn = root.away[name]
+        with DisableTorchFunctionSubclass():
+            if known.device != empty.device:
+                known.data = empty
+        return known
+    made = StandIn(empty, name in holders.params and empty.is_floating_point())
     made.called, made.groups = name, root.groups
     made.places = holders.places.get(name, ())
+    root.away[name] = made
     return made
 
 

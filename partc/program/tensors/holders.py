@@ -32,6 +32,7 @@ class Holders:
     places: Mapping[str, tuple[int, ...]]  # all pipeline ranks that hold it, but of those aside
     params: frozenset[str]  # the parameters among them; the others are buffers
     order: Mapping[str, int]  # the place of each name in the model
+    saved: frozenset[str]  # all names in the model's own state dict
 
     @classmethod
     def of(cls, program: Program) -> Holders:
@@ -56,7 +57,8 @@ class Holders:
         first |= dict.fromkeys(aside, 0)
         names = dict.fromkeys([*program.fingerprint.tensors, *shards, *aside, *aliases])
         order = {name: number for number, name in enumerate(names)}
-        return cls({**shards, **aside}, first, aliases, aside, places, params, order)
+        saved = frozenset(program.fingerprint.saved_names())
+        return cls({**shards, **aside}, first, aliases, aside, places, params, order, saved)
 
     def is_first_stage(self, shard: Shard, coords: Mapping[str, int]) -> bool:
         """Whether ``coords`` are on the first pipeline rank that holds a tensor."""

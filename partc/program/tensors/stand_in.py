@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
@@ -23,6 +23,7 @@ from partc.errors import PartcError, RunError
 _READS = {
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "unbind", "__array__", "__bool__",
     "__complex__", "__contains__", "__dlpack__", "__float__", "__index__", "__int__", "__len__",
+    "untyped_storage",  # which writers of files ask for
 }  # fmt: skip
 _MOVES = {"to", "cuda", "pin_memory"}  # fail of the device, whoever has the value
 _OPERATORS = (
@@ -64,6 +65,19 @@ class StandIn(nn.Parameter):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"StandIn({self.called}{on_ranks(self.places)})"
+
+    def storage(self) -> NoReturn:
+        raise _unknown("storage", self)  # torch warns before it asks __torch_function__
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _unknown("a pickle", self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+        with DisableTorchFunctionSubclass():
+            made = StandIn(self.detach().clone(), self.requires_grad)
+        made.called, made.places, made.groups = self.called, self.places, self.groups
+        memo[id(self)] = made
+        return made
 
     def __format__(self, spec: str) -> str:
         if spec:  # "{:.3f}" asks for a number
