@@ -105,7 +105,11 @@ def launch() -> int:
     """Run this file on four ranks under torchrun; its exit code, or 1 when the time is up."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={NUM_RANKS}", __file__, "--rank"]
-    print(f"torchrun on {NUM_RANKS} processes", flush=True)
+    print(
+        f"torchrun on {NUM_RANKS} processes, which share {os.cpu_count()} cores; "
+        "the predicted step has a core for each",
+        flush=True,
+    )
     with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as run:
         try:
             return run.wait(TIMEOUT_S)

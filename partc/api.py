@@ -22,6 +22,7 @@ from partc.given_plan import (
     backend_at_hand,
     check_texts,
     read_plan,
+    tell_of_one_microbatch,
     warn_of_idle,
     warn_of_no_training,
     with_told,
@@ -255,6 +256,8 @@ class Job:
         found = self.with_plan(mesh.settled(plan.mesh), plan)
         if self.printed is not None:  # else another process has compiled it
             warn_of_idle(plan, self.printed)
+            if microbatches is None:
+                tell_of_one_microbatch(self.step, plan, mesh.settled(plan.mesh))
             warn_of_no_training(self.step)
         return found
 

@@ -18,9 +18,10 @@ from partc.plan import Plan
 from partc.plan.allowed import OWN_TABLES
 from partc.plan.decided import NCCL
 from partc.plan.field_kinds import OWN_ORDER, PLAIN, check_fields
-from partc.plan.mesh import Mesh
+from partc.plan.mesh import PP, Mesh
 from partc.plan.sharding import Layout
 from partc.program import Program
+from partc.program.model.habits import tell_first
 from partc.program.start import group_backend
 from partc.trace.no_model import check_model
 from partc.traced import Traced
@@ -184,6 +185,18 @@ def warn_of_no_training(step: Traced) -> None:
             f"{name}: no parameter has requires_grad{none}, so that a step trains nothing. "
             + f"{_UNFREEZE if params else _REGISTER}; {_FORWARD}"
         )
+
+
+def tell_of_one_microbatch(step: Traced, asked: Plan, mesh: Mesh) -> None:
+    """Tell of a pipeline that nobody gave microbatches; a whole plan, which has stages, says so."""
+    ranks = mesh.size(PP) if PP in mesh.names else 1
+    if ranks > 1 and asked.microbatches == 1 and not asked.stages and step.trains:
+        tell_first(
+            "partc: the pipeline pp=%d has one microbatch, the whole batch, so that its ranks take "
+            "turns and each of them waits for %d of %d parts of a step. Give it several, as "
+            "microbatches=%d; microbatches=1 says that one is meant.",
+            ranks, ranks - 1, ranks, 4 * ranks,
+        )  # fmt: skip
 
 
 def with_told(asked: Plan, found: Program) -> Program:

@@ -95,9 +95,9 @@ EVENTS, MEMORY, SOURCE, COST = "events", "memory", "source", "cost"
 
 WIDTH, WHY = 120, " " * 9  # of the table as text, and how far its reasons are indented
 LOOPS = (
-    "Rows that leave `plan: NAME` are choices: by what the machines take they write NAME into the",
-    "plan, and do nothing where the plan has it. All others apply the plan and see no machine.",
-    "The order is a line but for three loops:",
+    "Rows that leave `plan: NAME` are choices: they compare times on the machines and write NAME",
+    "into the plan, and do nothing where the plan has it. All others apply the plan and see no",
+    "machine. The order is a line but for three loops:",
     "- record to confirm_folds run again while blocks that were left out turn out unequal;",
     "- a pipeline of few distinct stages begins again at record, behind keep_stages, with those;",
     "- take_turns to account_step (split_stages to account_pipeline) run for the fastest order of",

@@ -151,7 +151,11 @@ def _of_sums(sums: Followed, mesh: Mesh, numbers: bool) -> tuple[str, tuple[str,
     told = f"sums: {sums.known} of {sums.total} gradients could be followed call by call"
     if numbers:
         return f"{told}; of the others the numbers tell", ()
-    return told, (f"sums of {sums.total - sums.known} gradients, for a call that no rule says",)
+    unknown = (
+        f"sums of {sums.total - sums.known} gradients: a call on their way has no rule, or is not "
+        "the same on all ranks; partc verify compares these gradients with the model's"
+    )
+    return told, (unknown,)
 
 
 def _transfers(program: Program) -> Iterator[str]:

@@ -242,7 +242,7 @@ class _Recorder:
         return [*each.calls, *(n for start in each.calls for n in self.closing.get(start, ()))]
 
     def _run(self, each: _Calls) -> tuple[Run, list[Site]]:
-        """The run of some calls, and the site of each of its events: gathers first, closing last."""
+        """The run of some calls, and the site of each event: gathers first, closing last."""
         gathers = [n for n in each.calls if self.apart and _is_start(n) and gathers_param(n)]
         if each.label:  # a block's method starts those of one weight each first
             gathers.sort(key=lambda n: len(tensor_args(n)) > 1)

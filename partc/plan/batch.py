@@ -22,6 +22,7 @@ BY_PLACE = (
 )
 ONE_RANKS = "the loss divides by "  # note
 OTHER_ROWS = "another dim than 0 is taken for the batch of "  # note
+ROWS_MEET = "rows of different ranks meet in "  # note
 MIXED_ROWS = "samples mix along dim 0 of "  # note
 Dealt = tuple[tuple[str, int, int], ...]  # (axis, dim, outer) in the order they are applied
 

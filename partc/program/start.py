@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import RunError
 from partc.imported_again import check_not_imported_again
 from partc.plan import Plan
-from partc.plan.batch import BY_PLACE, MIXED_ROWS, ONE_RANKS, OTHER_ROWS
+from partc.plan.batch import BY_PLACE, MIXED_ROWS, ONE_RANKS, OTHER_ROWS, ROWS_MEET
 from partc.plan.decided import BACKENDS
 from partc.plan.mesh import Mesh
 from partc.program import Program
@@ -105,6 +105,12 @@ def _tell_what_is_not_set(program: Program) -> None:
         if note.startswith(BY_PLACE):
             LOG.warning(
                 "partc: %s. Give two views of a sample as two inputs; or batch='global'", note
+            )
+        if note.startswith(ROWS_MEET):
+            LOG.warning(
+                "partc: %s. To have DDP's, let the model return what is before this line, and "
+                "compute the rest in the script",
+                note,
             )
         if note.startswith(ONE_RANKS):
             LOG.warning(

@@ -84,15 +84,15 @@ CANONICAL = (
     Pass(
         cancel_transposes,
         JOINT,
-        "t(t(x)) becomes x, and t(mm(a, b)) becomes mm(t(b), t(a)): gradients of weights, which "
-        "end in transposes, are written anew without them",
+        "t(t(x)) becomes x, and t(mm(a, b)) becomes mm(t(b), t(a)): no gradient of a weight ends "
+        "in a transpose any more",
     ),
     Pass(
         fold_linear,
         JOINT,
-        "a linear layer's view, mm, view become linear; those of its backward become matmul, and "
+        "a linear layer's view and mm become linear; those of its backward become matmul, and "
         "for the weight partc's own weight_grad: all dims stay, so that batch and sequence can be "
-        "cut",
+        "cut; views that are left cancel out in merge_reshapes",
     ),
     Pass(merge_reshapes, JOINT, "two reshapes in a row are one, or none"),
     Pass(squeeze_sums, JOINT, "a sum without the dims that are squeezed away at once"),

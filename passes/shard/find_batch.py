@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from partc.errors import PlanError, ShardingError
-from partc.graph import Graph, Outputs, results_of, tensor_args, value
+from partc.graph import Graph, Outputs, Value, results_of, tensor_args, value
 from partc.graph.graph_edits import copied, drop_dead
 from partc.graph.input_only import input_only
 from partc.passes.shard.cut_given import cut_given, wanted_by_readers
@@ -26,11 +26,12 @@ from partc.passes.shard.propagate import AxisWalk
 from partc.passes.shard.reshard import transition_cost
 from partc.passes.shard.rows_in_loss import notes_on_rows
 from partc.plan import Cuts, Plan
-from partc.plan.batch import BATCH, BY_PLACE, data_axes, is_pinned, layout_of
+from partc.plan.batch import BATCH, BY_PLACE, ROWS_MEET, data_axes, is_pinned, layout_of
 from partc.plan.mesh import DP, Mesh
 from partc.plan.plan_text import write_cuts
 from partc.plan.sharding import Layout, R, cut
 from partc.rules import Strategy
+from partc.rules.local_batch_norm import takes_statistics
 
 aten = torch.ops.aten
 
@@ -72,18 +73,25 @@ def _found(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:
 
 
 def _notes_on_places(graph: Graph, plan: Plan, mesh: Mesh) -> list[str]:
-    """Notes on the lines that take samples by their place, where ranks have samples of their own.
+    """Notes on the lines that take samples by their place, and on the first one in which samples
+    meet, where ranks have samples of their own.
 
     Under DDP a rank's batch may have two views of each sample, one half behind the other. The batch
     of a program has all ranks' rows, one rank's behind the other's, and other halves.
     """
     ranks = prod(mesh.size(axis) for axis in data_axes(mesh))
-    if plan.batch != "local" or ranks < 2 or not any(map(_takes_places, graph.calls())):
+    if plan.batch != "local" or ranks < 2:
         return []
     pins = {n: layout_of(plan.stored(n, plan.inputs)) for n in graph.inputs if is_pinned(n, plan)}
     finder = _Finder(_forward_of(graph), pins)
     trial = finder.trial(dict.fromkeys(finder.free, cut(0)))
-    return [f"{BY_PLACE}{each}" for each in dict.fromkeys(trial.by_place if trial else ())]
+    if trial is None:
+        return []
+    meet = [
+        f"{ROWS_MEET}{line}: it is computed of the rows of all ranks, under DDP of one rank's"
+        for line in trial.meet[:1]
+    ]
+    return [*(f"{BY_PLACE}{each}" for each in dict.fromkeys(trial.by_place)), *meet]
 
 
 def entries(batch: Batch) -> dict[str, Cuts]:
@@ -215,7 +223,8 @@ class _Trial:
     """Cuts of some inputs, and what follows: how all are read, and what it costs in elements.
 
     ``by_place``: the lines that take samples by their place among all, ``taken`` as a share of
-    these. ``mixed``: the lines of all others at which something moves.
+    these. ``mixed``: the lines of all others at which something moves, ``meet``: those of them at
+    which more than a number does that is computed from parameters.
     """
 
     seeds: Mapping[str, Layout]
@@ -224,6 +233,7 @@ class _Trial:
     by_place: tuple[str, ...] = ()
     taken: float = 0.0
     mixed: tuple[str, ...] = ()
+    meet: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -310,7 +320,9 @@ class _Finder:
         for name, node in inputs:
             if name not in self.pins and batch[name] == R:
                 batch[name] = wanted_by_readers(node, walk.choices, DP)
-        lines = tuple(walk.by_place), walk.taken, tuple(walk.mixed_at)
+        normed = {value(n).module for n in self.graph.calls() if takes_statistics(n)}
+        meet = tuple(each.source for each in walk.meet_at if each.module not in normed)
+        lines = tuple(walk.by_place), walk.taken, tuple(walk.mixed_at), meet
         return _Trial(seeds, batch, walk.cost, *lines)
 
     def ranks(self, seeds: Mapping[str, Layout]) -> int | None:
@@ -388,6 +400,7 @@ class _Walk(AxisWalk):
         self.alone = input_only(self.graph, draws=True)
         self.by_place: list[str] = []
         self.mixed_at: list[str] = []
+        self.meet_at: list[Value] = []  # of what is computed from parameters, and no scalar
         self.taken = 0.0
         self.mixed: set[fx.Node] = set()  # what inputs alone give by moving some of them
         self.samples = set(self.graph.inputs.values())  # and what is computed with parameters
@@ -408,6 +421,8 @@ class _Walk(AxisWalk):
             elif moves and operand not in self.mixed:
                 if not _takes_places(node):
                     self.mixed_at.append(value(node).source)
+                    if operand in self.samples and prod(value(operand).shape) > 1:
+                        self.meet_at.append(value(node))
                 self._pay(transition_cost(have[0], want, 2) or 1.0, value(operand).shape)
         if node in self.samples:
             for fake, layout in zip(results_of(node), best.outs, strict=True):

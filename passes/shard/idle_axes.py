@@ -18,8 +18,9 @@ from partc.rules.table import name_of
 IDLE = "so that its ranks all compute the same"  # in the notes of axes that divide nothing
 NO_ROWS = "no batch is a multiple of its ranks: take a size that divides the rows of the batch"
 NO_PRODUCTS = (
-    "the preset found no products that it divides, to cut by column and by row: take a size that "
-    "divides heads and widths of hidden layers, or leave the axis out"
+    "the preset found no products that it divides, to cut by column and by row, and it cuts no "
+    "weight that is computed from several parameters (weight norm): take a size that divides heads "
+    "and widths of hidden layers, or leave the axis out"
 )
 MUCH = 0.25  # of the elements of all matrices
 MOST_NAMES = 6

@@ -99,6 +99,7 @@ class Prices:
         if ratio is None or ratio == 0.0:
             return ratio
         cost = ratio * self._bytes(operand) + _LATENCY_BYTES
+        cost += self._gather_inner(operand, have, want)
         if self.axis == MICROBATCH_AXIS:
             return cost * _JOIN_MICROBATCHES
         if have.kind == "cut":
@@ -107,6 +108,19 @@ class Prices:
             elif self.input_axis:
                 cost *= _UNDO_INPUT_CUT
         return cost
+
+    def _gather_inner(self, operand: fx.Node, *layouts: Layout) -> float:
+        """The price of gathering an operand over earlier axes whose shards lie inside of those of
+        this axis, before or behind a move: ``f32[8@dp,4@tp]`` becomes ``f32[8@tp+dp,4]`` by way of
+        ``f32[8,4]``.
+        """
+        names, cuts = self.graph.mesh.names, {x for x in layouts if x.kind == "cut"}
+        inner = [
+            self.graph.mesh.size(axis)
+            for axis, layout in self._laid(operand).items()
+            if layout in cuts and names.index(axis) < names.index(self.axis)
+        ]
+        return sum(size * self._bytes(operand) + _LATENCY_BYTES for size in inner)
 
     def _sources(
         self, operand: fx.Node, want: Layout, operands: list[fx.Node], strategy: Strategy
@@ -216,14 +230,17 @@ class Prices:
         """The number of shards into which earlier axes divide a value; ``mb`` does not count, as
         each rank computes all microbatches.
         """
+        laid = self._laid(node).items()
+        return prod(self.graph.mesh.size(axis) for axis, layout in laid if layout.kind == "cut")
+
+    def _laid(self, node: fx.Node) -> dict[str, Layout]:
+        """The layouts of a value on earlier axes but ``mb``."""
         call, index = picked(node) if node.target is operator.getitem else (node, 0)
-        return prod(
-            self.graph.mesh.size(axis)
+        return {
+            axis: strategy.outs[index]
             for axis, strategy in self.choices.get(call, {}).items()
-            if axis not in (self.axis, MICROBATCH_AXIS)
-            and strategy.outs
-            and strategy.outs[index].kind == "cut"
-        )
+            if axis not in (self.axis, MICROBATCH_AXIS) and strategy.outs
+        }
 
     def fits(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
         """Whether the axis divides what earlier axes leave of each operand and result."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,11 +23,14 @@ def test_repeated_microbatches_are_noted_as_if_executed(
 ) -> None:
     step = partc.Traced(Net(), (torch.zeros(32, 16, dtype=torch.long),), loss_of)
     program = partc.compile(step, mesh, plan=plan, microbatches=8, schedule=schedule)
-    ran = []
+    ran: list[object] = []
     real = tracing._TracedTurns._repeat
-    monkeypatch.setattr(
-        tracing._TracedTurns, "_repeat", lambda *given: ran.append(1) or real(*given)
-    )
+
+    def noted(*given: Any) -> Any:
+        ran.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(tracing._TracedTurns, "_repeat", noted)
     for rank in {program.mesh.first_rank(number) for number in range(len(program.roles))}:
         short = program_trace(program.role(rank), rank)
         whole = tracing._traced(program.role(rank), rank, "gloo", repeats=False)

@@ -73,7 +73,8 @@ def test_another_loss_is_refused(saved: Path, loss: Any, what: str) -> None:
 
 def test_the_same_loss_in_other_words_is_taken(saved: Path) -> None:
     def other(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return nn.CrossEntropyLoss(label_smoothing=0.1)(net(x), y)
+        loss: Tensor = nn.CrossEntropyLoss(label_smoothing=0.1)(net(x), y)
+        return loss
 
     torch.manual_seed(1)
     batch = torch.randn(4, 6), torch.ones(4).long()

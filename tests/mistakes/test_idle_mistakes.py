@@ -50,3 +50,14 @@ def test_a_table_made_in_python_has_its_defaults() -> None:
     """Compress("bf16") has a block too, which nobody wrote."""
     plan = Plan(preset="ddp", allow=("compress",), compress=Compress("bf16", least_mb=0))
     assert Plan.parse(compiled(plan=plan).plan).compress == plan.compress
+
+
+def test_a_pipeline_without_microbatches_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    made = compiled(mesh="pp=2")
+    assert "pp=2 has one microbatch" in caplog.text
+    assert "Give it several, as microbatches=8" in caplog.text
+    caplog.clear()
+    compiled(mesh="pp=2", microbatches=1)  # which says that it is meant
+    compiled(mesh="pp=2", microbatches=2)
+    compiled(mesh="pp=2", plan=made.plan)
+    assert "microbatch" not in caplog.text

@@ -137,7 +137,8 @@ class Views(nn.Module):
 
     def forward(self, pairs: Tensor) -> Tensor:
         one, other = (self.norm(self.layer(pairs[:, i])) for i in range(2))
-        return one @ other.T
+        scores: Tensor = one @ other.T
+        return scores
 
 
 def test_views_of_which_all_are_read_are_not() -> None:

@@ -131,9 +131,10 @@ def stepped() -> None:
         assert stage.eval_step(x, y)[1]["numbers"] == rows
         assert stage.eval()(x)["numbers"] == rows
     x, y = batch(2 + dist.get_rank())
-    for call in (lambda: stage.train().step(x, y), lambda: stage.eval()(x)):
-        with pytest.raises(RunError, match="different numbers of rows"):
-            call()
+    with pytest.raises(RunError, match="different numbers of rows"):
+        stage.train().step(x, y)
+    with pytest.raises(RunError, match="different numbers of rows"):
+        stage.eval()(x)
 
 
 @pytest.mark.gloo

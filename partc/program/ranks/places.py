@@ -101,8 +101,8 @@ def told_of(rank: int, mine: Place, away: Mapping[int, Place], seconds: float) -
         why="all ranks compute a step together, so that each of them takes as many",
         do="Give every rank as many batches: stage.loader(dataset) does, or a DistributedSampler "
         "over program.data_world with DataLoader(drop_last=True); or let all ranks leave the loop "
-        "behind the shortest, for batch, _ in zip(loader, range(fewest)). A loop that goes on behind "
-        "an error of one rank, except ...: continue, leaves its step out: end it, or go on together.",
+        "behind the shortest, for batch, _ in zip(loader, range(fewest)). A loop that goes on "
+        "behind an error of one rank, except ...: continue, leaves out its step: let it end.",
     )  # fmt: skip
 
 
