@@ -107,7 +107,8 @@ def _refuse_none() -> None:
     operators = [f"__{kind}{each}__" for each in _OPERATORS for kind in ("", "r", "i")]
     for name in [*(n for n in dir(Tensor) if n[0] != "_"), *operators]:
         plain = getattr(Tensor, name, None)
-        if callable(plain) and name not in vars(nn.Parameter) and not isinstance(plain, type):
+        own = name in vars(nn.Parameter) or name in vars(StandIn)
+        if callable(plain) and not own and not isinstance(plain, type):
             setattr(StandIn, name, _refusing(name, plain))
 
 
