@@ -162,8 +162,8 @@ def parts_of_a_pipeline(folder: Path) -> None:
     where = "belongs to another stage of the pipeline"
     with pytest.raises(RunError, match=where):
         torch.save(away.state_dict(), folder / "away.pt")
+    trained_there = {n: x for n, x in away.state_dict().items() if "original" not in n}
     with pytest.raises(RunError, match=where):
-        trained_there = {n: x for n, x in away.state_dict().items() if "original" not in n}
         save_file(trained_there, folder / "away.safetensors")
     with pytest.raises(RunError, match=where):
         model.save_trained(folder / "whole.pt")
