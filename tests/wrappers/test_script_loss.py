@@ -335,6 +335,20 @@ def test_a_backward_runs_once_with_the_weights_of_its_call() -> None:
         later.backward()
 
 
+@one_rank()
+def test_an_input_that_was_written_to_before_backward_is_refused() -> None:
+    model, batch = partc.parallelize(dropped(0.0), {}), torch.ones(2, 12)
+    loss = model(batch).sum()
+    batch.copy_(torch.zeros(2, 12))  # the next one
+    with pytest.raises(RunError, match="was written to between the call of the model"):
+        loss.backward()
+    with torch.inference_mode():
+        made = torch.ones(2, 12)
+    model(made).sum().backward()
+    batch.zero_()
+    model(batch).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("mesh", "options"), [("pp=2", {}), ("dp=2", {"microbatches": 2})], ids=["pp", "microbatches"]
 )

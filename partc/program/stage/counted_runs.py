@@ -69,7 +69,8 @@ class CountedRuns:
         results = next(result)
         dealt = _dealt_evenly(member.program, self._guard.tensors)
         check = self._same_gradients.check
-        return Halfway(result, member.run, results, dealt, check, self._meet)
+        given = dict(zip(member.program.inputs, inputs, strict=True))
+        return Halfway(result, member.run, results, dealt, check, self._meet, given)
 
     @cached_property
     def _same_gradients(self) -> SameGradients:

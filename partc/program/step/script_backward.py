@@ -79,7 +79,8 @@ class Halfway:
     """A step that has given out its results, and waits for their gradients.
 
     ``run`` is the rank's module. ``meet``: RunError on all ranks if some do not go on as this one.
-    ``shown`` are the results as the script has them: its own rows.
+    ``shown`` are the results as the script has them: its own rows. ``inputs``: what the step was
+    given, which it may have kept.
     """
 
     running: Any
@@ -88,10 +89,13 @@ class Halfway:
     dealt: Dealt
     check: Callable[[Sequence[Tensor]], None]
     meet: Callable[[], None]
+    inputs: Mapping[str, Tensor]
     shown: Mapping[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shown, self._versions = self.results, [x._version for x in self.results.values()]
+        self.shown = self.results
+        self._versions = [x._version for x in self.results.values()]
+        self._given_versions = {name: _version(x) for name, x in self.inputs.items()}
         # which other steps that run meanwhile change
         self._drawn = dict(vars(self.run.rng)) if hasattr(self.run, "rng") else {}
 
@@ -103,6 +107,9 @@ class Halfway:
         for (name, x), version in zip(self.results.items(), self._versions, strict=True):
             if x._version != version:
                 raise _changed(name)
+        for name, version in self._given_versions.items():
+            if _version(self.inputs[name]) != version:
+                raise _input_changed(name)
         self.meet()
         given = [self._given(*each) for each in zip(self.shown.items(), grads, strict=True)]
         self.check(given)
@@ -198,6 +205,20 @@ def _weight_changed(name: str) -> RunError:
         why="the backward computes with the weights of the call, as autograd does, which refuses "
         "this too",
         do="Call backward before optimizer.step(), and the model again behind it.",
+    )  # fmt: skip
+
+
+def _version(given: Tensor) -> int:
+    """How often an input was written to; of tensors of inference mode torch does not count it."""
+    return 0 if given.is_inference() else given._version
+
+
+def _input_changed(name: str) -> RunError:
+    return RunError(
+        where=f"the input {name}", what="was written to between the call of the model and backward",
+        why="the backward computes with what the call was given, as autograd does",
+        do="Call backward before the next batch is copied into this tensor; or give the model "
+        f"{name}.clone().",
     )  # fmt: skip
 
 
