@@ -12,7 +12,8 @@ from torch._C import DisableTorchFunctionSubclass
 from partc.program.tensors.elsewhere import NAMES
 from partc.program.tensors.states_elsewhere import STATES
 
-_TAKEN = ("_parameters", "_buffers", *NAMES, *STATES)
+_TABLES = "_parameters", "_buffers"
+_METHODS = *NAMES, *STATES  # of which a part of a pipeline's model has its own
 
 
 @contextmanager
@@ -23,17 +24,18 @@ def lent_whole(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     ``model``: an emptied one, or the likeness of a stage.
     """
     parts = [*model.modules()]
-    before = [{key: vars(p)[key] for key in _TAKEN if key in vars(p)} for p in parts]
+    taken = *_TABLES, *_METHODS
+    before = [{key: vars(p)[key] for key in taken if key in vars(p)} for p in parts]
     tables = _tables(model, state)
     try:
         for part in parts:
-            for key in _TAKEN[2:]:
+            for key in _METHODS:
                 vars(part).pop(key, None)
             vars(part).update(tables.get(part, {}))
         yield
     finally:
         for part, own in zip(parts, before, strict=True):
-            for key in _TAKEN[2:]:
+            for key in _METHODS:
                 vars(part).pop(key, None)
             vars(part).update(own)
 
@@ -69,7 +71,7 @@ def _rest(part: nn.Module, table: str, new: Mapping[str, Any]) -> dict[str, Any]
 
 def _table_of(part: nn.Module, leaf: str) -> str | None:
     """In which table a part has a tensor, also one that only another pipeline rank has."""
-    return next((each for each in ("_parameters", "_buffers") if leaf in vars(part)[each]), None)
+    return next((each for each in _TABLES if leaf in vars(part)[each]), None)
 
 
 def _flags(model: nn.Module) -> dict[str, bool]:
