@@ -95,7 +95,7 @@ class _Joined:
         own = [n for n in self.program.returns.names() if n in self.program.results]  # type: ignore[union-attr]
         if not own:
             return whole  # beside sums over all ranks' rows
-        if not self.of_all:
+        if not self.of_all or where.endswith(".batch_size"):  # a weight that a rank logs with
             return replace(one, of=OF_ROWS)
         raise PlanError(
             where=_place(self.program, where),
