@@ -8,10 +8,7 @@ Run ``python -m benchmarks.checkpoints``. A stack of layers on the ranks of one 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import partc
 from benchmarks.machine import machine
+from benchmarks.ranks import run_ranks
 
 RANKS, BATCH, SAVES = 2, 64, 4
 Save = Callable[[int], None]
@@ -49,10 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, x = build(options.width, options.layers), torch.zeros(BATCH, options.width)
         partc.compile(model, f"dp={RANKS}", (x,), loss=loss_of, plan="fsdp").save(f"{folder}/made")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={RANKS}", "-m", "benchmarks.checkpoints", "--rank", folder]
-        command += [f"--{name}={getattr(options, name)}" for name in ("width", "layers", "steps")]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        run_ranks("benchmarks.checkpoints", RANKS, folder, options)
 
 
 class Stack(nn.Module):

@@ -8,9 +8,6 @@ the files of frozen parameters of the step before, and writes the adapters with 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 
 import partc
 from benchmarks.machine import machine
+from benchmarks.ranks import run_ranks
 
 RANKS, BATCH, SAVES = 2, 8, 4
 
@@ -40,10 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         x = torch.zeros(BATCH, options.width)
         partc.compile(model, f"dp={RANKS}", (x,), loss=loss_of, plan="fsdp").save(f"{folder}/made")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={RANKS}", "-m", "benchmarks.incremental", "--rank", folder]
-        command += [f"--{name}={getattr(options, name)}" for name in ("width", "layers", "low")]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        run_ranks("benchmarks.incremental", RANKS, folder, options)
 
 
 class Adapted(nn.Module):

@@ -21,6 +21,8 @@ from partc.trace.trees import OF_ROWS, Tree, told
 from partc.traced import Traced
 from partc.whole_batch import resized
 
+OF_RANK = "numbers_of_rank"  # a loss's attribute: what it returns is logged, as each rank's own
+
 
 def with_own_numbers(program: Program, step: Traced, rows: Table) -> Program:
     """The program whose results have the numbers of one rank's samples.
@@ -36,7 +38,9 @@ def with_own_numbers(program: Program, step: Traced, rows: Table) -> Program:
         one = Traced(step.model, source.given, step.loss, step.kind).state(rows, fold=True)
     except TraceError as error:
         raise _unknown(program, tree, error) from None
-    return replace(program, returns=_Joined(program).tree(tree, one.made["source"].returns.tree))
+    return replace(
+        program, returns=_Joined(program, step.loss).tree(tree, one.made["source"].returns.tree)
+    )
 
 
 def _may_follow_rows(tree: Tree, program: Program) -> bool:
@@ -70,8 +74,8 @@ def _piece(x: Tensor, name: str, program: Program) -> Tensor:
 class _Joined:
     """What is returned of all ranks' samples, with the numbers that one rank's have."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, loss: object) -> None:
+        self.program, self.is_logged = program, getattr(loss, OF_RANK, False)
         names = [*program.returns.names()] if program.returns else []
         self.of_all = [n for n in names if n != LOSS and n not in program.results]
 
@@ -95,7 +99,7 @@ class _Joined:
         own = [n for n in self.program.returns.names() if n in self.program.results]  # type: ignore[union-attr]
         if not own:
             return whole  # beside sums over all ranks' rows
-        if not self.of_all or where.endswith(".batch_size"):  # a weight that a rank logs with
+        if self.is_logged or not self.of_all:
             return replace(one, of=OF_ROWS)
         raise PlanError(
             where=_place(self.program, where),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from partc.errors import PartcError, TraceError
+from partc.own_numbers import OF_RANK
 from partc.trace.source_lines import source_of
 from partc.trace.swallowed import OF_VALUES
 from partc.wrappers.lightning_errors import logged_number
@@ -42,6 +43,7 @@ def loss_of(autocast: Callable[[], Any]) -> Callable[..., tuple[Any, Any]]:
             )  # fmt: skip
         return out, {"calls": calls, "rest": rest}
 
+    setattr(loss, OF_RANK, True)  # as the batch_size that a rank logs with
     return loss
 
 
