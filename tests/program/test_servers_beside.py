@@ -18,10 +18,12 @@ from partc.api import compile
 from partc.errors import CheckError, RunError, UsageError
 from partc.program import Program
 from partc.program.servers import messages
+from partc.program.servers.flats import Flats, flat
+from partc.program.servers.lead import Mean
 from partc.program.servers.log import Update, check_log, line_of, read_log
 from partc.program.servers.messages import Served, asked, pair_name
-from partc.program.servers.pairs import Message, Pair
-from partc.program.servers.server import Server
+from partc.program.servers.pairs import Message, Pair, PairBrokenError
+from partc.program.servers.server import Server, _as_message
 from partc.program.servers.worker import IslandWorker, Worker
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
@@ -169,16 +171,83 @@ def test_a_worker_may_join_while_the_server_dies(store: Any, answers: bool) -> N
     same(model, server.log)
 
 
-def dying(store: Any, answers: bool) -> None:
-    """A server that dies as a worker asks to join, or as it meets the worker."""
-    Served.of(dict(model_alone().named_parameters()), 0).tell(store)
+def dying(
+    store: Any, answers: bool = False, hears: bool = False, sends: Mean | None = None
+) -> None:
+    """A server that dies as a worker asks to join, as it meets the worker, once it has its
+    gradients, or once it has sent an update to its replica.
+    """
+    named = dict(model_alone().named_parameters())
+    Served.of(named, 0).tell(store)
     replica = Pair.meet(store, "replica", 0, patience())
     while not asked(store, 0, []):
         time.sleep(0.01)
     if answers:
         messages.answers(store, 0, 0)
-        Pair.meet(store, pair_name(0, 0), 0, patience())
+        worker = Pair.meet(store, pair_name(0, 0), 0, patience())
+        if hears:
+            flats = flat([*named.values()])
+            worker.send(Message(messages.PARAMS, (0,), flats))
+            worker.receive(flats)
+    if sends is not None:
+        replica.send(_as_message(0, sends))
     del replica  # which ends the links of this process
+
+
+def test_what_died_with_a_server_is_not_acknowledged(store: Any) -> None:
+    threads, served = Threads(), list[Any]()
+    threads.start(lambda: dying(store, answers=True, hears=True))
+    threads.start(lambda: serve(store, 0, served, replicas=1, is_replica=True))
+    first = Worker(model_alone(), store, deadline_s=patience(20))
+    trains(first)
+    second = Worker(model_alone(), store, deadline_s=patience(20))
+    for _ in range(3):
+        trains(second)
+    second.pull()
+    first.pull()  # behind three updates that the replica has made without it
+    trains(first, second)
+    for worker in (first, second):
+        worker.leave()
+    threads.end()
+    server, model, _ = served
+    assert (first.acknowledged, second.acknowledged) == ([3], [0, 1, 2, 3])
+    each = [(worker.number, step) for worker in (first, second) for step in worker.acknowledged]
+    check_log(server.log, 0, each)
+    same(model, server.log)
+
+
+def trains(*workers: Worker) -> None:
+    for worker in workers:
+        step = worker.pull()
+        model = made(Deep)
+        model.load_state_dict(worker.params)
+        loss(model, *batch(step, worker.number)).backward()
+        for name, param in model.named_parameters():
+            worker.params[name].grad = param.grad
+        worker.push()
+
+
+def test_an_update_that_the_replica_was_sent_stands(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Pair.send
+
+    def send(self: Pair, message: Message) -> None:
+        if message.kind == messages.HELD:
+            raise PairBrokenError(RuntimeError("the server was killed as it heard"))
+        plain(self, message)
+
+    monkeypatch.setattr(Pair, "send", send)
+    threads, served = Threads(), list[Any]()
+    threads.start(lambda: dying(store, sends=Mean(flats_of_zeros(), ((7, 0),))))
+    threads.start(lambda: serve(store, 0, served, replicas=1, is_replica=True))
+    threads.start(work, store, 0, STEPS)
+    threads.end()
+    assert [update.read for update in served[0].log[:2]] == [{7: 0}, {0: 1}]
+
+
+def flats_of_zeros() -> Flats:
+    return tuple(torch.zeros_like(x) for x in flat([*model_alone().parameters()]))
 
 
 def test_a_worker_without_a_server_is_told(store: Any) -> None:

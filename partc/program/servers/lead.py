@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,16 @@ class Mean:
 class Lead:
     """The workers of one server, or of the replica that took over.
 
-    ``epoch``: 0 or 1 of these. ``awaited``: workers that the server had, which are given time to
-    come.
+    ``epoch``: 0 or 1 of these. ``taken``: the last steps of a worker whose pushes are in updates.
+    ``awaited``: workers that the server had, which are given time to come.
     """
 
     def __init__(
         self, store: Any, like: Flats, *, epoch: int, max_late: int, deadline_s: float,
-        awaited: Collection[int] = (),
+        taken: Callable[[int], Sequence[int]], awaited: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.store, self.like, self.epoch = store.clone(), like, epoch
-        self.max_late, self.deadline_s = max_late, deadline_s
+        self.max_late, self.deadline_s, self.taken = max_late, deadline_s, taken
         self.live: dict[int, Pair] = {}
         self.pushed: dict[int, dict[int, Message]] = {}  # by step and worker
         self.left: list[int] = []
@@ -98,7 +98,7 @@ class Lead:
         elif message.kind == PARAMS:  # it asks for them: it joins
             self.live[worker] = pair
             self.awaited.discard(worker)
-            self._give(worker, version, params)
+            self._give(worker, version, params, self.taken(worker))
         elif message.kind == LEAVE:
             self.left.append(worker)
             self._gone(worker, pair)
@@ -113,7 +113,7 @@ class Lead:
                 why=f"the plan's [servers] has max_steps_late = {self.max_late}",
                 do="Give server and workers the same number.",
             )  # fmt: skip
-        if step >= version:  # what this server has already comes again from who was not told
+        if step >= version:  # an update that is made stays as it is
             self.pushed.setdefault(step, {})[worker] = message
 
     def _gone(self, worker: int, pair: Pair) -> None:
@@ -121,11 +121,13 @@ class Lead:
         if self.live.get(worker) is pair:
             del self.live[worker]
 
-    def _give(self, worker: int, version: int, params: Flats) -> None:
+    def _give(
+        self, worker: int, version: int, params: Flats, taken: Sequence[int] = ()
+    ) -> None:  # fmt: skip
         pair = self.live[worker]
         try:
             self.given += 1
-            pair.send(Message(PARAMS, (version,), params))
+            pair.send(Message(PARAMS, (version, *taken), params))
         except PairBrokenError:
             self._gone(worker, pair)
 

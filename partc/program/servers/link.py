@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from partc.errors import RunError
+from partc.program.model.habits import LOG
 from partc.program.servers.flats import Flats, flat
 from partc.program.servers.messages import (
     LEAVE,
@@ -113,7 +114,9 @@ class Link:
         """The pair with who serves, whose first parameters have arrived."""
         pair = Pair.meet(self.store, pair_name(self.epoch, self.number), 1, self.deadline_s)
         first = pair.receive(self.like)
-        self.step = max(self.step, first.numbers[0])
+        version, *taken = first.numbers
+        self.step = max(self.step, version)
+        self._forget_lost(version, taken)
         self._take(first)
         threading.Thread(target=self._listen, args=(pair,), daemon=True).start()
         return pair
@@ -153,11 +156,24 @@ class Link:
                 self._broken.append(pair)
                 self._arrived.notify_all()
 
+    def _forget_lost(self, version: int, taken: Sequence[int]) -> None:
+        """Forget pushes that only a server that died had, and whose updates are made without."""
+        with self._arrived:
+            lost = [step for step in self._kept if step < version and step not in taken]
+            for step in lost:
+                del self._kept[step]
+        if lost:
+            LOG.warning(
+                "partc: worker %d: the server died with its gradients of step %s, which are in no "
+                "update", self.number, ", ".join(map(str, lost)),
+            )  # fmt: skip
+
     def _take(self, message: Message) -> None:
         assert message.kind == PARAMS
-        [version] = message.numbers
-        with self._arrived:  # it tells, too, that all updates before have been made
-            self._newest = version, message.tensors
+        version = message.numbers[0]
+        with self._arrived:  # all updates before have been made, and of what this worker pushed
+            if version >= self._newest[0]:  # else it came from the server that died
+                self._newest = version, message.tensors
             for step in [step for step in self._kept if step < version]:
                 del self._kept[step]
                 self.acknowledged.append(step)

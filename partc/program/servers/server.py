@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class Server:
     def _mean(self) -> Mean | None:
         if self._lead is None:
             found = self._from_server()
-            if self._lead is None:
+            if found is not None or self._lead is None:
                 return found
         found = self._lead.mean(self.version, self._flats())
         self._tell_replica(found)
@@ -100,8 +101,13 @@ class Server:
     def _leading(self, epoch: int, awaited: Iterable[int] = ()) -> Lead:
         return Lead(
             self.store, self._flats(), epoch=epoch, max_late=self.max_late,
-            deadline_s=self.deadline_s, awaited=[*awaited],
+            deadline_s=self.deadline_s, taken=self._taken, awaited=[*awaited],
         )  # fmt: skip
+
+    def _taken(self, worker: int) -> list[int]:
+        """The last steps of a worker whose pushes are in updates, as many as it may wait for."""
+        steps = (update.version for update in reversed(self.log) if worker in update.read)
+        return [*islice(steps, self.max_late + 1)]
 
     def _tell_replica(self, mean: Mean | None) -> None:
         """Go on once the replica has what is about to be acknowledged."""
@@ -121,25 +127,37 @@ class Server:
     def _from_server(self) -> Mean | None:
         """The next update as the server has it; where the server has died this replica leads."""
         assert self._other is not None
+        found = None
         try:
             message = self._other.receive(self._flats())
             if message.kind == END:
                 return None
+            found = _as_mean(message)
             self._other.send(Message(HELD))
         except PairBrokenError as error:
-            if not take_lead(self.store, REPLICA):
-                raise _replaced("the server has not heard from this replica") from None
-            LOG.warning("partc: the replica takes the place of its server (%s)", error)
-            self._lead = self._leading(1, self.log[-1].read if self.log else ())
-            return None
-        numbers = message.numbers[1:]
-        return Mean(message.tensors, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+            self._take_over(error, found)
+        return found
+
+    def _take_over(self, error: PairBrokenError, last: Mean | None) -> None:
+        """Lead in place of the server. ``last``: the update that it sent and was not heard about:
+        it may have acknowledged that one.
+        """
+        if not take_lead(self.store, REPLICA):
+            raise _replaced("the server has not heard from this replica") from None
+        LOG.warning("partc: the replica takes the place of its server (%s)", error)
+        read = dict(last.read) if last else self.log[-1].read if self.log else {}
+        self._lead = self._leading(1, read)
 
     def _note(self, update: Update) -> None:
         self.log.append(update)
         if self.log_file is not None:
             with Path(self.log_file).open("a", encoding="utf-8") as file:
                 file.write(line_of(update))
+
+
+def _as_mean(message: Message) -> Mean:
+    numbers = message.numbers[1:]
+    return Mean(message.tensors, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
 
 
 def _as_message(version: int, mean: Mean | None) -> Message:
