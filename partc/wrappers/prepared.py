@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -133,7 +133,7 @@ class Prepared(nn.Module):
     def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
         """A stage that trains by this loss; it takes the model's place."""
         self._evaluated = None
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), self._training():
             made = self._compiled(args, named, loss)
         names = {id(p): name for name, p in self._whole.named_parameters()}
         self.module = made
@@ -142,8 +142,23 @@ class Prepared(nn.Module):
         for move in self._moved:
             move(made, names)
         self._leave_model(made)
-        made.train(self.training)
+        if made.training != self.training:  # else parts may have a mode of their own
+            made.train(self.training)
         return made
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Have the model in train mode, in which alone a step runs, though the script evaluates
+        first. A model that trains keeps the modes of its parts.
+        """
+        evaluates = not self.training
+        try:
+            if evaluates:
+                self._whole.train()
+            yield
+        finally:
+            if evaluates:
+                self._whole.eval()
 
     def _leave_model(self, stage: Stage) -> None:
         """Let go of the model, whose weights are trained no more."""
