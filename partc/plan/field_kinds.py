@@ -223,7 +223,10 @@ def _allow(name: str, given: Any, where: str) -> None:
 
 def _bucket_mb(name: str, given: Any, where: str) -> None:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1e6:
-        what, why = f"bucket_mb = {quoted(given)} means nothing", "it is a number of megabytes"
+        what, why = (
+            f"bucket_mb = {quoted(given)} means nothing",
+            "it is a number of megabytes, from 0",
+        )
         raise plan_error(where, what, why, "Write one from 0 to below 1,000,000: bucket_mb = 100.")
 
 
