@@ -67,6 +67,9 @@ def _no_plan(given: object) -> PlanError:
         do = "Pass its text: plan=program.plan."
     elif isinstance(given, Mapping):
         return no_dict(given)
+    elif isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 4:
+        stage = ("ddp", "zero1", "zero2", "fsdp")[given]
+        do = f"Write the preset for that stage of ZeRO: plan={stage!r}."
     elif isinstance(given, list | tuple) and given and all(isinstance(x, str) for x in given):
         do = f"Join presets by +: plan={'+'.join(given)!r}."
     elif type(given).__module__.startswith("torch.distributed"):

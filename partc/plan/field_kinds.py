@@ -38,6 +38,7 @@ _NUMBERS = {
     "virtual_stages": (0, 10_000),
     "memory_bytes": (0, _MOST_BYTES),
 }
+_EXAMPLES = {"preset": "fsdp", "schedule": "1f1b"}
 _FLAGS = ("messages", "profiler_ranges")
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes", "hooks")
@@ -160,6 +161,7 @@ def _text(name: str, given: Any, where: str) -> None:
     if not isinstance(given, str):
         words = given if isinstance(given, list | tuple) else ()
         joined = "+".join(map(str, words)) if words and name == "preset" else "..."
+        joined = _EXAMPLES.get(name, joined) if joined == "..." else joined
         do = f'Write a text: {name} = "{joined}".'
         raise plan_error(where, f"{name} = {quoted(given)} means nothing", "it is a text", do)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -129,9 +130,10 @@ def pass_lines(name: str, passes: Sequence[str]) -> list[str]:
 def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
     if not isinstance(entry, Mapping):
         first = entry if isinstance(entry, int) and not isinstance(entry, bool) else 0
+        name = re.split(r", (?:params|inputs)\.", where)[-1]
         raise plan_error(
             where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }",
-            f'Write "{where.partition("params.")[2] or "NAME"}" = {{ dp = {first} }}, with an axis '
+            f'Write "{name}" = {{ dp = {first} }}, with an axis '
             "of the mesh and a dim from 0.",
         )  # fmt: skip
     cuts = {}

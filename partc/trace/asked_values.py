@@ -26,7 +26,7 @@ _INDEX = (
 # Functions and methods that make a tensor of a size that they are given.
 _OF_SIZES = {
     "arange", "broadcast_to", "chunk", "empty", "expand", "eye", "full", "interpolate", "linspace",
-    "narrow", "new_empty", "new_full", "new_ones", "new_zeros", "one_hot", "ones", "pad",
+    "narrow", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "pad",
     "rand", "randint", "randn", "randperm", "range", "repeat", "reshape", "resize_", "roll",
     "split", "tensor_split", "tile", "topk", "tril", "tril_indices", "triu", "triu_indices",
     "unflatten", "unfold", "view", "zeros",
@@ -67,6 +67,8 @@ def _of_expression(asking: ast.expr | None) -> str:
     if isinstance(asking, ast.Call):
         called = asking.func
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        if name == "one_hot":
+            return "Say how many classes there are: F.one_hot(y, num_classes=10)."
         return _SIZE if name in _OF_SIZES else ""
     return ""
 

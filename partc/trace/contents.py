@@ -72,7 +72,8 @@ class Contents:
     calls. ``known`` has the values of what follows from constants in the latest run, ``earlier`` in
     the one before: what that has left is what the latest would compute again.
     ``differentiates``: a run took derivatives by its inputs before the loss was there. ``leaves``
-    has the fresh tensors with ``requires_grad`` that a call has read, each with the first such line.
+    has the fresh tensors with ``requires_grad`` that a call has read, each with the first line that
+    did.
     """
 
     run: int = 0

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from traceback import walk_tb
 
+import torch
 from torch import Tensor
 
 from partc.plan.sharding import dtype_name
@@ -27,7 +28,7 @@ def of_targets(error: Exception, reason: str) -> Told | None:
     """What happened, and what to do, where torch refuses the target of a loss; else None."""
     if not re.search(_SAYS, reason):
         return None
-    for loss, scores, target in _given(error):
+    for loss, scores, target in [*_given(error), *_of_backward(reason)]:
         found = (_of_classes if loss in _OF_CLASSES else _of_numbers)(loss, scores, target)
         if found is not None:
             what, do = found
@@ -41,9 +42,19 @@ def _given(error: Exception) -> Iterator[tuple[str, Tensor, Tensor]]:
         named, called = frame.f_locals, frame.f_code.co_name
         scores, target = named.get("input"), named.get("target")
         is_loss = called.endswith("_loss") or "cross_entropy" in called
-        if is_loss and frame.f_globals.get("__name__") == _OF_TORCH:
-            if isinstance(scores, Tensor) and isinstance(target, Tensor):
-                yield called, scores, target
+        if not is_loss or frame.f_globals.get("__name__") != _OF_TORCH:
+            continue
+        if isinstance(scores, Tensor) and isinstance(target, Tensor):
+            yield called, scores, target
+
+
+def _of_backward(reason: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The same of an error that the backward alone finds, as it has no frame of the loss."""
+    sizes = r"torch\.Size\(\[([\d, ]*)\]\)"
+    if found := re.search(rf"size mismatch \(got input: {sizes}, target: {sizes}", reason):
+        scores, target = ([int(n) for n in each.split(",")] for each in found.groups())
+        fake = torch.empty(target, dtype=torch.int64, device="meta")
+        yield "cross_entropy", torch.empty(scores, device="meta"), fake
 
 
 def _of_classes(loss: str, scores: Tensor, target: Tensor) -> Told | None:

@@ -15,6 +15,7 @@ from partc.trace.distribution_checks import is_wanted_check
 from partc.trace.forward_lines import forward_of
 from partc.trace.loss_targets import of_targets
 from partc.trace.odd_tensors import INSTEAD
+from partc.trace.op_words import OPS, of_name, of_shapes
 from partc.trace.returned_tuples import returner_of
 from partc.trace.source_lines import module_of, source_of
 
@@ -86,7 +87,8 @@ _KNOWN = (
      "Take the tensor out of it: model(x)[0], or model(x)['logits']."),
     (r"(missing \d+ required|unexpected keyword|takes \d+ positional|takes from \d+)",
      "a call does not fit the arguments of the function that it calls",
-     "Give inputs that the model and the loss take, by place or by their names."),
+     "Correct this call; where it is that of the model or the loss, give inputs that these take, "
+     "by place or by their names."),
     ("Inference tensors",
      "the model or its inputs were made under torch.inference_mode()",
      "Make and compile them outside of it: what is made there cannot be trained."),
@@ -132,7 +134,7 @@ def explained(
         or _shapes(kind, reason, names, inputs)
     )
     if path in dict(model.named_modules()) and "do not fit" in what:
-        do += _weights_of(path, model)
+        do += "" if of_shapes(reason) else _weights_of(path, model)
     if _is_model_for_tensor(reason, type(model).__name__):
         what = "the model stands where its result is needed"
         do = (
@@ -141,6 +143,8 @@ def explained(
         )
     if returner := returner_of(error):
         what, do = returner.what, returner.do
+    if isinstance(error, AttributeError):
+        do = of_name(error) or do
     if what == _VALUE:
         reason = reason.rstrip(".") + ": while tracing, tensors have shapes but no values"
         line = (source or "").partition(": ")[2]
@@ -180,7 +184,9 @@ def _is_model_for_tensor(reason: str, model: str) -> bool:
 
 def _known(reason: str) -> tuple[str, str] | None:
     """What happened, and what to do, where torch's words say it."""
-    return next(((what, do) for words, what, do in _KNOWN if re.search(words, reason)), None)
+    return next(
+        ((what, do) for words, what, do in (*_KNOWN, *OPS) if re.search(words, reason)), None
+    )
 
 
 def _shapes(
@@ -194,7 +200,8 @@ def _shapes(
     if kind not in _OF_PYTHON and _SHAPES.search(reason):
         return (
             "the shapes do not fit each other",
-            f"Compare the inputs, {given}, with what the model takes, and give others.",
+            of_shapes(reason)
+            or f"Compare the inputs, {given}, with what the model takes, and give others.",
         )
     if kind in _OF_PYTHON:
         return (

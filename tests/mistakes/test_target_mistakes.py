@@ -74,7 +74,7 @@ MISTAKES: dict[str, Mistake] = {
     "other rows": of(F.cross_entropy, NUMBERS[:4], "float32[8, 4]", "int64[4]", "shape [8]"),
     "classes as numbers": of(F.cross_entropy, NUMBERS.float(), "y.long()", "shape [8, 4]"),
     "a row of a column": of(F.binary_cross_entropy_with_logits, torch.ones(ROWS), "float32[8, 1]",
-                            "logits.squeeze(-1)", "unsqueeze(-1)", classes=1),  # fmt: skip
+                            "logits.squeeze(-1)", "unsqueeze(-1)", classes=1),
     "classes of bce": of(
         F.binary_cross_entropy_with_logits, NUMBERS, "shape [8, 4]", "F.one_hot(y, classes)"
     ),

@@ -66,7 +66,7 @@ def tell_of_input_grads(
 
 
 def tell_of_no_grad(*, trains: bool) -> None:
-    """Tell who calls a model in train mode under ``torch.no_grad()``, whose loss has no backward."""
+    """Tell who calls a model in train mode under ``torch.no_grad()``: its loss has no backward."""
     if trains and not torch.is_grad_enabled() and once("results under no_grad"):
         tell_first(
             "partc: the model is called in train mode under torch.no_grad(), so that a loss of its "

@@ -315,6 +315,7 @@ class _Comparison:
                     there = sketches[usual][2 * i : 2 * i + 2]
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]
                 told = of.kind in ("random", "gradient", "write")
+                told = told and name != OF_FACTORS
                 values = (rows[usual][i], rows[odd[0]][i]) if odd and told else None
                 name = f"gradient of {name}" if of.kind == "gradient" else name
                 if of.kind == "frozen":
