@@ -233,7 +233,8 @@ def _all_grads(
             why=f"the gradient of {trainable[0]} is None, and so are all others",
             do="Compute the loss from the model's result, without detach(), .data, "
             "torch.tensor(loss) or torch.no_grad(); classes that argmax picks, comparisons (an "
-            "accuracy) and rounding have no gradient: train on F.cross_entropy and alike, and return accuracy beside it, (loss, extras).",
+            "accuracy) and rounding have no gradient: train on F.cross_entropy and alike, and "
+            "return accuracy beside it, (loss, extras).",
         )
     return found
 
