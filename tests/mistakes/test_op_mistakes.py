@@ -71,7 +71,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda m, x: torch.einsum("bi,ji->bj", x, torch.ones(3, 5)), "a letter has one size"
     ),
     "a criterion's class": loss(
-        lambda m, x, y: nn.MSELoss(m(x), y), "nn.MSELoss()(prediction, target)"  # type: ignore[arg-type]
+        lambda m, x, y: nn.MSELoss(m(x), y), "nn.MSELoss()(prediction, target)"
     ),
     "an array of answers": of(lambda m, x: x if x > 0 else -x, "torch.where(x > 0, a, b)"),
     "no target": loss(lambda m, x, y: nn.MSELoss()(m(x)), "'target'", "Correct this call"),
@@ -85,7 +85,7 @@ MISTAKES: dict[str, Mistake] = {
     "classes": loss(
         lambda m, x, y: F.mse_loss(m(x), F.one_hot(y[:, 0].long()).float()), "num_classes=10"
     ),
-    "a key": of(lambda m, x: {1: x}[x.sum()], "looked up as a key", "n.item()"),
+    "a key": of(lambda m, x: {1: x}[x.sum()], "looked up as a key", "n.item()"),  # type: ignore[index]
     "None": (lambda: compiled(inputs=(X, None)), ("None stands where a tensor is needed",)),
     # plans
     "a colon": plan("fsdp:megatron", "Write 'fsdp+megatron'."),
