@@ -22,6 +22,7 @@ _OTHERS = (  # signs of other formats in a line, and what TOML has in their plac
     (r"\b(True|False)\b", "TOML writes true and false"),
     (r"\bNone\b|\bnull\b", "TOML has no None: leave the line out"),
     (r"^[\w\"'.-]+\s*:|^\{", "TOML writes key = value, and texts in quotation marks"),
+    (r"=.*,\s*[\w.-]+\s*=", "TOML has one key = value in a line"),
     (r"=\s*[A-Za-z]", "TOML writes texts in quotation marks"),
 )
 

@@ -19,6 +19,7 @@ from partc.plan.allowed import OWN_TABLES
 from partc.plan.decided import NCCL
 from partc.plan.field_kinds import OWN_ORDER, PLAIN, check_fields
 from partc.plan.mesh import PP, Mesh
+from partc.plan.ports.given import no_dict, no_json
 from partc.plan.sharding import Layout
 from partc.program import Program
 from partc.program.model.habits import tell_first
@@ -29,6 +30,7 @@ from partc.users_line import warn
 from partc.wrong_calls import quoted
 
 LOG = logging.getLogger("partc")
+OTHER_KINDS = (".json", ".yaml", ".yml")  # endings of other tools' files
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:
@@ -38,8 +40,12 @@ def read_plan(plan: str | Path | Plan) -> Plan:
         return plan
     if not isinstance(plan, str | Path):
         raise _no_plan(plan)
+    if isinstance(plan, Path) and plan.suffix in OTHER_KINDS:
+        plan = str(plan)  # which no preset is called
     if isinstance(plan, Path) or plan.endswith(".toml"):
         return Plan.load(plan)
+    if refusal := no_json(plan, "plan"):
+        raise refusal
     if "\n" in plan or "=" in plan:
         return Plan.parse(plan)
     if plan == AUTO_PLAN:
@@ -59,8 +65,11 @@ def _no_plan(given: object) -> PlanError:
     do = 'Pass "auto", a preset such as "fsdp", a Plan, or the path of a plan.toml.'
     if isinstance(given, Program):
         do = "Pass its text: plan=program.plan."
-    elif isinstance(given, dict):
-        do = "Pass partc.Plan(**fields), or the text of a plan.toml."
+    elif isinstance(given, Mapping):
+        return no_dict(given)
+    elif isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 4:
+        stage = ("ddp", "zero1", "zero2", "fsdp")[given]
+        do = f"Write the preset for that stage of ZeRO: plan={stage!r}."
     elif isinstance(given, list | tuple) and given and all(isinstance(x, str) for x in given):
         do = f"Join presets by +: plan={'+'.join(given)!r}."
     elif type(given).__module__.startswith("torch.distributed"):

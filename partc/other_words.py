@@ -59,6 +59,14 @@ _INSTEAD = {  # the same, where one call has another word for it
     ("plan", "world_size"): "[mesh] dp = 4 says how many ranks there are, and along which axes",
     ("plan", "batch_size"): "the example inputs of the compile say how many rows a step takes",
     ("plan", "local_batch"): 'batch = "local" says that a step takes each rank\'s own rows',
+    **{
+        ("Checkpoints", word): "keep_latest_k=3 keeps the last three"
+        for word in ("keep", "keep_last", "max_to_keep", "save_total_limit", "total_limit")
+    },
+    **{
+        ("Checkpoints", word): "interval=100 says after how many steps one is saved"
+        for word in ("every", "save_every", "every_n_steps", "save_steps", "frequency", "freq")
+    },
     ("verify", "tol"): _OF_REPORTS,
     ("verify", "tolerance"): _OF_REPORTS,
     ("sampler", "batch_size"): "rows_per_step=... counts the rows of all data ranks together, and "

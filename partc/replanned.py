@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from math import isfinite
 from typing import cast
 
 from partc.carried_plan import bare, carried
@@ -89,10 +90,25 @@ def _other_mesh(program: Program, plan: Plan, mesh: int | MeshLike) -> Mesh:
     """The axes of the new program."""
     shapes = {name: shape for name, (shape, _) in program.inputs.items()}
     world = World(program.mesh, plan, shapes)
+    _check_number(mesh)
     if isinstance(mesh, int):
         num = check_whole_number(mesh, "replan(mesh)", 1)
         return world.of_ranks(num, f"replan({num})")
     return world.with_axes(Mesh.of(mesh), f"replan({quoted(mesh)})")
+
+
+def _check_number(given: object) -> None:
+    """UsageError for what is meant for a number of ranks, and is none: ``"4"``, ``2.0``, None."""
+    is_text = isinstance(given, str) and given.strip().isdecimal()
+    if not is_text and not isinstance(given, float | bool | None):
+        return
+    counts = isinstance(given, str | float) and isfinite(float(given))
+    number = int(float(given)) if counts else 0  # type: ignore[arg-type]
+    do = f"Write replan(program, {number})." if number > 0 else "Write replan(program, 2)."
+    raise UsageError(
+        where="replan(mesh)", what=f"{quoted(given)} is no number of ranks",
+        why="it is a whole number, or has sizes of the program's axes as text", do=do,
+    )  # fmt: skip
 
 
 def _with_machines(program: Program, mesh: Mesh) -> Mesh:

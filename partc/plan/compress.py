@@ -94,7 +94,7 @@ def _is_wire(given: Any) -> str:
 
 
 def _is_size(given: Any) -> str:
-    return "" if is_number(given) and 0 <= given < 1e6 else "it is a number of megabytes"
+    return "" if is_number(given) and 0 <= given < 1e6 else "it is a number of megabytes, from 0"
 
 
 def _is_share(given: Any) -> str:

@@ -68,7 +68,7 @@ def _sizes_flaw(given: Any) -> str:
     tables = given.values() if isinstance(given, Mapping) else [None]
     if all(isinstance(each, Mapping) and all(map(_is_number, each.values())) for each in tables):
         return ""
-    return "it has a table of megabytes for each axis"
+    return "it has a table of megabytes for each axis, from 0"
 
 
 def _copies_flaw(given: Any) -> str:
@@ -90,7 +90,7 @@ def _parts_flaw(given: Any) -> str:
 
 def _clock_flaw(given: Any) -> str:
     numbers = given.values() if isinstance(given, Mapping) else [None]
-    return "" if all(map(_is_number, numbers)) else "it has a number of FLOPs per axis"
+    return "" if all(map(_is_number, numbers)) else "it has a number of FLOPs per axis, from 0"
 
 
 def _stages_flaw(given: Any) -> str:
@@ -105,7 +105,7 @@ def _sends_flaw(given: Any) -> str:
         return f"it has the entries {' and '.join(WAYS)}"
     each = (x if isinstance(x, list | tuple) else [x] for x in given.values())
     fine = all(all(_is_count(number) for number in numbers) for numbers in each)
-    return "" if fine else "it has a number of messages, or a list with one for each link"
+    return "" if fine else "it has a number of messages from 0, or a list with one for each link"
 
 
 _FLAWS: dict[str, Callable[[Any], str]] = {

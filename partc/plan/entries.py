@@ -103,7 +103,7 @@ def is_whole(given: Any) -> bool:
 
 
 def of_steps(given: Any) -> str:
-    return "" if is_whole(given) and 0 <= given < 1e12 else "it is a number of steps"
+    return "" if is_whole(given) and 0 <= given < 1e12 else "it is a number of steps, from 0"
 
 
 def of_flag(given: Any) -> str:

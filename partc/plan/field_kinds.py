@@ -38,6 +38,7 @@ _NUMBERS = {
     "virtual_stages": (0, 10_000),
     "memory_bytes": (0, _MOST_BYTES),
 }
+_EXAMPLES = {"preset": "fsdp", "schedule": "1f1b"}
 _FLAGS = ("messages", "profiler_ranges")
 _TEXTS = ("preset", "order")
 _LISTS = ("stages", "notes", "hooks")
@@ -160,6 +161,7 @@ def _text(name: str, given: Any, where: str) -> None:
     if not isinstance(given, str):
         words = given if isinstance(given, list | tuple) else ()
         joined = "+".join(map(str, words)) if words and name == "preset" else "..."
+        joined = _EXAMPLES.get(name, joined) if joined == "..." else joined
         do = f'Write a text: {name} = "{joined}".'
         raise plan_error(where, f"{name} = {quoted(given)} means nothing", "it is a text", do)
 
@@ -223,7 +225,10 @@ def _allow(name: str, given: Any, where: str) -> None:
 
 def _bucket_mb(name: str, given: Any, where: str) -> None:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1e6:
-        what, why = f"bucket_mb = {quoted(given)} means nothing", "it is a number of megabytes"
+        what, why = (
+            f"bucket_mb = {quoted(given)} means nothing",
+            "it is a number of megabytes, from 0",
+        )
         raise plan_error(where, what, why, "Write one from 0 to below 1,000,000: bucket_mb = 100.")
 
 

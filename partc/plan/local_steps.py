@@ -155,7 +155,9 @@ def _overlap_clashes(how: LocalSteps) -> Iterator[tuple[str, str, str]]:
 
 def _is_period(given: Any) -> str:
     fits = is_whole(given) and 1 <= given < 1e9
-    return "" if fits else "it says how many steps islands take from one meeting to the next"
+    return (
+        "" if fits else "it says how many steps, from 1, islands take from one meeting to the next"
+    )
 
 
 def _is_outer(given: Any) -> str:

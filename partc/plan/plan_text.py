@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -40,7 +41,11 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     try:
         table = toml_table(text)
     except Unreadable as error:
-        raise plan_error(where, "this is not TOML", str(error)) from None
+        from partc.plan.ports.given import no_json  # which reads plans itself
+
+        raise no_json(text, where) or plan_error(
+            where, "this is not TOML", str(error)
+        ) from None  # fmt: skip
     unknown = sorted(set(table) - FIELDS)  # misspelt: the search would decide instead
     if unknown and unknown[0] in RENAMED:
         old, new = unknown[0], RENAMED[unknown[0]]
@@ -54,7 +59,7 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
             f"(or --mesh {where} --plan fsdp).",
         )  # fmt: skip
     if unknown:
-        do = _no_table(table[unknown[0]], unknown[0]) or _told(unknown[0])
+        do = _no_table(table[unknown[0]], unknown[0]) or _told(unknown[0]) or _of_tool(table)
         why = "" if do else f"fields are {', '.join(sorted(FIELDS))}"
         raise plan_error(where, f"there is no field {unknown[0]!r}", why, do)
     check_places(table, where)
@@ -80,6 +85,14 @@ def _told(name: str) -> str:
     """What to write for a key that is another tool's, or misspelt; "" for one that says nothing."""
     told = told_elsewhere("plan", name.lower())
     return f"Leave it out: {told}." if told else did_you_mean(name, FIELDS)
+
+
+def _of_tool(table: Mapping[str, Any]) -> str:
+    """What to write in place of the keys of another tool; "" where they are of none."""
+    from partc.plan.ports.given import meant_by  # which reads plans itself
+
+    kind, do = meant_by(table)
+    return do if kind else ""
 
 
 def _check_reduce(table: Mapping[str, Any], where: str) -> None:
@@ -117,9 +130,10 @@ def pass_lines(name: str, passes: Sequence[str]) -> list[str]:
 def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
     if not isinstance(entry, Mapping):
         first = entry if isinstance(entry, int) and not isinstance(entry, bool) else 0
+        name = re.split(r", (?:params|inputs)\.", where)[-1]
         raise plan_error(
             where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }",
-            f'Write "{where.partition("params.")[2] or "NAME"}" = {{ dp = {first} }}, with an axis '
+            f'Write "{name}" = {{ dp = {first} }}, with an axis '
             "of the mesh and a dim from 0.",
         )  # fmt: skip
     cuts = {}

@@ -17,7 +17,11 @@ def no_mesh(given: object) -> PlanError:
     """The refusal of what names no axes, with what to write in its place."""
     do = 'Give a Mesh, a DeviceMesh with names, a dict, "dp=2,tp=4" or a .toml path.'
     sizes = given if isinstance(given, list | tuple) else [given]
-    if all(isinstance(size, int) and size > 0 for size in sizes) and 0 < len(sizes) < 3:
+    sizes = [int(x) if isinstance(x, float) and x.is_integer() else x for x in sizes]
+    if (
+        all(isinstance(size, int) and size is not True and size > 0 for size in sizes)
+        and 0 < len(sizes) < 3
+    ):
         axes = ",".join(f"{name}={size}" for name, size in zip(("dp", "tp"), sizes, strict=False))
         do = f"Name the axes, for example {axes!r}."
         if len(sizes) == 1:
@@ -27,7 +31,7 @@ def no_mesh(given: object) -> PlanError:
         do = 'Name its axes: init_device_mesh(..., mesh_dim_names=("dp",)).'
     elif "torch" in sys.modules and isinstance(given, sys.modules["torch"].optim.Optimizer):
         do += " An optimizer is made over the parameters of what this call gives."
-    elif not isinstance(given, int | type(None)):
+    elif not isinstance(given, int | float | None):
         do += " Inputs come behind it: compile(model, mesh, inputs, loss=loss)."
     return PlanError(
         where="mesh", what=f"{quoted(given)} does not describe a mesh",
@@ -49,6 +53,8 @@ def no_axis(text: str, part: str) -> PlanError:
     do = 'Write for example "dp=2,tp=4"; a file ends in .toml, and Mesh.load(name) takes a machine.'
     if 0 < len(text) <= LONGEST and not _OTHERWISE.sub("", text):  # blanks, colons, semicolons
         do = f"Write {','.join(f'{n}={size}' for n, size in _OTHERWISE.findall(text))!r}."
+    if text.strip().isdecimal() and int(text) > 0:
+        do = f'Name the axis: "dp={int(text)}".'
     if text in shipped():
         do = f"Pass partc.Mesh.load({text!r}, devices), of which the plan chooses the axes."
     return PlanError(

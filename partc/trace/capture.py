@@ -46,6 +46,7 @@ from partc.trace.forward_lines import forward_noted
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.input_grads import by_inputs, notes_of_inputs
 from partc.trace.known_values import UnknownValueError, computed, needs_values
+from partc.trace.made_layers import check_none_made
 from partc.trace.odd_constants import odd_constants
 from partc.trace.odd_tensors import check_recorded
 from partc.trace.overwritten import overwrites_named
@@ -56,6 +57,8 @@ from partc.trace.places import Reach, restored
 from partc.trace.portable_kernels import noting_padding, padding_notes, portable_kernels
 from partc.trace.quiet_run import converted_to_themselves, quiet_generator, quiet_warnings
 from partc.trace.ran import not_noting_code, noting_code
+from partc.trace.reentrant import reentrant_checked
+from partc.trace.returned_tuples import TupleResults
 from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here, torch_line_here
 from partc.trace.step_objects import StepObjects
@@ -189,6 +192,7 @@ class TracedStep:
     decided: dict[str, str] = field(default_factory=dict)  # buffers whose values were asked for
     idle: dict[str, str] = field(default_factory=dict)  # hooks that change nothing, by parameter
     entered: Entered = field(default_factory=Entered)
+    tuples: TupleResults = field(default_factory=TupleResults)
     mode: RememberingMode = field(
         default_factory=lambda: RememberingMode(allow_non_fake_inputs=True)
     )
@@ -225,6 +229,8 @@ class TracedStep:
             result = through(first, *self.fakes())
             check_aliases(history.contents, self.names.trained, self.reach.places)
             check_updated(history.contents, self.reach.places)
+            if not self.train:
+                check_none_made(history.contents)
             history.check_second(
                 outcomes[0], lambda watch: self.step(history.contents, watch, *self.fakes())
             )
@@ -241,10 +247,10 @@ class TracedStep:
         unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
         model, reach, mode = self.model, self.reach, self.mode
         with (
-            quiet_warnings(), untouched(model), restored(reach), module_scopes(model, self.entered),
-            quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
-            cuda_autocast_on_cpu(), unchecked_distributions(), masks_read(), portable_kernels(),
-            mode,
+            quiet_warnings(), untouched(model), restored(reach),
+            module_scopes(model, self.entered, self.tuples), quiet_generator(), quiet_log(),
+            unprinted, converted_to_themselves(), cuda_autocast_on_cpu(),
+            unchecked_distributions(), masks_read(), portable_kernels(), reentrant_checked(), mode,
         ):  # fmt: skip
             yield
 
@@ -280,13 +286,13 @@ class TracedStep:
         ):
             objects = StepObjects(self.model, held, names.params)
             odd = odd_constants(self.reach.places, contents)
-            with own, odd, none_swallowed():
+            with own, odd, none_swallowed(), self.tuples.noted():
                 outcome = named_results(self.objective(self.model, *inputs))
             objects.check()
             contents.differentiates |= by_inputs(inputs)
             if not self.with_own:
                 check_own(outcome.values(), contents, names.by_id(held))
-            grads = self._grads(outcome, held, weights) if self.train else []
+            grads = self._grads(outcome, held, weights, contents) if self.train else []
             self.results = list(outcome)
             objects.check()  # as a hook may do the same in the backward
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
@@ -296,10 +302,11 @@ class TracedStep:
         outcome: dict[str, Tensor],
         held: Mapping[str, Tensor],
         params: Mapping[str, Tensor],
+        contents: Contents,
     ) -> list[Any]:
         """The gradients of the trainable parameters, none of any other tensor being lost."""
         loss = next(iter(outcome.values()))
-        check_trained(loss, params, self.names.params, self.reach.places)
+        check_trained(loss, params, self.names.params, self.reach.places, contents)
         check_no_more_hooks(self.names.params, params)
         return _backward(outcome, held, self.names)
 
@@ -347,8 +354,11 @@ def named_results(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 @contextmanager
-def module_scopes(model: nn.Module, entered: Entered) -> Iterator[None]:
-    """Annotate nodes recorded inside a submodule's forward with its path, and its call's number."""
+def module_scopes(model: nn.Module, entered: Entered, tuples: TupleResults) -> Iterator[None]:
+    """Annotate nodes recorded inside a submodule's forward with its path, and its call's number.
+
+    ``tuples`` gets what modules return that is no tensor.
+    """
     open_scopes: list[Any] = []
 
     def enter(path: str) -> Callable[[nn.Module, Any], None]:
@@ -359,14 +369,18 @@ def module_scopes(model: nn.Module, entered: Entered) -> Iterator[None]:
 
         return hook
 
-    def leave(module: nn.Module, args: Any, result: Any) -> None:
-        open_scopes.pop().__exit__(None, None, None)
+    def leave(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            open_scopes.pop().__exit__(None, None, None)
+            tuples.note(path, module, result)
+
+        return hook
 
     with ExitStack() as stack:
         stack.enter_context(provenance.preserve_node_meta())
         for path, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(enter(path), prepend=True).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.callback(module.register_forward_hook(leave(path), always_call=True).remove)
         yield
 
 

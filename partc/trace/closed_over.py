@@ -22,6 +22,7 @@ from partc.errors import TraceError
 from partc.graph.fake_calls import storage_of
 from partc.plan.sharding import DTYPE_NAMES
 from partc.trace.contents import Contents, Outside, memory_of
+from partc.trace.made_layers import check_made
 from partc.trace.odd_tensors import dense_parts, odd_kind
 from partc.trace.reachable import Place
 
@@ -86,7 +87,7 @@ def check_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) ->
 
 def check_trained(
     loss: Tensor, fakes: Mapping[str, Tensor], params: Mapping[str, Tensor],
-    places: Iterable[Place],
+    places: Iterable[Place], contents: Contents,
 ) -> None:  # fmt: skip
     """TraceError if the loss has a gradient for a tensor that is no parameter of the model.
 
@@ -94,8 +95,11 @@ def check_trained(
     """
     mine = {id(each) for each in fakes.values()}
     for leaf in _leaves(loss.grad_fn):
-        made_here = isinstance(leaf, FakeTensor)  # as for a penalty on a gradient by the input
-        if id(leaf) not in mine and not made_here:
+        if id(leaf) in mine:
+            continue
+        if isinstance(leaf, FakeTensor):
+            check_made(leaf, contents)
+        else:
             param = next((n for n, each in params.items() if each is leaf), "")
             raise _no_view(param) if param else _not_trained(leaf, places)
 

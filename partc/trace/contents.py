@@ -60,6 +60,7 @@ class Call(NamedTuple):
     digest: str
     run: int
     stale: bool  # reads what an earlier run has left
+    fresh: bool  # reads nothing but what follows from numbers and draws
 
 
 @dataclass
@@ -70,12 +71,16 @@ class Contents:
     and they are no parameters, buffers or inputs. ``calls`` has the digests of the first run's
     calls. ``known`` has the values of what follows from constants in the latest run, ``earlier`` in
     the one before: what that has left is what the latest would compute again.
-    ``differentiates``: a run took derivatives by its inputs before the loss was there.
+    ``differentiates``: a run took derivatives by its inputs before the loss was there. ``leaves``
+    has the fresh tensors with ``requires_grad`` that a call has read, each with the first line that
+    did.
     """
 
     run: int = 0
     at: dict[int, Content] = field(default_factory=dict)
     own: set[int] = field(default_factory=set)  # memory of parameters, buffers and inputs
+    fresh: set[int] = field(default_factory=set)  # memory that was made of numbers and draws alone
+    leaves: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # and that could be trained
     outside: dict[int, Outside] = field(default_factory=dict)
     calls: set[str] = field(default_factory=set)
     known: KnownValues = field(default_factory=KnownValues)
@@ -104,7 +109,10 @@ class Contents:
         if self.run == 1 and func not in _LITERAL_TENSORS:
             self.note_outside([*args, *kwargs.values()], source)
         operands = tuple(self._text(each, written) for each in (*args, *sorted(kwargs.items())))
-        read = [x for x in tensors_in([*args, *kwargs.values()]) if id(x) not in written]
+        given = [*tensors_in([*args, *kwargs.values()])]
+        fresh = all(memory_of(each) in self.fresh for each in given)
+        read = [x for x in given if id(x) not in written]
+        self._note_leaves(func, args, kwargs, given, source)
         runs = [self._run_of(each) for each in read]
         draw = None
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
@@ -112,7 +120,7 @@ class Contents:
             draw = self.drawn
             runs.append(self.run)
         stale = any(0 < run < self.run for run in runs)
-        return Call(_digest(str(func), operands, draw), max(runs, default=0), stale)
+        return Call(_digest(str(func), operands, draw), max(runs, default=0), stale, fresh)
 
     def behind(
         self, call: Call, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -126,12 +134,26 @@ class Contents:
                 outside.written, outside.updated = True, outside.updated or not whole
             digest = _digest(call.digest, i) if whole else _digest(before.digest, form, call.digest)
             self._put(tensor, Content(digest, call.run if whole else max(call.run, before.run)))
+            if not call.fresh:
+                self.fresh.discard(memory_of(tensor))
         for i, tensor in enumerate(tensors_in(result)):
             if memory_of(tensor) not in self.at:
                 self._put(tensor, Content(_digest(call.digest, i), call.run))
+                self.fresh |= {memory_of(tensor)} if call.fresh else set()
         if self.run == 1:
             self.calls.add(call.digest)
         self.known.note(func, args, kwargs, result)
+
+    def _note_leaves(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor],
+        source: str,
+    ) -> None:  # fmt: skip
+        """Note who reads fresh memory that could be trained; an ``nn.init`` writes to it."""
+        found = [x for x in given if x.requires_grad and x.is_leaf and memory_of(x) in self.fresh]
+        written = _ids(tensors_written(func, args, kwargs)) if found else set()
+        for each in found:
+            if id(each) not in written:
+                self.leaves.setdefault(memory_of(each), (each, source))
 
     # tensors -------------------------------------------------------------------------------------
     def content(self, tensor: Tensor) -> Content:
@@ -141,6 +163,10 @@ class Contents:
             known = Content(value_digest(tensor), 0)
             self._put(tensor, known)
         return known
+
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Whether fresh memory holds random numbers."""
+        return self.content(tensor).run > 0
 
     def is_computed(self, tensor: Tensor) -> bool:
         """Whether a tensor holds what this run has computed from its parameters or inputs."""

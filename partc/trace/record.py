@@ -231,9 +231,10 @@ def _all_grads(
             where=type(model).__name__,
             what="the loss depends on no trainable parameter",
             why=f"the gradient of {trainable[0]} is None, and so are all others",
-            do="Compute the loss from the model's result, without detach() or torch.no_grad(); "
-            "classes that argmax picks, comparisons (an accuracy) and rounding have no gradient: "
-            "train on F.cross_entropy and alike, and return accuracy beside it, (loss, extras).",
+            do="Compute the loss from the model's result, without detach(), .data, "
+            "torch.tensor(loss) or torch.no_grad(); classes that argmax picks, comparisons (an "
+            "accuracy) and rounding have no gradient: train on F.cross_entropy and alike, and "
+            "return accuracy beside it, (loss, extras).",
         )
     return found
 

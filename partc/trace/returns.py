@@ -96,7 +96,9 @@ class Returns:
     def _no_loss(self, outcome: Any, model: str) -> TraceError:
         what = _told(outcome)
         do = "Return the tensor that the loss is."
-        if isinstance(outcome, Tensor) and not outcome.shape:
+        if isinstance(outcome, Tensor) and not outcome.shape and outcome.is_complex():
+            do = "Return a real number of it: loss.abs(), or loss.real."
+        elif isinstance(outcome, Tensor) and not outcome.shape:
             do = "Return a loss of floating-point numbers: classes that argmax picks, and "
             do += "comparisons, have no gradient."
         elif isinstance(outcome, Tensor) and not self.own and outcome.is_floating_point():

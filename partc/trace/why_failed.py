@@ -9,10 +9,14 @@ from torch import Tensor, nn
 
 from partc.errors import TraceError
 from partc.plan.sharding import dtype_name
+from partc.trace.asked_values import instead
 from partc.trace.class_weights import of_class_weights
 from partc.trace.distribution_checks import is_wanted_check
 from partc.trace.forward_lines import forward_of
+from partc.trace.loss_targets import of_targets
 from partc.trace.odd_tensors import INSTEAD
+from partc.trace.op_words import OPS, of_name, of_shapes
+from partc.trace.returned_tuples import returner_of
 from partc.trace.source_lines import module_of, source_of
 
 _VALUE = "Python code asks for the value of a tensor"
@@ -39,6 +43,11 @@ _KNOWN = (
      "Keep the shape, and count with a mask: (loss * mask).sum() / mask.sum() in place of "
      "loss[mask].mean(), or torch.where(mask, x, 0); of rows that are picked take a fixed number, "
      "x.topk(k)."),
+    (r"Cannot view a tensor|view size is not compatible",
+     "a tensor is viewed whose numbers lie in another order than its dims, as behind transpose, "
+     "permute or a slice",
+     "Write .reshape(...) in place of .view(...), which copies where it has to; or .contiguous() "
+     "before it."),
     ("cannot resize variables that require grad",
      "resize_ is called on what a gradient flows through, which torch refuses without partc too",
      "Take a tensor of the other shape in its place: y = x.reshape(4, 6) of as many numbers, "
@@ -78,37 +87,13 @@ _KNOWN = (
      "Take the tensor out of it: model(x)[0], or model(x)['logits']."),
     (r"(missing \d+ required|unexpected keyword|takes \d+ positional|takes from \d+)",
      "a call does not fit the arguments of the function that it calls",
-     "Give inputs that the model and the loss take, by place or by their names."),
+     "Correct this call; where it is that of the model or the loss, give inputs that these take, "
+     "by place or by their names."),
     ("Inference tensors",
      "the model or its inputs were made under torch.inference_mode()",
      "Make and compile them outside of it: what is made there cannot be trained."),
     (r"Expected (dtype|tensor).*(int64|Long)|scalar type Long", "whole numbers are needed",
      "Give class numbers and indices as whole numbers: labels.long()."),
-)  # fmt: skip
-_BESIDE = (
-    "to print or log it, return the tensor itself beside the loss, (loss, extras): return loss, "
-    '{"norm": norm}; the step gives both, and .item() is asked for behind it.'
-)
-# By the line that asks for a value, what to do there. The first that fits counts.
-_ASKED = (
-    (r"^\s*return\b.*\.item\(\)\)?\s*$|lambda[^:]*:.*\.item\(\)\)?\s*$",
-     f"If this is the loss, return the tensor itself, without .item(); {_BESIDE}"),
-    (r"\bprint\(|\b(log|logger|logging|LOG|self|wandb|run)\.\w*(log|info|debug|warning)\w*\(|"
-     r"\badd_scalar|\bf[\"']", f"Leave it out of the step; {_BESIDE}"),
-    (r"numpy\(|\bnp\.|\.tolist\(",
-     "Write it with functions of torch; or compute it outside of the step, and give the result as "
-     "an input."),
-    (r"^\s*assert\b|isnan|isfinite|isinf|anomaly",
-     "Leave the check out, and look at the loss behind the step, loss.isfinite(); or return the "
-     "tensor that is checked beside the loss, (loss, extras). A value is chosen by torch.where."),
-    (r"\[[^\]]*:[^\]]*\b(max|sum|item|int)\(|topk\(|range\(|narrow\(",
-     "A size is part of a program: keep one size and mask what is too much; or cut the batch "
-     "before it is given to the step, as each shape has a program of its own."),
-    (r"^\s*while\b",
-     "Repeat a fixed number of times, and keep what is done by then: torch.where(done, x, new)."),
-    (r"^(?!.*\b(if|elif|for|while|range)\b).*(\.item\(\)|\bfloat\()",
-     "Compute with the tensor itself, without .item() or float(), and decide by torch.where; "
-     f"{_BESIDE}"),
 )  # fmt: skip
 # By the op whose result has such a size, what to write in its place; of others a mask helps.
 _SIZED = (
@@ -143,22 +128,27 @@ def explained(
     kind = type(error).__name__
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     what, do = (
-        _known(f"{kind}: {reason}")
+        of_targets(error, reason)
+        or _known(f"{kind}: {reason}")
         or of_class_weights(error, reason)
         or _shapes(kind, reason, names, inputs)
     )
     if path in dict(model.named_modules()) and "do not fit" in what:
-        do += _weights_of(path, model)
+        do += "" if of_shapes(reason) else _weights_of(path, model)
     if _is_model_for_tensor(reason, type(model).__name__):
         what = "the model stands where its result is needed"
         do = (
             "Let the loss call it: loss=lambda model, x, y: F.cross_entropy(model(x), y). A loss "
             "is given the model and the inputs, and no predictions."
         )
+    if returner := returner_of(error):
+        what, do = returner.what, returner.do
+    if isinstance(error, AttributeError):
+        do = of_name(error) or do
     if what == _VALUE:
         reason = reason.rstrip(".") + ": while tracing, tensors have shapes but no values"
         line = (source or "").partition(": ")[2]
-        do = next((each for words, each in _ASKED if re.search(words, line)), do)
+        do = instead(error, line) or do
         if is_wanted_check(error):
             what = "a distribution checks the values of its arguments"
             do = "Leave validate_args=True out: while tracing, the check is off by default."
@@ -194,7 +184,9 @@ def _is_model_for_tensor(reason: str, model: str) -> bool:
 
 def _known(reason: str) -> tuple[str, str] | None:
     """What happened, and what to do, where torch's words say it."""
-    return next(((what, do) for words, what, do in _KNOWN if re.search(words, reason)), None)
+    return next(
+        ((what, do) for words, what, do in (*_KNOWN, *OPS) if re.search(words, reason)), None
+    )
 
 
 def _shapes(
@@ -208,7 +200,8 @@ def _shapes(
     if kind not in _OF_PYTHON and _SHAPES.search(reason):
         return (
             "the shapes do not fit each other",
-            f"Compare the inputs, {given}, with what the model takes, and give others.",
+            of_shapes(reason)
+            or f"Compare the inputs, {given}, with what the model takes, and give others.",
         )
     if kind in _OF_PYTHON:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -11,14 +12,15 @@ _OTHER_NAMES = {"zero3": "fsdp", "fsdp1": "fsdp", "fsdp2": "fsdp", "dp": "ddp", 
                 "sp": "megatron-sp", "zero": "zero1", "tensor": "megatron",
                 "tensor_parallel": "megatron", "sequence_parallel": "megatron-sp",
                 "data_parallel": "ddp", "fully_shard": "fsdp", "full_shard": "fsdp",
-                "hybrid_shard": "hsdp"}  # fmt: skip
+                "hybrid_shard": "hsdp", "0": "ddp", "1": "zero1", "2": "zero2",
+                "3": "fsdp"}  # fmt: skip
 
 
 def meant(preset: str, word: str, known: Collection[str]) -> str:
     """What to write in place of ``preset``, of whose words ``word`` is not ``known``."""
-    joined = "+".join(preset.replace(",", " ").replace("+", " ").lower().split())
-    if joined != preset and joined and {*joined.split("+")} <= {*known}:
-        return f"Write {joined!r}."
+    words = [_name(each) for each in re.split(r"[\s,+:;&|]+", preset) if each]
+    if words and "+".join(words) != preset and {*words} <= {*known} and not _is_alone(preset):
+        return f"Write {'+'.join(words)!r}."
     if "auto" in preset.split("+"):
         return "'auto' stands alone: it chooses among all presets."
     if folder := _folder(preset):
@@ -30,10 +32,20 @@ def meant(preset: str, word: str, known: Collection[str]) -> str:
         )
     if any(sign in preset for sign in "./\\"):
         return "A plan in a file is named by a path that ends in .toml: 'build/plan.toml'."
-    if (other := word.lower().replace("-", "_")) in _OTHER_NAMES:
-        return f"Write {_OTHER_NAMES[other]!r}, as partc calls it."
+    if _is_alone(word):
+        return f"Write {_name(word)!r}, as partc calls it."
     near = did_you_mean(word, (*known, "auto"))
     return near or "Name one of these, several joined by '+', or 'auto'."
+
+
+def _name(word: str) -> str:
+    """A word as partc calls it; others in lower case."""
+    return _OTHER_NAMES.get(word.lower().replace("-", "_"), word.lower())
+
+
+def _is_alone(word: str) -> bool:
+    """Whether it is one word, and another tool's."""
+    return word.lower().replace("-", "_") in _OTHER_NAMES
 
 
 def _folder(preset: str) -> str:

@@ -88,3 +88,48 @@ def test_a_load_of_an_optimizer(world: Processes, plan: str) -> None:
 def test_what_one_rank_may_do(world: Processes, plan: str, name: str) -> None:
     """Copies are its own to write; so is a piece, by ``to_local``; so is its average of copies."""
     assert world.run(trained, plan, name, num=2) == ["no error"] * 2
+
+
+def stepped(plan: str, how: str) -> str:
+    """What nine steps of an optimizer by hand end with, whose rate is another on rank 1."""
+    torch.manual_seed(0)
+    model: Any = partc.parallelize(Net(), "dp=2", loss=loss_of, plan=plan, batch="global")
+    numbers = torch.Generator().manual_seed(0)
+    lr = 0.2 if dist.get_rank() == 1 and how != "alike" else 0.1
+    rates = torch.tensor(lr)
+    ways: dict[str, Callable[[Any], Any]] = {
+        "alpha": lambda p: p.data.add_(p.grad, alpha=-lr),
+        "alike": lambda p: p.data.add_(p.grad, alpha=-lr),
+        "minus": lambda p: p.data.sub_(lr * p.grad),
+        "no_grad": lambda p: p.sub_(p.grad * lr),
+        "tensor": lambda p: p.add_(-rates * p.grad),
+        "clipped": lambda p: p.add_((p.grad.clamp(-1, 1) / 3.0).mul(-lr)),
+        "decay": lambda p: p.mul_(1 - lr),
+    }
+    try:
+        for _ in range(9):
+            model.step(*torch.randn(2, 8, 4, generator=numbers))
+            with torch.no_grad():
+                for p in model.parameters():
+                    ways[how](p)
+                    p.grad = None
+            read = next(model.parameters()) * (1.0 + dist.get_rank())
+            assert read.shape == (8, 4)
+    except RunError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("how", ["alpha", "minus", "no_grad", "tensor", "clipped", "decay"])
+def test_another_rate_of_an_optimizer_by_hand(world: Processes, how: str) -> None:
+    for said in world.run(stepped, "fsdp", how, num=2):
+        assert "step: rank 1: another factor of writes to sharded parameters" in said
+        assert "(a learning rate) than rank 0" in said
+        assert "takes the same lr on all ranks" in said
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("plan", ["fsdp", "ddp", "zero1"])
+def test_equal_rates_of_an_optimizer_by_hand(world: Processes, plan: str) -> None:
+    assert world.run(stepped, plan, "alike", num=2) == ["no error"] * 2

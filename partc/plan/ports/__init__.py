@@ -33,7 +33,11 @@ def read_config(path: str | Path, devices: int | None = None) -> Draft:
         UsageError: the file cannot be read, is none of these, or says what no plan can be.
     """
     path = Path(path)
-    keys = dict(_flat(_table(path)))
+    return draft_of(dict(flat(_table(path))), path, devices)
+
+
+def draft_of(keys: Mapping[str, Any], path: Path, devices: int | None = None) -> Draft:
+    """The same of the keys of such a file, which errors call by its path."""
     name, tool = _tool_of(path, keys)
     draft = Draft(name, path.name, devices)
     tool.before(keys, draft)
@@ -179,10 +183,10 @@ def _yaml(text: str) -> Any:
         raise Unreadable(" ".join(str(error).split())) from None
 
 
-def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Keys of nested tables as ``"zero_optimization.stage"``."""
     for name, value in table.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{name}.")
+            yield from flat(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", value

@@ -65,6 +65,16 @@ def tell_of_input_grads(
     )  # fmt: skip
 
 
+def tell_of_no_grad(*, trains: bool) -> None:
+    """Tell who calls a model in train mode under ``torch.no_grad()``: its loss has no backward."""
+    if trains and not torch.is_grad_enabled() and once("results under no_grad"):
+        tell_first(
+            "partc: the model is called in train mode under torch.no_grad(), so that a loss of its "
+            "results has no backward. To train call it outside of that; to evaluate call "
+            "model.eval() before."
+        )
+
+
 class Reseeded:
     """Notices that a script seeds torch's generator between steps, whose draws do not follow it."""
 

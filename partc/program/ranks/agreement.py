@@ -34,7 +34,7 @@ from partc.program.ranks.tensor_hash import hashes_of, joined, sketch_of
 from partc.program.role import Role, Shard
 from partc.program.tensors.holders import Holders
 from partc.program.tensors.own_writes import NAMES as WRITES
-from partc.program.tensors.own_writes import OF_COPIES, OWN_WRITES
+from partc.program.tensors.own_writes import OF_COPIES, OF_FACTORS, OF_PIECES, OWN_WRITES
 from partc.users_line import warn
 from partc.wrong_calls import check_whole_number
 
@@ -198,6 +198,8 @@ class _Comparison:
         found = {(x.name, x.odd): x for x in reversed(every)}  # a copy's piece, or else its source
         if {name for name, _ in found} == {OF_COPIES}:
             found = {}  # written by other ops, and the same
+        if OF_PIECES in {name for name, _ in found}:  # which has factors of its own
+            found = {key: x for key, x in found.items() if x.name != OF_FACTORS}
         for each in [x for x in found.values() if x.kind == ALONE]:
             warn(told(str(each)))
             del found[each.name, each.odd]
@@ -313,6 +315,7 @@ class _Comparison:
                     there = sketches[usual][2 * i : 2 * i + 2]
                     odd = [r for r in odd if self._is_far(name, there, sketches[r][2 * i])]
                 told = of.kind in ("random", "gradient", "write")
+                told = told and name != OF_FACTORS
                 values = (rows[usual][i], rows[odd[0]][i]) if odd and told else None
                 name = f"gradient of {name}" if of.kind == "gradient" else name
                 if of.kind == "frozen":

@@ -42,7 +42,8 @@ _DO = {
     "learning rate that follows a loss takes that of all ranks (stage.eval_step).",
     "write": "Let all ranks write to parameters, gradients and optimizers alike, and none alone, "
     "behind `if rank == 0` or by a number of its own rows: optimizer.step, load_state_dict, "
-    "p.grad = None, p.mul_.",
+    "p.grad = None, p.mul_. A script that steps itself, p.data.add_(p.grad, alpha=-lr), takes the "
+    "same lr on all ranks.",
     TOGETHER: OF_BESIDE + " Where each rank is to train its own, give it an optimizer of its own.",
     "dataset": OF_ROWS,
     "random": "Call stage.seed with the same numbers on all ranks, and take the same steps on all.",

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import UsageError
 from partc.program import Program
-from partc.program.model.habits import LOG, once, without_inference
+from partc.program.model.habits import LOG, once, tell_of_no_grad, without_inference
 from partc.program.optimizer.cleared import awaits_backward, gave_gradients
 from partc.program.optimizer.divided import took_step
 from partc.program.optimizer.no_gradients import gives_late
@@ -230,6 +230,7 @@ class SeveralPrograms(nn.Module):
 
     def _given_out(self, family: Family, inputs: Sequence[Any], named: dict[str, Any]) -> Any:
         """What the model returns, of which the script computes the loss, ready for ``backward``."""
+        tell_of_no_grad(trains=any(each.param.requires_grad for each in self._shown.values()))
         shown = list(self._shown.values())
         with without_inference():
             begin_all(shown)

@@ -22,6 +22,7 @@ from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.ranks.waiting import waiting
 from partc.program.step.given_out import end
 from partc.program.step.loss_backward import fresh_grads, no_graph
+from partc.program.step.summed_loss import tell_of_sum
 from partc.program.tensors.shown import Shown
 from partc.trace.default_dtype import float32_default
 from partc.trace.returns import gradient_of
@@ -179,6 +180,8 @@ class _GivenOut(torch.autograd.Function):
         for each, version in zip(ctx.shown, ctx.versions, strict=True):
             if each.piece._version != version:
                 raise _weight_changed(each.shard.name)
+        if isinstance(half.dealt, Evenly) and any(half.dealt.own.values()):
+            tell_of_sum(ctx, half.dealt.shares)
         waiting().begin("backward")
         try:
             given, found = fresh_grads(ctx.shown, ctx.trained, lambda: half.finish(grads))

@@ -96,7 +96,8 @@ class HomeTensor(DTensor):
     view it is, where its memory is a copy. ``joined``: whether it was computed from several
     parameters of a pipeline rank, whose values are of its own stages alone. ``follower``: of
     a parameter, and of its gradient. ``is_own``: whether it is a parameter or a gradient of a
-    stage, or a view of one, and no value that was computed from them.
+    stage, or a view of one, and no value that was computed from them. ``factors``: a number of the
+    plain numbers with which it was computed.
     """
 
     home: Home
@@ -106,6 +107,7 @@ class HomeTensor(DTensor):
     joined: bool = False
     follower: Follower | None = None
     is_own: bool = False
+    factors: int = 0
     _plain: DTensor | None = None
 
     @classmethod

@@ -24,7 +24,7 @@ from partc.errors import RunError
 from partc.program.tensors.homes import HomeTensor, View, check_read, meet, whole_of
 from partc.program.tensors.op_errors import collective, number_of_one_rank, of_one_rank
 from partc.program.tensors.op_facts import Op, home_tensors
-from partc.program.tensors.own_writes import OWN_WRITES
+from partc.program.tensors.own_writes import OWN_WRITES, factors_of
 from partc.program.tensors.script_tensors import check_kept, fitting
 from partc.program.tensors.sends import asking
 from partc.program.tensors.whole_ops import reshape_in_place, run_on_whole, view_of
@@ -126,6 +126,7 @@ class _Results:
         self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[HomeTensor]
     ) -> None:
         self._op, self._args, self._kwargs, self._given = op, args, kwargs, given
+        self._factors = factors_of(args, kwargs)
 
     def one(self, value: Any, number: int) -> Any:
         """A result; what the op changed in place is the operand that was given."""
@@ -147,6 +148,7 @@ class _Results:
             view=self._lost_view(value, number) if self._op.makes_views else None,
         )
         made.is_own = self._op.makes_views and operand.is_own
+        made.factors = self._factors
         return made
 
     def _operand(self, number: int) -> HomeTensor:
