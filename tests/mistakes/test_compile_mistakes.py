@@ -130,11 +130,11 @@ MISTAKES: dict[str, Mistake] = {
     "a folder": of("plan", "build/", "plan.toml"),
     "json": of("plan", "plan.json", "partc plan --from plan.json"),
     "plan=None": of("plan", None, "plan is None", '"auto"'),
-    "plan=3": of("plan", 3, "plan is 3", '"auto"'),
+    "plan=3": of("plan", 3, "plan is 3", "plan='fsdp'"),
     "a dim without an axis": of(
         "plan", '[params]\n"up.weight" = 0', 'Write "up.weight" = { dp = 0 }'
     ),
-    "a dict": of("plan", {"preset": "ddp"}, "plan is a dict", "partc.Plan(**fields)"),
+    "a dict": of("plan", {"preset": "ddp"}, "plan is a dict", "Write it as TOML"),
     "a program's plan": lazily("plan", program, "a Program", "program.plan"),
     "a plan that is a folder": of("plan", Path(), "a directory", "plan.toml"),
     "text": of("microbatches", "4", "microbatches = '4'", "without quotation marks"),
@@ -145,7 +145,7 @@ MISTAKES: dict[str, Mistake] = {
     "no such schedule": of(
         "schedule", "interleaved", "Did you mean", "interleaved-1f1b", "import the module whose"
     ),
-    "schedule=5": of("schedule", 5, "schedule = 5", '"..."'),
+    "schedule=5": of("schedule", 5, "schedule = 5", '"1f1b"'),
     "a stage": of("stages", "down", "stages = 'down'", 'stages = ["'),
     "numbered stages": of("stages", [1], "stages = (1,)", "list of texts"),
     "virtual stages without end": of(
