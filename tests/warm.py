@@ -21,6 +21,7 @@ from torch.distributed.tensor._redistribute import (
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional as F
 
+import partc.program.start  # noqa: F401  # every rank starts a stage
 from partc.api import compile
 from partc.installed import load_installed
 from partc.passes import own_passes
