@@ -12,7 +12,7 @@ of the user's take part, as their backward does not follow from the forward. The
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -68,6 +68,8 @@ def spare_blocks(
 
     Empty where that is not certain.
     """
+    if max(Counter(path for (path, _), _ in members(model)).values(), default=0) < FEWEST:
+        return ()  # no list is so long that blocks of it are left out: the forward need not run
     if any(module._backward_hooks or module._backward_pre_hooks for module in model.modules()):
         return ()
     if has_hooks(names_of(model).params):
