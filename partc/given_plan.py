@@ -23,7 +23,7 @@ from partc.plan.ports.given import no_dict, no_json
 from partc.plan.sharding import Layout
 from partc.program import Program
 from partc.program.model.habits import tell_first
-from partc.program.start import group_backend
+from partc.program.ranks.group_backend import group_backend
 from partc.trace.no_model import check_model
 from partc.traced import Traced
 from partc.users_line import warn

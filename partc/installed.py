@@ -18,12 +18,18 @@ RULES = GROUPS[1]
 
 
 @cache
+def every() -> Any:
+    """All entry points there are: to look for them reads a file of each installed package."""
+    return entry_points()
+
+
+@cache
 def load_installed(group: str, kind: str) -> None:
     """Import what installed packages name in a group, once; UsageError names what cannot be.
 
     ``kind`` is what a message calls one of them.
     """
-    for entry in entry_points(group=group):
+    for entry in every().select(group=group):
         loaded(entry, group, kind)
 
 

@@ -16,12 +16,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any, TypeVar
 
 from partc.errors import PlanError, UsageError
-from partc.installed import GROUPS, loaded
+from partc.installed import GROUPS, every, loaded
 from partc.passes.runner import OTHERS, Pass, State, Table
 from partc.plan import Plan
 from partc.registry import is_again
@@ -179,15 +179,15 @@ def _taken(own: Pass, other: Pass) -> UsageError:
 @cache
 def _load() -> None:
     """Import what installed packages name, once."""
-    every = entry_points()
-    for group in sorted(every.groups):
+    found = every()
+    for group in sorted(found.groups):
         if group.split(".")[0] in NAMESPACES and group not in GROUPS:
             LOG.warning(
                 "partc: %s of the entry points %r is not loaded: passes are entry points of the "
                 "group %r",
-                ", ".join(each.name for each in every.select(group=group)), group, GROUP,
+                ", ".join(each.name for each in found.select(group=group)), group, GROUP,
             )  # fmt: skip
-    for entry in every.select(group=GROUP):
+    for entry in found.select(group=GROUP):
         _load_one(entry)
 
 

@@ -21,8 +21,9 @@ from torch.distributed.tensor._redistribute import (
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional as F
 
+import partc.program.start  # noqa: F401  # every rank starts a stage
 from partc.api import compile
-from partc.installed import load_installed
+from partc.installed import every, load_installed
 from partc.passes import own_passes
 from partc.verification import processes
 from tests import llamas as llamas  # transformers takes longer to import than torch
@@ -39,6 +40,7 @@ def compile_some() -> None:
         compile(model, mesh, batch, loss=_loss, plan=plan)
     own_passes._load.cache_clear()  # a rank may find packages that this process does not
     load_installed.cache_clear()
+    every.cache_clear()
 
 
 def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

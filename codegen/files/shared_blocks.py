@@ -30,6 +30,8 @@ def shared_blocks(texts: Iterable[RoleText]) -> list[dict[str, Any]]:
     tells them apart.
     """
     known: list[tuple[object, list[BlockClass]]] = []
+    texts = [*texts]
+    alone = sum(cls.lead is None for step in texts for cls in step.classes.values()) == 1
     for step in texts:
         for cls in step.classes.values():
             cls.span = step.span(cls.run)
@@ -38,7 +40,7 @@ def shared_blocks(texts: Iterable[RoleText]) -> list[dict[str, Any]]:
             if cls.lead is not None:
                 next(found for _, found in known if cls.lead in found).append(cls)
                 continue
-            key = _nameless(step, cls)
+            key = None if alone else _nameless(step, cls)  # it takes as long as printing
             same = next((classes for other, classes in known if other == key), None)
             if same is not None:
                 same.append(cls)

@@ -189,9 +189,15 @@ def _find(name: str, modules: Sequence[ModuleType]) -> Printed | None:
 
 
 @cache
+def _lines(function: Printed) -> tuple[list[str], int]:
+    """The lines of a helper, and the number of the first; of a class they take long to find."""
+    return inspect.getsourcelines(function)
+
+
+@cache
 def _source(function: Printed) -> str:
     """The source of a helper as programs print it, its signature wrapped to a program's width."""
-    text = inspect.getsource(function).rstrip().replace("``", "`").replace("  # fmt: skip", "")
+    text = "".join(_lines(function)[0]).rstrip().replace("``", "`").replace("  # fmt: skip", "")
     statement = ast.parse(text).body[0]
     if not isinstance(statement, ast.FunctionDef):
         return text
@@ -214,4 +220,4 @@ def _called(function: Printed) -> list[str]:
 def _position(function: Printed) -> tuple[int, int]:
     """Sorts helpers by module, as in ORDER, and by line within a module."""
     order = [module.__name__ for module in ORDER]
-    return order.index(function.__module__), inspect.getsourcelines(function)[1]
+    return order.index(function.__module__), _lines(function)[1]

@@ -12,7 +12,7 @@ ops or of ``partc.graph.collectives``, and one output node, whose dict ``Outputs
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
@@ -227,7 +227,16 @@ def update(node: fx.Node, **changes: Any) -> None:
     """Change some fields of a node's Value."""
     known = node.meta["value"]
     if any(getattr(known, name) != new for name, new in changes.items()):
-        node.meta["value"] = replace(known, **changes)
+        node.meta["value"] = changed(known, **changes)
+
+
+def changed(known: Value, **changes: Any) -> Value:
+    """As ``replace(known, **changes)``, which reads and checks each of the many fields again."""
+    assert changes.keys() <= vars(known).keys(), changes
+    made = object.__new__(Value)
+    vars(made).update(vars(known))
+    vars(made).update(changes)
+    return made
 
 
 def set_like(copy: fx.Node, node: fx.Node) -> None:

@@ -47,11 +47,21 @@ class Form(NamedTuple):
     def over(self, memory: torch.UntypedStorage, mode: FakeTensorMode) -> Tensor:
         """The fake tensor with this form over a piece of memory."""
         with no_dispatch():
-            meta = torch.empty(0, dtype=self.dtype, device="meta")
+            meta = torch.empty(0, dtype=self.dtype, device=_META)
             meta.set_(memory, self.offset, self.shape, self.stride)
             return _fake(mode, meta, self.device)
 
+    def new(self, mode: FakeTensorMode) -> Tensor:
+        """The fake tensor with this form over new memory."""
+        with no_dispatch():
+            meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
+            if self.offset or meta.untyped_storage().nbytes() != self.memory_bytes:
+                memory = torch.UntypedStorage(self.memory_bytes, device="meta")
+                meta.set_(memory, self.offset, self.shape, self.stride)
+            return _fake(mode, meta, self.device)
 
+
+_META = torch.device("meta")
 _ATTRIBUTES: dict[torch.device, dict[str, Any]] = {}  # of a new fake, without its mode
 
 
@@ -105,12 +115,19 @@ class FakeCalls:
     known: dict[Hashable, tuple[Any, int]] = field(default_factory=dict)
 
     def __call__(
-        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, int]:
-        """The result of a call, and the number that the first equal call's ``execute`` gave."""
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+        mode: FakeTensorMode | None = None,
+    ) -> tuple[Any, int]:  # fmt: skip
+        """The result of a call, and the number that the first equal call's ``execute`` gave.
+
+        ``mode``: that of the result where a call has no operands, as ``torch.empty``; without it
+        such a call is not remembered.
+        """
         operands: list[Tensor] = []
         literals = _literals((args, kwargs), operands)
-        if not operands or not all(map(_is_plain, operands)) or _restrides(target):
+        if operands and isinstance(operands[0], FakeTensor):
+            mode = operands[0].fake_mode
+        if mode is None or not all(map(_is_plain, operands)) or _restrides(target):
             return self.execute(target, args, kwargs)
         memories = [x.untyped_storage() for x in operands]
         # The key says which operands share memory, since the result may be a view of one of them;
@@ -122,7 +139,7 @@ class FakeCalls:
         known = self.known.pop(key, None)
         if known is not None:
             self.known[key] = known  # behind all others: what is asked for is forgotten last
-            return _again(known[0], operands, memories), known[1]
+            return _again(known[0], operands, memories, mode), known[1]
         result, noted = self.execute(target, args, kwargs)
         if all(map(_is_plain, tensors_in(result))):
             self.known[key] = _made(result, operands, memories), noted
@@ -163,7 +180,7 @@ class RememberingMode(FakeTensorMode):
         def execute(*call: Any) -> tuple[Any, int]:
             return super(RememberingMode, self).dispatch(func, types, args, kwargs or {}), 0
 
-        return FakeCalls(execute, _CALLS.known)(func, args, kwargs or {})[0]
+        return FakeCalls(execute, _CALLS.known)(func, args, kwargs or {}, self)[0]
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:
@@ -227,17 +244,21 @@ def _made(result: Any, operands: Sequence[Tensor], memories: list[torch.UntypedS
     return result
 
 
-def _again(made: Any, operands: Sequence[Tensor], memories: list[torch.UntypedStorage]) -> Any:
+def _again(
+    made: Any, operands: Sequence[Tensor], memories: list[torch.UntypedStorage],
+    mode: FakeTensorMode,
+) -> Any:  # fmt: skip
     """Build the result of an equal call over these operands' memory; appends new memory."""
     if isinstance(made, _Made):
         if made.same >= 0:
             return operands[made.same]
         if made.memory == len(memories):
-            memories.append(torch.UntypedStorage(made.form.memory_bytes, device="meta"))
-        mode = operands[0].fake_mode  # type: ignore[attr-defined]
+            new = made.form.new(mode)
+            memories.append(new.untyped_storage())
+            return new
         return made.form.over(memories[made.memory], mode)
     if isinstance(made, list | tuple):
-        parts = [_again(each, operands, memories) for each in made]
+        parts = [_again(each, operands, memories, mode) for each in made]
         return parts if isinstance(made, list) else tuple(parts)
     return made
 

@@ -15,6 +15,7 @@ from torch.fx.graph import _Namespace
 from partc.graph import (
     Graph,
     Value,
+    changed,
     collectives,
     fake_of,
     op_word,
@@ -40,7 +41,7 @@ class Writer:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
-        set_value(node, replace(self.like, kind="op", shape=(), name="", sharding=REPLICATED))
+        set_value(node, changed(self.like, kind="op", shape=(), name="", sharding=REPLICATED))
         set_fake(node, run_fake(target, args, kwargs))
         return node
 
@@ -63,7 +64,7 @@ def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Nod
     with node.graph.inserting_before(node):
         new = node.graph.create_node("call_function", target, args, kwargs, name=op_word(target))
     fake = run_on_fakes(new)
-    set_value(new, replace(value(node), kind="op", shape=(), dtype=torch.float32))
+    set_value(new, changed(value(node), kind="op", shape=(), dtype=torch.float32))
     set_fake(new, fake)
     return new
 

@@ -16,13 +16,13 @@ from partc.errors import RunError
 from partc.imported_again import check_not_imported_again
 from partc.plan import Plan
 from partc.plan.batch import BY_PLACE, MIXED_ROWS, ONE_RANKS, OTHER_ROWS, ROWS_MEET
-from partc.plan.decided import BACKENDS
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.hooks import check_hooks
 from partc.program.ranks import heart
 from partc.program.ranks.farewell import has_joined, tell_at_exit
+from partc.program.ranks.group_backend import group_backend
 from partc.program.ranks.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.program.ranks.meeting import (
     NotMetError,
@@ -132,17 +132,6 @@ def _check_backend(device: torch.device) -> None:
             do="Call torch.distributed.init_process_group() without a backend, which serves every "
             f"device, or name one for it; or take module({devices[0]!r}).",
         )
-
-
-def group_backend(device_type: str) -> str | None:
-    """What carries tensors of a kind of device in the default process group, ``gloo`` or ``nccl``.
-
-    None without a group, or where another library carries them.
-    """
-    kinds = dist.get_backend_config().split(",") if dist.is_initialized() else []
-    found = (kind.rpartition(":") for kind in kinds)
-    carrying = (library for of, colon, library in found if not colon or of == device_type)
-    return next((library for library in carrying if library in BACKENDS), None)
 
 
 def _check_library(program: Program, device: torch.device) -> None:

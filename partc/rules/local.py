@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,7 +19,17 @@ import torch
 from torch import fx
 
 from partc.errors import RuleError
-from partc.graph import fake_of, is_backward, is_tensor, ops, results_of, set_fake, set_value, value
+from partc.graph import (
+    changed,
+    fake_of,
+    is_backward,
+    is_tensor,
+    ops,
+    results_of,
+    set_fake,
+    set_value,
+    value,
+)
 from partc.graph.collectives import axis_index
 from partc.graph.graph_edits import run_fake_of
 from partc.plan.mesh import Mesh
@@ -101,7 +111,7 @@ class _Writer:
         here, known = value(self.node), value(other)
         set_value(
             new,
-            replace(here, kind="op", shape=known.shape, dtype=known.dtype, sharding=known.sharding),
+            changed(here, kind="op", shape=known.shape, dtype=known.dtype, sharding=known.sharding),
         )
         set_fake(new, run_fake_of(self.node.graph, target, args, kwargs))
         return new
@@ -212,7 +222,7 @@ class _Localizer:
     def _rank_on(self, axis: str, like: fx.Node) -> fx.Node:
         """The node of this rank's coordinate on an axis, which is a number."""
         index = self._once(like, axis_index, like, axis=axis, num=self.mesh.size(axis))
-        set_value(index, replace(value(index), shape=(), dtype=torch.int64, sharding=REPLICATED))
+        set_value(index, changed(value(index), shape=(), dtype=torch.int64, sharding=REPLICATED))
         return index
 
     def _indices(self) -> tuple[str, int]:

@@ -15,7 +15,6 @@ import torch
 import torch.fx.traceback as provenance
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
@@ -65,6 +64,7 @@ from partc.trace.step_objects import StepObjects
 from partc.trace.swallowed import called, none_swallowed
 from partc.trace.unknown_masks import masks_read
 from partc.trace.untouched import untouched
+from partc.trace.watched_calls import WatchedCalls
 
 Objective = Callable[..., Any]
 OF_INPUT = "gradient of input "  # and its place among those that have one
@@ -384,21 +384,16 @@ def module_scopes(model: nn.Module, entered: Entered, tuples: TupleResults) -> I
         yield
 
 
-class Origins(TorchDispatchMode):
+class Origins(WatchedCalls):
     """Annotates each op with the user's source line, and each random op with its site."""
 
     def __init__(self, contents: Contents, sites: Sites) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.contents, self.sites = contents, sites
         self.origin: dict[str, Any] = {}  # of the latest call
 
-    @not_noting_code()
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # autograd asks this of every tensor; it is no op
-        kwargs = kwargs or {}
+    @not_noting_code
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if needs_values(func, args):  # unknown ones are left to the op, which raises torch's error
             with suppress(UnknownValueError):
                 found = computed(self.contents.known, func, args, kwargs, self._run)
@@ -415,4 +410,4 @@ class Origins(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.__torch_dispatch__(func, (), args, kwargs)
+        return self.call(func, args, kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partc.graph.fake_calls import storage_of, tensors_in
+from partc.graph.fake_calls import LISTS, storage_of, tensors_in
 from partc.graph.writes import tensors_written
 from partc.trace.known_values import KnownValues
 from partc.trace.odd_tensors import dense_parts, odd_kind
@@ -108,12 +108,12 @@ class Contents:
         written |= _ids(tensors_in(kwargs.get("out")))
         if self.run == 1 and func not in _LITERAL_TENSORS:
             self.note_outside([*args, *kwargs.values()], source)
-        operands = tuple(self._text(each, written) for each in (*args, *sorted(kwargs.items())))
-        given = [*tensors_in([*args, *kwargs.values()])]
-        fresh = all(memory_of(each) in self.fresh for each in given)
-        read = [x for x in given if id(x) not in written]
-        self._note_leaves(func, args, kwargs, given, source)
-        runs = [self._run_of(each) for each in read]
+        tensors = [*tensors_in([*args, *kwargs.values()])]
+        fresh = all(memory_of(each) in self.fresh for each in tensors)
+        self._note_leaves(func, args, kwargs, tensors, source)
+        runs: list[int] = []  # of what it reads
+        given = (*args, *sorted(kwargs.items()))
+        operands = tuple(self._text(each, written, runs) for each in given)
         draw = None
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.drawn += 1
@@ -175,9 +175,14 @@ class Contents:
 
     def described(self, tensor: Tensor) -> Hashable:
         """What a tensor holds: equal for tensors of two runs that were computed alike."""
-        run = self._run_of(tensor)
+        return self._described(tensor)[0]
+
+    def _described(self, tensor: Tensor) -> tuple[Hashable, int]:
+        """The same, and the run on whose values the tensor depends."""
+        content = self.content(tensor)
+        run = self._run_of(tensor, content)
         age = "stale" if 0 < run < self.run else "own" if run else "constant"
-        return self.content(tensor).digest, age, form_of(tensor)
+        return (content.digest, age, form_of(tensor)), run
 
     def note_outside(self, given: Sequence[Any], source: str) -> None:
         """Note the tensors of the first run that the step closes over."""
@@ -185,21 +190,26 @@ class Contents:
             if not isinstance(tensor, FakeTensor) and memory_of(tensor) not in self.at:
                 self.outside[memory_of(tensor)] = Outside(tensor, source)
 
-    def _run_of(self, tensor: Tensor) -> int:
+    def _run_of(self, tensor: Tensor, content: Content) -> int:
         """The run on whose values a tensor depends: the latest where an earlier one has left what
         follows from buffers that keep their values, as tables of angles that a model keeps do.
         """
-        run = self.content(tensor).run
+        run = content.run
         if 0 < run < self.run and self.earlier.keeps(tensor):
             self.earlier.decide(tensor)
             return self.run
         return run
 
-    def _text(self, arg: Any, written: set[int]) -> Any:
+    def _text(self, arg: Any, written: set[int], runs: list[int]) -> Any:
+        """What an argument is; ``runs`` gets those on whose values depends what is read of it."""
         if isinstance(arg, Tensor):
-            return form_of(arg) if id(arg) in written else self.described(arg)
-        if isinstance(arg, list | tuple):
-            return tuple([self._text(each, written) for each in arg])
+            if id(arg) in written:
+                return form_of(arg)
+            described, run = self._described(arg)
+            runs.append(run)
+            return described
+        if isinstance(arg, LISTS):
+            return tuple([self._text(each, written, runs) for each in arg])
         return type(arg).__name__, repr(arg) if isinstance(arg, _LITERALS) else ""
 
     def _put(self, tensor: Tensor, content: Content) -> None:

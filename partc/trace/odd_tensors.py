@@ -34,11 +34,9 @@ def odd_kind(tensor: Tensor) -> str:
     """The kind of a tensor that is not dense, as a word; "" for a dense one."""
     if tensor.is_nested:
         return "nested"
-    if tensor.layout in _SPARSE:
-        return "sparse"
-    if tensor.is_mkldnn:
-        return "mkldnn"
-    return "quantised" if tensor.is_quantized else ""
+    if tensor.layout is torch.strided:  # first, as nearly all are
+        return "quantised" if tensor.is_quantized else ""
+    return "sparse" if tensor.layout in _SPARSE else "mkldnn" if tensor.is_mkldnn else ""
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:

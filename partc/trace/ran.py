@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Ran = dict[CodeType, dict[str, Any]]  # the code of functions, each with its global variables
 
 
@@ -27,12 +30,18 @@ def noting_code(ran: Ran) -> Iterator[None]:
         sys.settrace(before)
 
 
-@contextmanager
-def not_noting_code() -> Iterator[None]:
-    """Pause ``noting_code`` in what torch does for a call, which would take most of the time."""
-    before = sys.gettrace()
-    sys.settrace(None)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+def not_noting_code(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, in which ``noting_code`` pauses: what torch does for a call would take most of
+    the time.
+    """
+
+    @wraps(function)
+    def unnoted(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.settrace(before)
+
+    return unnoted

@@ -12,7 +12,7 @@ of the user's take part, as their backward does not follow from the forward. The
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from partc.graph.fake_calls import call_on_fakes, quiet_log, storage_of
@@ -54,6 +54,7 @@ from partc.trace.quiet_run import converted_to_themselves, quiet_generator
 from partc.trace.unknown_masks import masks_read
 from partc.trace.unseen_backward import NoHooks, Unequal, check_backward
 from partc.trace.untouched import untouched
+from partc.trace.watched_calls import WatchedCalls
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
 OUTSIDE: Owner = ("", 0)
@@ -67,6 +68,8 @@ def spare_blocks(
 
     Empty where that is not certain.
     """
+    if max(Counter(path for (path, _), _ in members(model)).values(), default=0) < FEWEST:
+        return ()  # no list is so long that blocks of it are left out: the forward need not run
     if any(module._backward_hooks or module._backward_pre_hooks for module in model.modules()):
         return ()
     if has_hooks(names_of(model).params):
@@ -247,11 +250,11 @@ def _run(
     return watch.forward
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(WatchedCalls):
     """Notes every call of a run under the list member whose forward is running."""
 
     def __init__(self, forward: _Forward) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.forward, self.running, self.known = forward, OUTSIDE, KnownValues()
         self.at: dict[int, _At] = {}
         self.storage: dict[int, Owner] = {}
@@ -300,12 +303,7 @@ class _Watch(TorchDispatchMode):
         """Note that the results of the forward are read outside of all blocks."""
         self.forward.calls[OUTSIDE].append(tuple(self._read(x) for x in results.values()))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if needs_values(func, args):
             with suppress(UnknownValueError):
                 found = computed(self.known, func, args, kwargs, self._run)
@@ -322,7 +320,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.__torch_dispatch__(func, (), args, kwargs)
+        return self.call(func, args, kwargs)
 
     def _read(self, arg: Any) -> Any:
         """An argument with its tensors as ``_At``; the running member becomes their reader."""

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache
@@ -35,6 +34,7 @@ from partc.trace.ran import Ran
 from partc.trace.reachable import Place, Reads
 from partc.trace.source_lines import source_here
 from partc.trace.states import NUMBERS
+from partc.trace.watched_calls import WatchedCalls
 
 Outcome = tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]]
 _COUNTED = "count in a buffer, or change it outside of the step."
@@ -219,19 +219,14 @@ def _of_rnn(place: Place) -> bool:
     return key in ("_flat_weights", *owner._flat_weights_names)
 
 
-class Again(TorchDispatchMode):
+class Again(WatchedCalls):
     """Runs calls on fakes, and notes the first one that the first run had not."""
 
     def __init__(self, contents: Contents) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.contents, self.where, self.stale = contents, "", False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if needs_values(func, args):
             with suppress(UnknownValueError):
                 return computed(self.contents.known, func, args, kwargs, self._run)
@@ -242,7 +237,7 @@ class Again(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.__torch_dispatch__(func, (), args, kwargs)
+        return self.call(func, args, kwargs)
 
     def _note(self, call: Call, func: Any) -> None:
         if not self.where and call.digest not in self.contents.calls:

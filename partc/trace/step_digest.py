@@ -175,17 +175,13 @@ class _Noted(Origins):
         super().__init__(contents, sites)
         self.log, log.contents = log, contents
 
-    @not_noting_code()
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default:  # autograd asks this of every tensor
-            return super().__torch_dispatch__(func, types, args, kwargs)
+    @not_noting_code
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if getattr(func, "namespace", "") not in OWN:
             raise NoDigest(f"the op {func} runs code that is not torch's own")
-        operands = self.log.told(args), self.log.told(kwargs or {})
+        operands = self.log.told(args), self.log.told(kwargs)
         self.origin = {}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().call(func, args, kwargs)
         noted = provenance.current_meta.get("custom", {})
         where = noted.get("module", ""), noted.get("phase", ""), torch.is_grad_enabled()
         origin = sorted(self.origin.items())

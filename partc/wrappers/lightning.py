@@ -19,7 +19,7 @@ from partc.errors import RunError
 from partc.plan.field_kinds import check_fields
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program.optimizer.optimizers import check_of_stage
-from partc.program.start import group_backend
+from partc.program.ranks.group_backend import group_backend
 from partc.wrappers.lightning_errors import (
     check_devices,
     default_dtype,

@@ -22,10 +22,10 @@ from partc.program.model.habits import tell_first
 from partc.program.model.lent_whole import lent_whole
 from partc.program.model.raw_model import empty_model
 from partc.program.ranks.farewell import tell_at_exit
+from partc.program.ranks.group_backend import group_backend
 from partc.program.ranks.other_ranks import of_other_ranks
 from partc.program.ranks.waiting import waiting
 from partc.program.stage.runtime import Stage
-from partc.program.start import group_backend
 from partc.program.step.batch_fit import Rows
 from partc.program.tensors.elsewhere import other_weights
 from partc.program.tensors.exported import check_not_exported, no_export

@@ -18,6 +18,7 @@ from partc.graph import (
     Origin,
     Outputs,
     Value,
+    changed,
     collectives,
     fake_of,
     picked,
@@ -133,7 +134,7 @@ class _Partition:
         cuts = self.plan.stored(known.name) if known.kind == "param" else {}
         stored = self._given(node) if known.kind == "input" else self.plan.sharding(cuts)
         new = self.out.create_node("placeholder", str(node.target), name=node.name)
-        set_value(new, replace(known, sharding=stored))
+        set_value(new, changed(known, sharding=stored))
         shape = stored.local_shape(known.shape, self.graph.mesh)
         assert shape is not None, f"{known.name} {known.shape} is not divided by {stored}"
         set_fake(new, fake_of(node).new_empty(shape))
@@ -148,7 +149,7 @@ class _Partition:
             self.copies[node] = {value(new).sharding: new}
             return
         new = self._localized(node, self.choices.get(node, {}))
-        set_value(new, replace(known, name=known.name or node.name, origin=value(new).origin))
+        set_value(new, changed(known, name=known.name or node.name, origin=value(new).origin))
         self.copies[node] = {known.sharding: self._first_only(node, new)}
 
     def _localized(
@@ -171,7 +172,7 @@ class _Partition:
         self.names[new] = node.name
         own = any(s.variant == VARIANT for s in chosen.values())
         origin = Origin.LOCAL_STATISTICS if own else known.origin
-        set_value(new, replace(known, name=known.name or node.name, origin=origin))
+        set_value(new, changed(known, name=known.name or node.name, origin=origin))
         return new
 
     def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:
@@ -182,7 +183,7 @@ class _Partition:
                 if keeps_first(call, strategy, index):
                     unfinished = value(new).sharding
                     own = unfinished.with_(axis, R, self.graph.mesh)
-                    set_value(new, replace(value(new), sharding=own))
+                    set_value(new, changed(value(new), sharding=own))
                     kwargs = {"axis": axis, "num": self.graph.mesh.size(axis)}
                     step = Step(collectives.keep_first, kwargs, unfinished)
                     new = self._step(new, step, value(new), value(new))
@@ -220,7 +221,7 @@ class _Partition:
             axes = dict(sharding.layouts) if sharding.layouts else {}
             chosen = {a: s for a, s in self.choices.get(node, {}).items() if a in axes}
             new = self._localized(node, chosen)
-            set_value(new, replace(value(new), sharding=sharding))
+            set_value(new, changed(value(new), sharding=sharding))
             copies[sharding] = new
         if want not in copies:
             copies[want] = self._reshard(copies[sharding], want, reader)
@@ -265,7 +266,7 @@ class _Partition:
             self.in_time[node] = new, chosen
         outs = {axis: strategy.outs[index] for axis, strategy in chosen.items()}
         known = replace(value(node), name=value(node).name or node.name)
-        set_value(new, replace(known, sharding=Sharding.of(outs, self.graph.mesh)))
+        set_value(new, changed(known, sharding=Sharding.of(outs, self.graph.mesh)))
         return new
 
     def _copies(self, node: fx.Node, reader: Value) -> dict[Sharding, fx.Node]:

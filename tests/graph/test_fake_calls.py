@@ -164,3 +164,27 @@ def test_caches_do_not_grow_with_the_models_of_a_process(monkeypatch: pytest.Mon
     assert len(calls.known) == 4
     assert calls.times == 9  # what is asked for again is kept
     assert len(FakeTensorMode.cache) <= 8
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.empty_strided.default, ([2, 3], [1, 2])),
+        (aten.empty_strided.default, ([2, 3], [8, 1])),  # with gaps in its memory
+        (aten.arange.start_step, (0, 6, 2)),
+    ],
+)
+def test_a_call_without_operands_is_remembered_where_the_mode_is_known(
+    op: Any, args: tuple[Any, ...]
+) -> None:
+    calls, mode, other = Counted(), FakeTensorMode(), FakeTensorMode()
+    with unset_fake_temporarily(), mode:
+        first, _ = calls(op, args, {}, mode)
+    with unset_fake_temporarily():
+        again, times = calls(op, args, {}, other)
+    assert times == calls.times == 1
+    assert again.fake_mode is other
+    assert shown(again, ()) == shown(first, ())
+    assert calls(op, args, {"dtype": torch.float64}, other)[0].dtype == torch.float64
+    calls(op, args, {})
+    assert calls.times == 3, "without a mode it is executed"

@@ -297,7 +297,7 @@ def test_another_group_is_told(caplog: pytest.LogCaptureFixture) -> None:
         return EntryPoints([EntryPoint("theirs", MODULE, "partc.pass"), rules])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_passes, "entry_points", every)
+        patch.setattr(own_passes, "every", every)
         own_passes._load.__wrapped__()
     assert "theirs of the entry points 'partc.pass' is not loaded" in caplog.text
     assert "mine" not in caplog.text, "rules are loaded, and no passes"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from partc.graph.folds import RepeatedBlocks
 from partc.lowering import trace
-from partc.trace.scan_blocks import spare_blocks
+from partc.trace.scan_blocks import FEWEST, spare_blocks
 
 WHOLE = (RepeatedBlocks("blocks", 2, 6),)
 
@@ -141,3 +141,15 @@ def test_the_model_is_left_as_it_was() -> None:
     before = [dict(vars(module)) for module in model.modules()]
     spared(model)
     assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_few_blocks_need_no_forward() -> None:
+    model = Tower()
+    model.blocks = nn.ModuleList(Block() for _ in range(FEWEST - 1))
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert spared(model) == ()
+    assert calls == []
+    model.blocks.append(Block())
+    spared(model)
+    assert calls

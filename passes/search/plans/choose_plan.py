@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from partc.cost.prediction import Work
 from partc.errors import PartcError, ShardingError
@@ -21,7 +21,6 @@ from partc.machines.objective import Objective, check_price
 from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Recompute
 from partc.passes.search.plans.candidates import WORDS, names_axes
-from partc.passes.search.plans.compare_shardings import compare_shardings
 from partc.passes.search.plans.infeasible import nothing_fits
 from partc.passes.search.plans.read_scaling_model import RANKS, READING, Reading
 from partc.passes.search.plans.search_plans import Ranked, ScalingModels, Search, scaling_models_of
@@ -30,6 +29,9 @@ from partc.passes.shard.local_batch_norm import has_batch_norm
 from partc.plan import Cuts, Plan, fits
 from partc.plan.batch import DATA_AXES, without_axes
 from partc.plan.mesh import PP, Mesh
+
+if TYPE_CHECKING:
+    from partc.passes.search.plans.compare_shardings import Compared
 
 AUTO_PLAN = "auto"
 DATA_RANKS = (2, 3, 5, 7, 11, 13)  # for one of which a batch is partitioned to read it
@@ -125,12 +127,22 @@ def choose_plan(
     )  # fmt: skip
     presets = choose(search)
     ranked = presets.ranked if presets else ()
-    found = compare_shardings(graph, plan, search, ranked, table) if len(words) > 1 else presets
+    found = _compared(graph, plan, search, ranked, table) if len(words) > 1 else presets
     if found is None or not found.ranked:
         raise nothing_fits(
             replace(search, scaling_models=_all_profiles(graph, search, table, inputs))
         )
     return Choice(found.ranked[:KEPT], found.search, found.lines, found.entries)
+
+
+def _compared(
+    graph: Graph, plan: Plan, search: Search, ranked: Sequence[Ranked], table: Table
+) -> Compared:
+    """The candidates, with searched shardings where these are better."""
+    # here, as most compiles search nothing, and the solver has many modules
+    from partc.passes.search.plans.compare_shardings import compare_shardings
+
+    return compare_shardings(graph, plan, search, ranked, table)
 
 
 def _read(
