@@ -112,6 +112,7 @@ def squares(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
     return result
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("block", "lengths", "loss"),
     [

@@ -240,7 +240,7 @@ def test_matrices_that_stay_whole_are_named() -> None:
 
 
 # no layout changes what is computed ---------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("kind", "mesh", "plan", "options"), [
     ("autocast", "dp=4", "fsdp", {}),
     ("tied", "dp_replicate=2,dp_shard=2", "hsdp", {}),

@@ -100,7 +100,7 @@ def test_signs_and_largest_by_hand() -> None:
 LEFT_OVER = [(wire, flag) for wire in SUMS for flag in ("true", "false")]
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("wire", "feedback"), [(w, f) for w, f in LEFT_OVER if f == "true" or not WIRES[w].needs_rest]
 )
@@ -146,7 +146,7 @@ BETWEEN = [  # every wire once; of each kind one with every preset
 ]  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("wire", "preset"), [*dict.fromkeys(BETWEEN)])
 def test_sums_between_machines_are_compressed_alone(wire: str, preset: str) -> None:
     """Inside of a machine gradients are scattered as they are, each rank sends its shard on."""
@@ -245,7 +245,7 @@ IN_STAGES = {  # in the texts of a pipeline's programs -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mistake", IN_STAGES)
 def test_mistakes_in_stages_are_found(mistake: str) -> None:
     old, new = IN_STAGES[mistake]
@@ -328,7 +328,7 @@ def test_mistakes_of_other_schemes_are_found(wire: str) -> None:
         wrong(program, everywhere(program, old.strip(), new.strip()))
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify; and by the check of the text, which knows the printed one."""

@@ -45,7 +45,7 @@ RIGHT: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("name", "mesh"), RIGHT)
 def test_a_style_is_right(name: str, mesh: str) -> None:
     with warnings.catch_warnings():
