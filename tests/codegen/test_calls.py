@@ -223,7 +223,7 @@ def test_a_loss_that_calls_the_model_twice() -> None:
     partc.verify(program, model, batch(STEPS), loss=both).check(1e-12)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

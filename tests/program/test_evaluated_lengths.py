@@ -78,6 +78,7 @@ def on_demand() -> list[int]:
     return [len(stage._own.programs), *evaluate(stage)]
 
 
+@pytest.mark.exhaustive
 def test_lengths_that_come_again_compile_nothing(world: Processes) -> None:
     for counts in world.run(on_demand, num=2):
         assert counts == [1, 1 + 2 * len(LENGTHS), 1 + 2 * len(LENGTHS)]
