@@ -31,7 +31,7 @@ EXACT = [
 
 
 # meaning ------------------------------------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", EXACT)
 def test_one_rank_equals_eager(name: str) -> None:
     case = short(name)

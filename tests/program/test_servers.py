@@ -136,7 +136,7 @@ def test_training_is_that_of_one_device(
     world.run(trains_as_one_device, mesh, preset, servers)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "preset", "servers"), [*LAYOUTS, *WIDER])
 def test_the_step_is_verified(mesh: str, preset: str, servers: str) -> None:
     program = compiled(mesh, preset, servers)

@@ -171,7 +171,7 @@ def fused_trained(options: dict[str, Any]) -> None:
         torch.testing.assert_close(param.full_tensor(), model.get_parameter(name))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_elementwise_tools_are_right_on_fused_weights(
     world: Processes, options: dict[str, Any]

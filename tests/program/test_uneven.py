@@ -126,7 +126,7 @@ def test_training_is_that_of_one_device(world: Processes, mesh: str, preset: str
     world.run(trains_as_one_device, mesh, preset)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "preset"), LAYOUTS)
 def test_the_step_is_verified(mesh: str, preset: str) -> None:
     program = compiled(mesh, preset)

@@ -138,7 +138,7 @@ def test_plan_and_traffic(mesh: str, plan: str, golden: Golden) -> None:
     golden(f"{full}\n{moved(local)}")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=[p for _, p in LAYOUTS])
 def test_every_layout_computes_the_same(mesh: str, plan: str) -> None:
     verify(mesh, plan)

@@ -185,7 +185,7 @@ def test_a_reference_of_exact_weights() -> None:
 
 
 # bytes --------------------------------------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("wire", CODES)
 @pytest.mark.parametrize("preset", ["fsdp", "zero1"])
 def test_bytes_are_those_that_are_sent(wire: str, preset: str) -> None:

@@ -119,7 +119,7 @@ class Deep(nn.Module):
         return states[-1] @ self.table.weight.T, states
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("which", [[8], [1, 5], range(9)])
 def test_blocks_that_are_left_out_give_no_extra_twice(which: list[int]) -> None:
     def of_states(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
@@ -303,7 +303,7 @@ def train_tagger(program: Program) -> list[float]:
 PINNED = 'preset = "{}"\n[inputs]\n"state.*" = {{ dp = 1 }}\n'
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("mesh", "plan"),
