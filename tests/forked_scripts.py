@@ -137,7 +137,7 @@ def _code_of(path: str, main: ModuleType) -> int:
         code = end.code
     except BaseException:
         told = sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
-        sys.excepthook(*told)  # type: ignore[arg-type]
+        sys.excepthook(*told)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
