@@ -32,7 +32,8 @@ LONGEST = (  # files whose tests wait for processes; one of them that came last 
     "tests/measure/test_calibrate.py", "tests/test_packaging.py", "tests/docs/test_blocks.py",
     "tests/whole/test_checkpoint_meshes.py", "tests/program/test_killed_saves.py",
     "tests/testing/test_pinned_programs.py",
-    "tests/launch/test_launched_runs.py", "tests/doctor/test_doctor_of_ranks.py",
+    "tests/launch/test_launched_runs.py", "tests/measure/test_sync.py",
+    "tests/failures/test_other_worlds.py",
 )  # fmt: skip
 collect_ignore = ["golden"]  # golden sources are named after their tests, so they look like tests
 

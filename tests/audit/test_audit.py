@@ -38,7 +38,7 @@ def made(plan: str) -> Program:
     return partc.compile(toy(2).step, mesh, plan=plan)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", ["ddp+megatron", "fsdp", "pipeline"])
 def test_a_sound_program_passes_and_mistakes_are_refused(plan: str) -> None:
     """Eight mistakes of each plan, in lines that wait, transfer or add to a gradient."""

@@ -47,7 +47,7 @@ SILENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(("pattern", "new", "said"), SILENT)
 def test_edits_that_seeded_numbers_do_not_show_are_refused(
     pattern: str, new: str, said: str

@@ -160,7 +160,7 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("made", "mesh"),
     [

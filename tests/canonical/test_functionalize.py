@@ -141,7 +141,7 @@ WRITES = [
 ]
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: str(write.__name__))
 def test_writes_equal_eager(write: Callable[[Tensor], Tensor]) -> None:
     graph = check(Writes(write), (torch.linspace(0, 2, 24, dtype=torch.float64).reshape(4, 6),))

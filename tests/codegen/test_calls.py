@@ -204,7 +204,7 @@ def test_parity(name: str, layout: str) -> None:
     partc.verify(program, model, batch(STEPS), loss=loss_of).check(1e-12)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", ["ddp", "megatron"])
 @pytest.mark.parametrize("name", ["Twins", "Counting", "Unlike"])
 def test_calls_that_make_no_loop(name: str, layout: str) -> None:
@@ -223,7 +223,7 @@ def test_a_loss_that_calls_the_model_twice() -> None:
     partc.verify(program, model, batch(STEPS), loss=both).check(1e-12)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -267,7 +267,7 @@ LIMITED = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "layout"), LIMITED)
 def test_a_limit_of_memory_is_judged_before_and_after_printing(name: str, layout: str) -> None:
     mesh, options = LAYOUTS[layout]

@@ -31,7 +31,7 @@ EXACT = [
 
 
 # meaning ------------------------------------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", EXACT)
 def test_one_rank_equals_eager(name: str) -> None:
     case = short(name)
@@ -43,7 +43,7 @@ def test_one_rank_equals_eager_with_experts() -> None:
     check_single(case.model, case.inputs, case.loss, 2e-6)  # float32
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "preset"),
     [

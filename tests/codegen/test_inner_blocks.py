@@ -55,7 +55,7 @@ def test_blocks_inside_and_outside_of_others_share_a_class() -> None:
     assert "divisor=divisor" in source
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "preset"), [("resnet", "ddp"), ("t5", "fsdp")])
 def test_memory_is_counted_as_it_is_held(name: str, preset: str) -> None:
     model, batch = MODELS[name](2)
@@ -112,6 +112,7 @@ def squares(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
     return result
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("block", "lengths", "loss"),
     [

@@ -33,7 +33,7 @@ def compiled(family: str, layout: str) -> partc.Program:
     return partc.compile(step(family), mesh, plan=plan, **options)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

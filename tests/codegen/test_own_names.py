@@ -88,7 +88,7 @@ class Gained(nn.Module):
         return y
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
 def test_names_of_a_stage_may_be_those_of_a_model(kind: str) -> None:
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ class ListCalled(nn.Module):
         return y
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ["x", "target", "shift", "i"])
 def test_a_list_of_blocks_may_be_called_as_what_microbatches_share(name: str) -> None:
     def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def of_case(case: Case, schedule: str, mesh: str = "pp=4", preset: str = "ddp") 
     return compiled(case, mesh, plan, schedule, 6 if "dp" in mesh else 8)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "preset"),
     [
@@ -142,7 +142,7 @@ def block(model: Toy, number: int) -> Block:
     return found
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("change", [wider, another_epsilon, frozen, tied])
 def test_ranks_that_differ_in_more_than_numbers_have_files_of_their_own(change: Change) -> None:
     case = new_toy(8)

@@ -48,13 +48,13 @@ def check(model: nn.Module, mesh: str, how: dict[str, Any]) -> None:
     partc.verify(program, model, batch, loss_of).check()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ["step", "NetStep", "weights", "dp", "dp_rank", "SHARDS"])
 def test_a_list_may_have_a_name_of_the_programs(name: str) -> None:
     check(Net(name), "dp=2", {"plan": "fsdp"})
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ["step", "NetStep", "losses", "begin", "stage0", "stages"])
 def test_a_list_may_have_a_name_of_a_pipelines_programs(name: str) -> None:
     check(Net(name), "pp=2", {"plan": "ddp", "microbatches": 2})

@@ -100,7 +100,7 @@ def sends_what_is_left(mesh: str, preset: str, wire: str) -> None:
     assert ran == ["compiled"] * 4 + ["exact"] * 2 + ["compiled"] * 3 + ["exact"]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_a_variant_has_kept_is_sent_at_its_end(world: Processes, wire: str) -> None:
     """Each wire under one layout; those whose sums are no tensors of numbers under all."""

@@ -84,7 +84,7 @@ CASES = [
 ]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "mesh", "plan"), CASES)
 def test_a_folded_graph_predicts_what_the_whole_one_does(name: str, mesh: str, plan: str) -> None:
     for machine_name in ("cpu", "dgx-h100"):

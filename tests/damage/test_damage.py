@@ -17,6 +17,7 @@ from tests.damage.built import Built
 from tests.damage.cases import run_case
 from tests.damage.spoil import BYTES, TEXT, spoil_entry
 from tests.damage.verdicts import BAD, Found, Verdict, table
+from tests.forked_scripts import run_script
 from tests.house import HERE
 from tests.patience import patience
 
@@ -96,14 +97,14 @@ def test_a_stopped_rank_of_a_run_is_recovered() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("kind", "num"), [("artefacts", 10), ("misuses", 10), ("ranks", 2)])
-def test_a_sample_meets_nothing_bad(kind: str, num: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.damage", kind, "--small", "--seed", "3", "--cases", f"{num}"],
-        cwd=HERE, env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True, text=True,
-        timeout=patience(), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = done.stdout.splitlines()[-1].split()
+def test_a_sample_meets_nothing_bad(kind: str, num: int, tmp_path: Path) -> None:
+    script = tmp_path / "damages.py"
+    script.write_text(
+        "import sys\nfrom tests.damage.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    done = run_script(script, kind, "--small", "--seed", "3", "--cases", f"{num}")
+    assert done.code == 0, done.text
+    counts = done.text.splitlines()[-1].split()
     assert counts[:2] == ["all", f"{num}"]
     refused = int(counts[2])
     assert refused == num if kind == "ranks" else 4 <= refused < num  # some damage is harmless

@@ -140,7 +140,8 @@ class Reader:
 
 COSTLY = {  # pages whose blocks take half of the time of all
     "docs/how-to/use-parameter-servers.md", "docs/how-to/pin-your-model.md",
-    "docs/reference/commands.md",
+    "docs/reference/commands.md", "docs/how-to/read-the-report.md",
+    "docs/how-to/draw-and-compare.md", "docs/how-to/explain-and-measure.md",
 }  # fmt: skip
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,8 @@ import torch.distributed as dist
 
 from partc.doctor import between
 from partc.verification.processes import Processes
-from tests.docs.pages import ROOT
+from tests.forked_scripts import run_ranks
 from tests.launch.saved import saved_program
-from tests.patience import patience
 
 pytestmark = pytest.mark.gloo
 HOSTS = ["a", "a", "b", "c"]  # of four ranks
@@ -50,7 +46,7 @@ def test_clocks_of_one_machine_are_alike(world: Processes) -> None:
     assert told.startswith("3 hosts, ")
 
 
-def test_torchrun_looks_at_all_ranks(tmp_path: Path) -> None:
+def test_all_ranks_are_looked_at(tmp_path: Path) -> None:
     saved_program("dp=2").save(tmp_path / "build")
     found = doctor(tmp_path, 2, "--links", "0.5")
     what = {each["what"]: each for each in found["findings"]}
@@ -70,14 +66,12 @@ def test_ranks_that_see_another_program_are_told(tmp_path: Path) -> None:
 
 def doctor(folder: Path, ranks: int, *options: str) -> dict[str, Any]:
     """What rank 0 says; the exit code has to say the same."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", "partc", "doctor", "build", "--json", *options]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=patience(),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    line = next((each for each in done.stdout.splitlines() if each.startswith("{")), None)
-    assert line, done.stderr
-    told: dict[str, Any] = json.loads(line)
-    assert (done.returncode == 0) == told["ok"]
-    return told
+    script = folder / "doctor.py"
+    script.write_text("import sys\nfrom partc.cli.main import main\nsys.exit(main(sys.argv[1:]))")
+    words = ("doctor", "build", "--json", *options)
+    first, *_ = run_ranks(script, *words, num=ranks, ends_all=False)
+    line = next((each for each in first.text.splitlines() if each.startswith("{")), None)
+    assert line, first.text
+    found: dict[str, Any] = json.loads(line)
+    assert (first.code == 0) == found["ok"]
+    return found

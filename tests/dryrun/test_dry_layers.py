@@ -17,7 +17,7 @@ from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "preset", "recompute", "microbatches"),
     [

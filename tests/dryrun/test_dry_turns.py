@@ -38,7 +38,7 @@ def test_the_same_peak_line_and_holders(
     schedule: str, mesh: str, preset: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = partc.compile(
-        toy(8).step, mesh, plan=Plan(preset=preset, virtual_stages=chunks), schedule=schedule,
+        toy(4).step, mesh, plan=Plan(preset=preset, virtual_stages=chunks), schedule=schedule,
         microbatches=12,
     )  # fmt: skip
     executed = count_calls(monkeypatch)

@@ -64,7 +64,7 @@ ORDERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "schedule"), ORDERS)
 def test_no_schedule_hangs(mesh: str, schedule: str) -> None:
     events = recorded(program(mesh, schedule))

@@ -21,8 +21,8 @@ from tests.reports.report_programs import Net, loss_of
 def test_repeated_microbatches_are_noted_as_if_executed(
     mesh: str, plan: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = partc.Traced(Net(), (torch.zeros(32, 16, dtype=torch.long),), loss_of)
-    program = partc.compile(step, mesh, plan=plan, microbatches=8, schedule=schedule)
+    step = partc.Traced(Net(), (torch.zeros(12, 16, dtype=torch.long),), loss_of)
+    program = partc.compile(step, mesh, plan=plan, microbatches=6, schedule=schedule)
     ran: list[int] = []
     real = tracing._TracedTurns._repeat
 

@@ -108,7 +108,7 @@ def without(name: str, bad: Sequence[int]) -> dict[str, Tensor]:
     return stage.full_state_dict()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_bad_step_is_as_if_it_had_not_been(name: str, world: Processes) -> None:
     """Parameters, and the statistics of batch norms, under every layout."""

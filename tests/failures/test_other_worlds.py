@@ -83,7 +83,7 @@ def trained(stage: Stage, folder: Path, until: int) -> list[float]:
     return losses
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", ["fsdp", "zero1"])
 def test_a_run_on_4_3_2_and_4_ranks_has_the_losses_of_one_on_4(
     plan: str, world: Processes, tmp_path: Path

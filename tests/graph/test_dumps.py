@@ -138,7 +138,7 @@ COMPILES = {
 }  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.filterwarnings("ignore:recompute says nothing here")  # of a model without blocks
 @pytest.mark.parametrize("name", COMPILES)
 def test_a_dump_reads_back(name: str, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from benchmarks.netlab import network
 from benchmarks.netlab.network import Link, Network
 from partc.cli.main import main
 from tests.docs.pages import ROOT, blocks
+from tests.forked_scripts import run_script
 from tests.launch.saved import saved_program
 from tests.patience import patience
 
@@ -191,18 +192,15 @@ def test_two_hosts_of_a_network_compute_what_one_process_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    saved_program("dp=2,tp=2").save("build")
+    saved_program("dp=2").save("build")
     saved_program("dp=1").save("one")
-    words = ["launch", "build", "--emit", "torchrun", "--devices-per-node", "2"]
+    words = ["launch", "build", "--emit", "torchrun", "--devices-per-node", "1"]
     assert main([*words, "--interface", "lab0", "--args=--steps 4"]) == 0
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     with Network(2, Link(mbit_per_s=1000)) as net:
         start = 'launch/torchrun.sh "$RANK" 10.77.0.1 > "host-$RANK" 2>&1'
         net.run(["bash", "-c", f"unset MASTER_PORT; {start}"], timeout_s=patience())
-    told = subprocess.run(
-        [sys.executable, "one/run.py", "--steps", "4", "--device", "cpu"],
-        capture_output=True, text=True, check=True, timeout=patience(),
-    ).stdout  # fmt: skip
+    told = run_script(tmp_path / "one/run.py", "--steps", "4", "--device", "cpu").text
     found, expected = (
         {int(n): float(loss) for n, loss in STEP.findall(text)}
         for text in ((tmp_path / "host-0").read_text(), told)

@@ -88,7 +88,7 @@ def check(program: Program, normed: bool = False) -> None:
     verify(program, step(normed).model, (IDS,), loss_of).check()
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_without_one(name: str) -> None:
     normed = name in NORMED

@@ -38,7 +38,7 @@ def test_every_scheme_that_partc_knows_is_a_variant() -> None:
 @pytest.mark.parametrize(
     ("names", "islands"),
     [
-        ((EXACT, DDP, "int8"), ("overlapped", "ring, later")),
+        ((EXACT, DDP, "int8"), ("overlapped",)),
         pytest.param(
             (EXACT, DDP, "int8", "threshold", "fsdp, weights in int8"), (*ISLANDS,),
             marks=pytest.mark.exhaustive,

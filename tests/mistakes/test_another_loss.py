@@ -60,6 +60,7 @@ def with_weight(model: Net, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Ten
     return smoothed(0.1)(model, x, y), {"of weights": model.last.weight.sum()}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("loss", "what"),
     [(smoothed(0.0), "loss"), (with_logits, "loss"), (with_weight, "result of_weights")],

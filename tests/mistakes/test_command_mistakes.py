@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from partc.cli.main import main
 from partc.cli.target import Sizes, Target
 from partc.errors import PartcError
 from partc.program import Program
+from tests.forked_scripts import run_ranks
 from tests.mistakes.test_own_code_mistakes import Words, squares
 from tests.mistakes.things import Net, compiled, program
-from tests.patience import patience
 
 MODELS = "tests.mistakes.targets:"
 COMPILE = ("compile", MODELS + "right", "--mesh", "dp=2", "--out", "OUT")
@@ -260,10 +259,7 @@ def test_run_py_says_which_number_was_too_high(tmp_path: Path) -> None:
     partc.compile(Words(), "dp=1", (torch.arange(8),), loss=squares, plan="ddp").save(
         tmp_path / "b"
     )
-    done = subprocess.run(
-        [sys.executable, tmp_path / "b/run.py", "--high", "999", "--device", "cpu"],
-        capture_output=True, text=True, timeout=patience(),
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "self.table(ids)" in done.stderr
-    assert "--high 999: the whole numbers of the batch go up to it" in done.stderr
+    (done,) = run_ranks(tmp_path / "b/run.py", "--high", "999", "--device", "cpu", num=1)
+    assert done.code != 0
+    assert "self.table(ids)" in done.text
+    assert "--high 999: the whole numbers of the batch go up to it" in done.text

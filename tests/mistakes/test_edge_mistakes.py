@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -21,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import partc
 from partc.program.model import habits
 from partc.rules.table import rule
+from tests.forked_scripts import run_ranks
 from tests.mistakes.things import Net, batch_of, check, compiled, loss_of, one_rank
-from tests.patience import patience
 
 X, Y = batch_of()
 
@@ -267,12 +265,14 @@ def test_a_transform_of_a_stage_is_named(transform: Any) -> None:
     check((lambda: transform(mine), ("torch.func", "inside of the loss that is compiled")))
 
 
-def test_a_model_that_asks_for_ranks_is_told_to_leave_that_out() -> None:
-    code = (
+def test_a_model_that_asks_for_ranks_is_told_to_leave_that_out(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
         "from tests.mistakes.test_edge_mistakes import *\n"
         "check((lambda: compiled(model=Counts()), ('no', 'Leave torch.distributed out')))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))
+    (done,) = run_ranks(script, num=1)
+    assert done.code == 0, done.text
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")

@@ -187,7 +187,7 @@ def test_verify_finds_them_right() -> None:
 GOSSIP = PLAN + 'start_step = 2\nfragments = 2\npartners = "pairs"\n'
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -210,7 +210,7 @@ def test_verify_refuses_gossip_that_mixes_otherwise(old: str, new: str) -> None:
 OVERLAPPED = OUTER.replace("period = 4", "period = 8") + "overlap = 2\nmix = 0.25\n"
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

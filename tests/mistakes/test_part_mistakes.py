@@ -93,7 +93,7 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("steps", [0, 7], ids=["first step", "later"])
 @pytest.mark.parametrize("name", EDITS)
 def test_what_the_program_would_ignore_is_refused_in_the_next_step(name: str, steps: int) -> None:

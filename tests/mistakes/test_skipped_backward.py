@@ -43,7 +43,7 @@ def trained(mesh: str, plan: str, how: str) -> str:
     return said
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("mesh", "plan"), [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron")]
 )

@@ -58,7 +58,7 @@ def trained(plan: str, deed: str, mesh: str, everywhere: bool) -> str:
     return "alike"
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("deed", DEEDS)
 @pytest.mark.parametrize(
     ("plan", "mesh"),

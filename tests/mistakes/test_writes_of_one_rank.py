@@ -59,7 +59,7 @@ def does(name: str, model: Any, made: Any, average: Any) -> None:
 WRITES = ["no step", "weight", "data", "view", "init"]
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", [*WRITES, "average"])
 def test_of_pieces(world: Processes, name: str) -> None:
     for said in world.run(trained, "fsdp", name, num=2):

@@ -89,7 +89,7 @@ def plan_of(wire: str, own: str = "") -> str:
     return f'preset = "ddp"\nallow = ["compress"]\n{table}'
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("wire", "own"),
     [
@@ -105,7 +105,7 @@ def test_bytes_are_those_that_are_sent(wire: str, own: str) -> None:
     assert f"all_reduce in {wire} over dp" in program.source()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int8-stochastic"])
 @pytest.mark.parametrize("preset", ["fsdp", "zero1"])
 def test_pieces_have_the_bytes_that_are_sent(wire: str, preset: str) -> None:
@@ -127,7 +127,7 @@ def test_every_microbatch_sends_its_pieces() -> None:
     assert once["narrow"] < twice["narrow"] <= 2 * once["narrow"]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("wire", ["int8", "power-sgd", "majority-sign"])
 def test_several_microbatches_send_as_much_as_one(wire: str) -> None:
     """Their gradients are added up first, and are sent once, in the same sums."""

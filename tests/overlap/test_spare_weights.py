@@ -76,7 +76,7 @@ def call(source: str, name: str) -> str:
     return text
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", FIRST)
 def test_the_first_layer_gathers_nothing_in_its_backward(kind: str, layout: str) -> None:

@@ -159,7 +159,7 @@ def test_mistakes_are_found(mistake: str) -> None:
 
 
 # programs -----------------------------------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "preset", "pieces", "fields"),
     [

@@ -79,7 +79,7 @@ def step_with(of: Program, fault: str) -> str:
     return outcome(lambda: stage.step(*batch))
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("contract", ["global", "local"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_another_batch_or_seed(world: Processes, layout: str, contract: str) -> None:
@@ -139,7 +139,7 @@ def test_another_weight_of_two_stages(world: Processes) -> None:
     assert len({*map(float, world.run(copies_of_a_tied_weight, False, num=2))}) == 1
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("contract", ["global", "local"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_right_ranks_agree(world: Processes, layout: str, contract: str) -> None:
@@ -373,7 +373,7 @@ def pieces_of_two_models(layout: str, same: bool) -> str:
     return outcome(lambda: stage.step(*batch))
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp+tp", "pp", "pp+dp", "pp+fsdp"])
 def test_pieces_of_different_models_are_not_joined(world: Processes, layout: str) -> None:
     num = program(layout, "local").mesh.num_ranks

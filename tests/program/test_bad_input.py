@@ -27,6 +27,7 @@ from partc.program.tensorfile import TensorFile, TensorFiles
 from partc.program.written import refuse_code_beside
 from partc.verification.processes import Processes
 from tests.example_program import example_model, example_program
+from tests.forked_scripts import run_ranks
 from tests.patience import patience
 
 
@@ -300,17 +301,17 @@ def run_script(folder: Path, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_run_py_refuses_a_wrong_world_with_exit_code_2(folder: Path) -> None:
-    done = run_script(folder, WORLD_SIZE="3")
-    assert done.returncode == 2
-    assert "the mesh dp=2 tp=2 has 4 ranks, but 3 processes were started" in done.stderr
+    (done,) = run_ranks(folder / "run.py", "--device", "cpu", num=1, WORLD_SIZE="3")
+    assert done.code == 2
+    assert "the mesh dp=2 tp=2 has 4 ranks, but 3 processes were started" in done.text
 
 
 def test_run_py_refuses_an_edited_role_with_exit_code_2(folder: Path) -> None:
     (folder / "role0.py").write_text("import os\n")
-    done = run_script(folder, WORLD_SIZE="4")
-    assert done.returncode == 2
-    assert "role0.py: missing, damaged or edited" in done.stderr
-    assert f"partc check {folder} --accept-edits" in done.stderr
+    (done,) = run_ranks(folder / "run.py", "--device", "cpu", num=1, WORLD_SIZE="4")
+    assert done.code == 2
+    assert "role0.py: missing, damaged or edited" in done.text
+    assert f"partc check {folder} --accept-edits" in done.text
 
 
 def edit(folder: Path, name: str, change: Callable[[str], str]) -> None:

@@ -61,7 +61,7 @@ def loaded(folder: Path) -> list[int]:
     return evaluate(begun(partc.load(folder), language()))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fsdp"])
 def test_all_lengths_are_evaluated(world: Processes, tmp_path: Path, layout: str) -> None:
     """Loaded programs cannot compile."""
@@ -78,6 +78,7 @@ def on_demand() -> list[int]:
     return [len(stage._own.programs), *evaluate(stage)]
 
 
+@pytest.mark.exhaustive
 def test_lengths_that_come_again_compile_nothing(world: Processes) -> None:
     for counts in world.run(on_demand, num=2):
         assert counts == [1, 1 + 2 * len(LENGTHS), 1 + 2 * len(LENGTHS)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from partc.errors import LoadError
 from partc.program import load
 from tests.damage.artefacts import forge, write_manifest
 from tests.example_program import example_program
-from tests.patience import patience
+from tests.forked_scripts import run_ranks
 
 
 @pytest.fixture
@@ -79,12 +77,9 @@ def test_constants_without_end_are_not_hashed(folder: Path) -> None:
         file.truncate(40_000_000_000)
     with pytest.raises(LoadError, match="another size than its header says"):
         load(folder)
-    run = subprocess.run(
-        [sys.executable, folder / "run.py"], capture_output=True, text=True, check=False,
-        timeout=patience(),
-    )  # fmt: skip
-    assert run.returncode == 2
-    assert "constants.safetensors: missing, damaged or edited" in run.stderr
+    (run,) = run_ranks(folder / "run.py", num=1)
+    assert run.code == 2
+    assert "constants.safetensors: missing, damaged or edited" in run.text
 
 
 def test_printed_texts_of_some_files_alone_are_refused(folder: Path) -> None:

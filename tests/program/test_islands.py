@@ -242,7 +242,7 @@ TRAINED: dict[str, tuple[str, list[Any]]] = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", TRAINED)
 def test_islands_train_as_their_definition_says(world: Processes, name: str) -> None:
     own, layouts = TRAINED[name]

@@ -54,7 +54,7 @@ def trained_as_compiled(mesh: str, plan: str, path: Path) -> None:
         assert found == pytest.approx(train_alone(alone, optimizers[1], 3), rel=1e-5)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
 def test_a_stage_has_the_weights_of_its_model(
     world: Processes, tmp_path: Path, mesh: str, plan: str

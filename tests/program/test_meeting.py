@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +27,7 @@ from partc.program.ranks.meeting import (
 )
 from partc.verification.processes import Processes
 from tests.example_program import example_program
+from tests.forked_scripts import run_ranks
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -255,48 +254,26 @@ def free_port() -> int:
         return number
 
 
-def start(script: list[str], rank: int, port: int, **more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *script], cwd=ROOT, text=True, stderr=subprocess.PIPE,
-        env={
-            **os.environ, **where(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-            "RANK": str(rank), "WORLD_SIZE": "2", **more,
-        },
-    )  # fmt: skip
-
-
-def test_a_stopped_rank_ends_the_job_and_is_named(port: int, tmp_path: Path) -> None:
+def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     example_program(2, 1).save(tmp_path / "build")
-    script = [
-        "-c",
-        STOPS_ITSELF,
-        str(tmp_path / "build/run.py"),
-        "--device",
-        "cpu",
-        "--timeout",
-        "3",
-        "--steps",
-        "5",
-    ]
-    ranks = [start(script, rank, port) for rank in (0, 1)]
-    try:
-        _, told = ranks[0].communicate(timeout=patience(60))
-    finally:
-        ranks[1].kill()
-        ranks[1].communicate()
-    assert "rank 0, step 2: nothing has come for 3 s. Ranks [1] do not answer" in told
-    assert ranks[0].returncode == 1
+    script = tmp_path / "stops.py"
+    script.write_text(STOPS_ITSELF)
+    limits = ("--device", "cpu", "--timeout", "3", "--steps", "5")
+    first, _ = run_ranks(script, str(tmp_path / "build/run.py"), *limits)
+    assert "rank 0, step 2: nothing has come for 3 s. Ranks [1] do not answer" in first.text
+    assert first.code == 1
 
 
 LOADS = """
-import sys, partc
+import os, sys, partc
 from partc.errors import PartcError
 
+folder = sys.argv[1 + int(os.environ["RANK"])]
 try:
-    partc.load(sys.argv[1] + "/nothing")
+    partc.load(folder + "/nothing")
 except PartcError:
     pass  # what a script catches is no reason
-partc.load(sys.argv[1]).module()
+partc.load(folder).module()
 """
 
 
@@ -309,14 +286,16 @@ if os.environ["RANK"] == "0":
 """
 
 
-def test_a_stage_of_one_rank_alone_does_not_wait(port: int, tmp_path: Path) -> None:
+def test_a_stage_of_one_rank_alone_does_not_wait(tmp_path: Path) -> None:
     """The other script ends without an error, and has made no stage."""
     example_program(2, 1).save(tmp_path / "build")
-    ranks = [start(["-c", ONE_RANK_ALONE, str(tmp_path / "build")], r, port) for r in (0, 1)]
-    told = [rank.communicate(timeout=patience(60))[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 0]
-    assert "rank 0: the ranks do not meet (rank 1 cannot begin: its script has ended" in told[0]
-    assert "not behind `if rank == 0`" in told[0]
+    script = tmp_path / "loads.py"
+    script.write_text(ONE_RANK_ALONE)
+    ranks = run_ranks(script, str(tmp_path / "build"))
+    assert [rank.code for rank in ranks] == [1, 0]
+    told = ranks[0].text
+    assert "rank 0: the ranks do not meet (rank 1 cannot begin: its script has ended" in told
+    assert "not behind `if rank == 0`" in told
 
 
 def test_a_rank_says_that_it_waits(
@@ -358,40 +337,40 @@ join(torch.device("cpu"))
 """
 
 
-def test_a_rank_that_joins_alone_says_what_its_environment_has() -> None:
-    script = "from partc.program import start\nfrom partc.program.ranks import missing\n" + JOINS
-    script = script.replace("\njoin(", "\nmissing.ALONE_S, start.JOIN_S = 0.1, 2.0\njoin(")
-    port = free_port()
-    alone = start(["-c", script], 0, port, TORCHELASTIC_USE_AGENT_STORE="False")
-    told = alone.communicate(timeout=patience(60))[1]
-    assert alone.returncode == 1
-    assert f"RANK=0, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in told
-    assert "of 2 ranks, [1] did not come within 2 s" in told
+def test_a_rank_that_joins_alone_says_what_its_environment_has(tmp_path: Path) -> None:
+    port, script = free_port(), tmp_path / "joins.py"
+    quick = "from partc.program import start\nfrom partc.program.ranks import missing\n"
+    quick += "missing.ALONE_S, start.JOIN_S = 0.1, 2.0\n"
+    script.write_text(without_launcher(port) + quick + JOINS)
+    (alone,) = run_ranks(script, num=1)
+    assert alone.code == 1
+    assert f"RANK=0, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in alone.text
+    assert "of 2 ranks, [1] did not come within 2 s" in alone.text
 
 
-def test_an_interface_that_is_not_there_is_named(port: int) -> None:
-    wrong, other = (
-        start(["-c", JOINS], rank, port, GLOO_SOCKET_IFNAME=("nowhere0", "lo")[rank])
-        for rank in (0, 1)
-    )
-    told = [rank.communicate(timeout=patience(60))[1] for rank in (wrong, other)]
-    assert "GLOO_SOCKET_IFNAME=nowhere0: this host has no network interface nowhere0" in told[0]
-    assert "name one of lo" in told[0]
-    assert "rank 1: the ranks do not meet (rank 0 cannot begin" in told[1]
+def without_launcher(port: int) -> str:
+    """Lines of a script that is one of two ranks by its environment alone."""
+    given = {"WORLD_SIZE": "2", "MASTER_PORT": f"{port}", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return f"import os\nos.environ.update({given!r})\nos.environ.pop('TORCHELASTIC_RUN_ID')\n"
+
+
+def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
+    script, names = tmp_path / "joins.py", "('nowhere0', 'lo')[int(os.environ['RANK'])]"
+    script.write_text(f"import os\nos.environ['GLOO_SOCKET_IFNAME'] = {names}\n{JOINS}")
+    wrong, other = run_ranks(script, ends_all=False)
+    assert "GLOO_SOCKET_IFNAME=nowhere0: this host has no network interface nowhere0" in wrong.text
+    assert "name one of lo" in wrong.text
+    assert "rank 1: the ranks do not meet (rank 0 cannot begin" in other.text
 
 
 def test_a_script_that_ends_before_it_joins_tells_the_others(tmp_path: Path) -> None:
     """Without torchrun: rank 1 has no folder, and rank 0 keeps the store."""
     example_program(2, 1).save(tmp_path / "build")
-    port = free_port()
-    ranks = [
-        start(["-c", LOADS, str(tmp_path / ("build", "none")[rank])], rank, port,
-              TORCHELASTIC_USE_AGENT_STORE="False")
-        for rank in (0, 1)
-    ]  # fmt: skip
-    told = [rank.communicate(timeout=patience(60))[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "rank 0: the ranks do not meet (rank 1 cannot begin: LoadError" in told[0]
+    script = tmp_path / "loads.py"
+    script.write_text(without_launcher(free_port()) + LOADS)
+    ranks = run_ranks(script, str(tmp_path / "build"), str(tmp_path / "none"), ends_all=False)
+    assert [rank.code for rank in ranks] == [1, 1]
+    assert "rank 0: the ranks do not meet (rank 1 cannot begin: LoadError" in ranks[0].text
 
 
 @pytest.mark.parametrize(("rank", "why"), [(None, "RANK is not set"), ("2", "RANK is 2 of")])

@@ -27,6 +27,7 @@ from partc.program.saved_cost import SavedCost
 from partc.program.tensorfile import TensorFile, TensorFiles, write_tensors
 from partc.trace.fingerprint import Fingerprint
 from tests.example_program import example_model, example_program
+from tests.forked_scripts import run_ranks
 from tests.patience import patience
 
 Z = torch.ones(4, 4)
@@ -106,13 +107,8 @@ def test_texts_with_the_line_ends_of_another_system_are_named_as_that(tmp_path: 
     for read in (load, accept_edits):
         with pytest.raises(LoadError, match=r"only its line ends differ .*CRLF") as caught:
             read(tmp_path)
-    run = subprocess.run(
-        [sys.executable, str(tmp_path / "run.py")],
-        capture_output=True,
-        text=True,
-        timeout=patience(),
-    )
-    assert "only its line ends differ" in run.stderr
+    (run,) = run_ranks(tmp_path / "run.py", num=1)
+    assert "only its line ends differ" in run.text
     command = caught.value.do.removeprefix("Write LF: ").partition(";")[0]
     subprocess.run(command, shell=True, check=True)
     assert load(tmp_path).source() == example_program().source()
@@ -197,12 +193,9 @@ def test_run_py_leaves_no_thread_of_its_process_group(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_run_py_says_that_it_sees_no_gpu(tmp_path: Path) -> None:
     example_program(1, 1).save(tmp_path)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "run.py"), "--device", "cuda"],
-        capture_output=True, text=True, timeout=patience(), check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "this process sees no GPU. Give --device cpu." in done.stderr
+    (done,) = run_ranks(tmp_path / "run.py", "--device", "cuda", num=1)
+    assert done.code == 2
+    assert "this process sees no GPU. Give --device cpu." in done.text
 
 
 # tensor files --------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def count_reads(path: Path) -> tuple[list[int], list[list[int]]]:
     return dataset.reads.tolist(), steps
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "data_world"), [("dp=2,tp=2", 2), ("dp=4", 4), ("pp=2,dp=2", 2)])
 def test_each_data_rank_reads_its_rows_once(
     mesh: str, data_world: int, folder: Path, world: Processes

@@ -153,7 +153,7 @@ def test_training_resumes(world: Processes, tmp_path: Path) -> None:
         assert "least_mb was 0" in told
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "own",
     [

@@ -10,6 +10,7 @@ import pytest
 
 from partc.program.checkpoints.run_folder import committed
 from partc.program.checkpoints.saved_checkpoint import Saved
+from tests.forked_scripts import run_ranks
 from tests.patience import patience
 
 pytestmark = pytest.mark.gloo
@@ -33,7 +34,15 @@ for step in (1, 2):
     checkpoints.save(step, model)
 """
 ENDS = {"": 0, "sys.exit(3)": 3, "raise ValueError('mine')": 1, "destroy_process_group()": 0}
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def alone(script: Path) -> tuple[int, str]:
+    """The exit code and the output of a script in an interpreter of its own."""
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=script.parent, text=True, timeout=patience(),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
 
 
 @pytest.mark.rows(2)
@@ -41,14 +50,11 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     ("ranks", "end"), [*((1, end) for end in ENDS), (2, ""), (2, "destroy_process_group()")]
 )
 def test_the_last_save_is_finished(tmp_path: Path, ranks: int, end: str) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.replace("RANKS", str(ranks)) + end)
-    launched = [*TORCHRUN, str(ranks)] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launched, "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=patience(), check=False,
-    )  # fmt: skip
-    assert done.returncode == ENDS[end], done.stderr
-    assert "was not saved" not in done.stderr
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("RANKS", str(ranks)) + end)
+    for code, told in [alone(script)] if ranks == 1 else run_ranks(script, num=ranks):
+        assert code == ENDS[end], told
+        assert "was not saved" not in told
     last = Saved.read(committed(tmp_path / "run")[-1])
     assert last.step == 2
     for rank in range(ranks):

@@ -128,7 +128,7 @@ def trains_as_one_device(mesh: str, preset: str, servers: str) -> None:
     assert {names[param] for param in optimizer.state} == mine  # type: ignore[index]
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "preset", "servers"), LAYOUTS)
 def test_training_is_that_of_one_device(
     world: Processes, mesh: str, preset: str, servers: str
@@ -136,7 +136,7 @@ def test_training_is_that_of_one_device(
     world.run(trains_as_one_device, mesh, preset, servers)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "preset", "servers"), [*LAYOUTS, *WIDER])
 def test_the_step_is_verified(mesh: str, preset: str, servers: str) -> None:
     program = compiled(mesh, preset, servers)
@@ -282,7 +282,7 @@ def resumes(folder: Path, mesh: str, preset: str, servers: str) -> None:
             same_weights(continued, other.model)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "preset", "servers"),
     [("island=4", "ddp", TWO), ("island=2,dp=2", "fsdp", ONE),

@@ -399,7 +399,7 @@ def of_islands(port: int, mesh: str, preset: str) -> None:
         same(served[1], served[0].log)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "preset"), [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"),
                          ("dp=2", "zero1;microbatches = 2")],

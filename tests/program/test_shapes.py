@@ -64,7 +64,7 @@ def follow(folder: Path) -> int:
     return bytes_of_model(stage)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_six_lengths_train_and_evaluate_over_one_set_of_weights(
     world: Processes, tmp_path: Path, layout: str
@@ -127,7 +127,7 @@ def partial_batches(layout: str) -> None:
     close(stage.eval_step(*seven), language_loss(reference, *seven), "loss in eval mode")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "pp"])
 def test_a_partial_batch_is_computed_by_every_rank(world: Processes, layout: str) -> None:
     world.run(partial_batches, layout, num=2)

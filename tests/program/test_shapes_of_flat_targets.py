@@ -1,4 +1,4 @@
-"""Sequence-first models with flat targets, on batches of several lengths: ``i64[48]``, ``i64[32]``.
+"""Sequence-first models with flat targets, on batches of several lengths: ``i64[24]``, ``i64[16]``.
 
 The targets are cut in a block for each step, of which another length has another number. On real
 gloo processes, in float64.
@@ -25,8 +25,9 @@ from tests.program.families import begun, close, compare_step
 
 pytestmark = pytest.mark.gloo
 VOCAB, ROWS = 12, 8
-LENGTHS = (6, 4, 12)  # less than the first, and twice as much
-TWO = LENGTHS[::2]  # where it is what comes out, or goes in, that is tested
+LENGTHS = (3, 2, 6)  # less than the first, and twice as much
+FIRST, LESS, MORE = LENGTHS
+TWO = FIRST, MORE  # where it is what comes out, or goes in, that is tested
 Model = Callable[[], nn.Module]
 
 
@@ -108,8 +109,11 @@ def compare(stage: Stage, reference: nn.Module, steps: int, batch: str) -> None:
     close(stage(given[0]), found, f"results of {steps} steps")
 
 
-def follow(model: Model, mesh: str, plan: str, batch: str, lengths: tuple[int, ...]) -> None:
-    data, targets = words(lengths[0])
+def follow(
+    model: Model, mesh: str, plan: str, batch: str, lengths: tuple[int, ...], first: int = 0
+) -> None:
+    """The program is compiled for the first of the lengths, or for another one."""
+    data, targets = words(first or lengths[0])
     given, kept = (own(data, batch), own(targets, batch).flatten()), model()
     program = partc.compile(kept, mesh, given, loss=flat_loss, plan=plan, batch=batch)
     stage, reference = begun(program, kept), model()
@@ -142,19 +146,17 @@ def in_microbatches(mesh: str) -> None:
     program = partc.compile(
         kept, mesh, (data, targets.flatten()), loss=flat_loss, plan="ddp", microbatches=2
     )
-    stage = begun(program, kept)
-    for steps in LENGTHS:
-        compare(stage, reference, steps, "global")
+    compare(begun(program, kept), reference, MORE, "global")
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
-def test_three_lengths_in_microbatches(world: Processes, mesh: str) -> None:
+def test_a_longer_batch_in_microbatches(world: Processes, mesh: str) -> None:
     world.run(in_microbatches, mesh, num=2)
 
 
-def test_three_lengths_by_data_and_tensor_ranks(world: Processes) -> None:
-    world.run(follow, attentive, "dp=2,tp=2", "fsdp+megatron", "local", LENGTHS, num=4)
+def test_a_shorter_batch_by_data_and_tensor_ranks(world: Processes) -> None:
+    world.run(follow, attentive, "dp=2,tp=2", "fsdp+megatron", "local", (LESS,), FIRST, num=4)
 
 
 @pytest.mark.rows(1)
@@ -234,14 +236,13 @@ def uneven_extras() -> None:
     given, kept = (own(data, "local"), own(labels, "local")), recurrent()
     program = partc.compile(kept, "dp=2", given, loss=rows_with_logits, plan="ddp", batch="local")
     stage, reference = begun(program, kept, partial="replicate"), recurrent()
-    for steps in TWO:
-        batch = words(steps, 5)
-        mine = (x.split((3, 2), 1)[dist.get_rank()].contiguous() for x in batch)
-        expected, whole = rows_with_logits(reference, *batch)
-        loss, found = stage.step(*mine)
-        close(loss, expected, "loss")
-        own_rows = whole["logits"].unflatten(0, (steps, 5)).split((3, 2), 1)[dist.get_rank()]
-        close(found["logits"], own_rows.flatten(0, 1), f"logits of {steps} steps")
+    batch = words(MORE, 5)
+    mine = (x.split((3, 2), 1)[dist.get_rank()].contiguous() for x in batch)
+    expected, whole = rows_with_logits(reference, *batch)
+    loss, found = stage.step(*mine)
+    close(loss, expected, "loss")
+    own_rows = whole["logits"].unflatten(0, (MORE, 5)).split((3, 2), 1)[dist.get_rank()]
+    close(found["logits"], own_rows.flatten(0, 1), "logits")
 
 
 def test_flat_extras_of_uneven_rows(world: Processes) -> None:
@@ -320,17 +321,17 @@ def test_blocks_that_are_not_found_are_refused_where_ranks_have_pieces(world: Pr
     assert world.run(evaluated, sorted_then, "global", num=2) == ["", ""]
     for told in world.run(evaluated, sorted_then, "local", num=2):
         assert "it is not found which part of it each rank is given" in told
-        assert "[48], was cut in 6 blocks" in told
+        assert "[24], was cut in 3 blocks" in told
         assert "flatten it in the loss" in told
 
 
 # pinned --------------------------------------------------------------------------------------
 def pinned(entry: dict[str, Any]) -> Any:
-    """The program of 4 steps where the plan pins how the targets of 6 are cut."""
-    model, (data, targets) = recurrent(), words(6)
+    """The program of 2 steps where the plan pins how the targets of 3 are cut."""
+    model, (data, targets) = recurrent(), words(3)
     plan = partc.Plan(preset="ddp", inputs={"targets": entry})
     program = partc.compile(model, "dp=2", (data, targets.flatten()), loss=flat_loss, plan=plan)
-    data, targets = words(4)
+    data, targets = words(2)
     return program.for_shapes((data, targets.flatten())).others[0]
 
 
@@ -340,7 +341,7 @@ def test_what_the_plan_pins_stays() -> None:
 
 def test_pinned_blocks_of_another_length_are_refused() -> None:
     with pytest.raises(ShardingError) as error:
-        pinned({"dp": cut(0, 6)})
+        pinned({"dp": cut(0, 3)})
     told = str(error.value)
-    assert "dim 0 of i64[32] cannot be cut by dp=2 (32 is not a multiple of 12: 6 blocks" in told
+    assert "dim 0 of i64[16] cannot be cut by dp=2 (16 is not a multiple of 6: 3 blocks" in told
     assert "Leave the entry out of the plan" in told

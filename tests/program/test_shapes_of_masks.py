@@ -81,7 +81,7 @@ def follow(layout: str, batch: str, kinds: tuple[str, ...]) -> None:
 ROWS_FIRST, ALL_FIRST = ("rows", "all", "rows"), ("all", "rows", "all")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("layout", "batch", "kinds"),
     [

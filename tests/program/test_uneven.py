@@ -120,13 +120,13 @@ def trains_as_one_device(mesh: str, preset: str) -> None:
     same_weights(stage, reference.model)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "preset"), LAYOUTS)
 def test_training_is_that_of_one_device(world: Processes, mesh: str, preset: str) -> None:
     world.run(trains_as_one_device, mesh, preset)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "preset"), LAYOUTS)
 def test_the_step_is_verified(mesh: str, preset: str) -> None:
     program = compiled(mesh, preset)

@@ -20,6 +20,7 @@ from partc.api import compile
 from partc.program.ranks import waiting
 from partc.program.ranks.places import Place, apart, elsewhere, stand
 from partc.verification.processes import Processes
+from tests.forked_scripts import run_ranks
 from tests.patience import patience
 
 UNEVEN = """
@@ -74,55 +75,46 @@ STANDS = Place("step 3", inside=False, line="train.py:9", waits=True, moves=6, b
 
 @pytest.mark.gloo
 def test_a_rank_with_fewer_batches_is_named_and_the_job_ends(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(UNEVEN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(tmp_path / "train.py")],
-        capture_output=True, text=True, timeout=patience(), check=False,
-    )  # fmt: skip
-    assert done.returncode
+    script = tmp_path / "train.py"
+    script.write_text(UNEVEN)
+    first, _ = run_ranks(script)
+    assert first.code
     place = (
         "rank 1 has not begun it: its last was step 3, and it is at train.py:14 (dist.barrier())"
     )
-    assert f"rank 0, step 4: it has waited 1 s; {place}" in done.stderr
-    assert f"rank 0 ends: rank 0, step 4: it has waited 2 s; {place}" in done.stderr
-    assert "drop_last=True" in done.stderr
+    assert f"rank 0, step 4: it has waited 1 s; {place}" in first.text
+    assert f"rank 0 ends: rank 0, step 4: it has waited 2 s; {place}" in first.text
+    assert "drop_last=True" in first.text
 
 
 @pytest.mark.gloo
 def test_what_a_script_sends_is_not_taken_for_a_comparison(tmp_path: Path) -> None:
     """Three numbers, where those that compare send others: gloo would abort the process."""
     sends = "dist.all_reduce(torch.zeros(3))"
-    (tmp_path / "train.py").write_text(UNEVEN.replace("dist.barrier()", sends))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(tmp_path / "train.py")],
-        capture_output=True, text=True, timeout=patience(), check=False,
-    )  # fmt: skip
-    assert f"rank 0 ends: rank 0, step 4: it has waited 2 s; rank 1 {AT.format(sends)}" in (
-        done.stderr
-    )
-    assert "terminate called" not in done.stderr
+    script = tmp_path / "train.py"
+    script.write_text(UNEVEN.replace("dist.barrier()", sends))
+    ended = run_ranks(script)
+    said = f"rank 0 ends: rank 0, step 4: it has waited 2 s; rank 1 {AT.format(sends)}"
+    assert said in ended[0].text
+    assert not any("terminate called" in each.text for each in ended)
 
 
 @pytest.mark.gloo
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("call", IN_ALONE)
 def test_a_call_behind_if_rank_0_is_named_on_both_sides(tmp_path: Path, call: str) -> None:
-    (tmp_path / "train.py").write_text(ALONE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "train.py", call],
-        cwd=tmp_path, capture_output=True, text=True, timeout=patience(), check=False,
-    )  # fmt: skip
-    assert done.returncode
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    ended = run_ranks(script, call)
+    assert ended[0].code
     at, last = IN_ALONE[call]
-    lines = [line for line in done.stderr.splitlines() if "has waited 1 s" in line]
+    lines = [line for line in ended[0].text.splitlines() if "has waited 1 s" in line]
     told = f"rank 0, {at}"
     place = f"its last was {last}, and it is at train.py:23 (dist.barrier())"
-    assert any(line.startswith(f"partc: {told}") and place in line for line in lines), done.stderr
-    assert any(line.startswith(f"partc: rank 1 is waited for: {told}") for line in lines)
-    assert f"partc, rank 0 ends: {told}" in done.stderr
+    assert any(line.startswith(f"partc: {told}") and place in line for line in lines), ended
+    others = ended[1].text.splitlines()
+    assert any(line.startswith(f"partc: rank 1 is waited for: {told}") for line in others), ended
+    assert f"partc, rank 0 ends: {told}" in ended[0].text
     assert "not behind `if rank == 0`" in lines[0]
 
 
@@ -145,16 +137,12 @@ if rank == 0:
 
 @pytest.mark.gloo
 def test_a_rank_that_has_left_is_named_where_another_fails(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(LEAVES)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "--log-dir", str(tmp_path), "-r", "3", "train.py"],
-        cwd=tmp_path, capture_output=True, timeout=patience(), check=False,
-    )  # fmt: skip
-    assert done.returncode
-    (log,) = tmp_path.glob("*/attempt_0/0/stderr.log")
-    lines = [line for line in log.read_text().splitlines() if "TransferError" in line]
-    assert lines, log.read_text()
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES)
+    first, _ = run_ranks(script)
+    assert first.code
+    lines = [line for line in first.text.splitlines() if "TransferError" in line]
+    assert lines, first.text
     assert "rank 0, step 4: a transfer failed: rank 1 has ended: its script came" in lines[0]
     assert "to its end, behind step 3" in lines[0]
     assert "drop_last=True" in lines[0]

@@ -53,7 +53,7 @@ def test_transfers_are_predicted_in_the_order_of_the_lines(plan: str) -> None:
     assert all(bar.line != NO_LINE for bar in moved)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_curve_reaches_the_peak_of_the_dry_run(plan: str) -> None:
     program = compiled(plan)

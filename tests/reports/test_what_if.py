@@ -43,7 +43,7 @@ def step(program: Program, change: Change) -> Prediction:
     return stage_step(program, change, "here").prediction
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan", "options"), LAYOUTS)
 def test_the_same_machines_give_the_prediction_that_was_saved(
     mesh: str, plan: str, options: dict[str, Any]

@@ -184,7 +184,7 @@ def test_weights_cut_along_experts_hidden_size_need_the_whole_order() -> None:
     )
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("look", "mesh", "plan", "microbatches"),
     [

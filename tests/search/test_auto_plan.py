@@ -59,6 +59,7 @@ def test_parameters_are_sharded_where_they_do_not_fit(large: Graph) -> None:
     assert one.pp == 1
 
 
+@pytest.mark.exhaustive
 def test_the_slower_the_links_between_machines_the_less_they_carry(many: Graph) -> None:
     """Replicas add up what each machine shards (HSDP), then pipelines pass on activations."""
     fast, slow = (slower(many, times) for times in (1, 4))
@@ -153,6 +154,7 @@ def test_nothing_fits_says_what_comes_nearest(large: Graph) -> None:
     assert "more devices" in str(error.value)
 
 
+@pytest.mark.exhaustive
 def test_the_program_needs_what_was_estimated() -> None:
     step = partc.Traced(llama(layers=3, width=2048), (tokens(64),), loss_of)
     mesh = Mesh.load("dgx-h100", 8)

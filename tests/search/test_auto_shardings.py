@@ -122,7 +122,7 @@ def test_what_was_searched_is_explained_from_the_saved_program(tmp_path: Path) -
     assert row.split()[2:4] == ["searched-2", "megatron-sp"]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("axes", "microbatches"), [("tp=2", None), ("dp=2,tp=2", 2), ("pp=2,tp=2", 4)]
 )

@@ -76,7 +76,7 @@ class Pair(nn.Module):
         return y
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "num"), [("pp=2", 8), ("pp=2", 3), ("tp=2", 3)])
 def test_what_is_read_fits_the_model(mesh: str, num: int) -> None:
     """A pipeline of fewer blocks than stages; a batch that two data ranks would not divide."""

@@ -19,7 +19,7 @@ from tests.search.random_steps import BruteForce, random_step
 CLOSE = 1e-9  # relative: the same times added up in another order
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("seed", range(16))
 def test_no_plan_for_one_axis_is_faster(seed: int) -> None:
     check_optimal(seed, 5)

@@ -126,7 +126,7 @@ def saved_weights(graph: Graph) -> list[str]:
 
 
 # ZeRO-3: the cast shard is gathered, twice --------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan", "loss"), [
     ("dp=4", "fsdp", loss_of), ("dp=4", "fsdp", uncached),
     ("dp_replicate=2,dp_shard=2", "hsdp", loss_of), ("dp=2,tp=2", "fsdp+megatron", uncached),
@@ -240,7 +240,7 @@ def test_matrices_that_stay_whole_are_named() -> None:
 
 
 # no layout changes what is computed ---------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("kind", "mesh", "plan", "options"), [
     ("autocast", "dp=4", "fsdp", {}),
     ("tied", "dp_replicate=2,dp_shard=2", "hsdp", {}),

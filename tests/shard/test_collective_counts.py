@@ -81,7 +81,7 @@ def test_ddp_sums_every_gradient_once() -> None:
     }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("preset", "num"), [("zero1", 4), ("zero2", 2), ("fsdp", 2), ("fsdp", 4)])
 def test_zero_gathers_and_scatters_every_parameter(preset: str, num: int) -> None:
     again = moves(("all_gather", LAYER // num)) if preset == "fsdp" else moves()

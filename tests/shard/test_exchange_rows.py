@@ -68,7 +68,7 @@ def compiled(model: Model, mesh: str, tokens: int = 6, **options: Any) -> Progra
     return partc.compile(model, mesh, inputs, loss=loss_of, **{"plan": "fsdp", **options})
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "axis", "options"),
     [
@@ -131,7 +131,7 @@ def test_slips_are_refused(text: str) -> None:
         compiled(Model(), "dp=2", plan=f'[values]\n"table:embedding" = {{ dp = "{text}" }}')
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "axes", "options"),
     [

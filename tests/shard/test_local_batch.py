@@ -46,7 +46,7 @@ def compiled(case: Case, mesh: str, plan: str, **more: Any) -> partc.Program:
     return partc.compile(model, mesh, batch, loss=loss, plan=plan, batch="local", **more)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("mesh", "plan", "more"), LAYOUTS)
 def test_parity(mesh: str, plan: str, more: dict[str, Any]) -> None:
     whole = tokens(dropout=0.1)

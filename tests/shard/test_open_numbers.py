@@ -27,7 +27,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_number_counts_once(name: str, mesh: str) -> None:

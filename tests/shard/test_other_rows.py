@@ -48,6 +48,7 @@ def test_results_of_each_others_rows_are_refused(takes: str, kind: str) -> None:
         compiled(Reads(takes, kind), torch.randn(4, 5, 8))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("takes", ["all", "mean over steps", "last step"])
 def test_sequence_first_models_are_not(takes: str) -> None:
     plan = compiled(Reads(takes), torch.randn(5, 4, 8))
@@ -92,6 +93,7 @@ TAKEN: list[Callable[[Tensor], Tensor]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("takes", TAKEN)
 def test_places_of_rows_that_attend_to_each_other_are_refused(takes: Any) -> None:
     with pytest.raises(PlanError, match=r"mix along dim 0(.|\n)*batch_first=True"):

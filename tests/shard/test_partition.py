@@ -138,7 +138,7 @@ def test_plan_and_traffic(mesh: str, plan: str, golden: Golden) -> None:
     golden(f"{full}\n{moved(local)}")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=[p for _, p in LAYOUTS])
 def test_every_layout_computes_the_same(mesh: str, plan: str) -> None:
     verify(mesh, plan)
@@ -329,7 +329,7 @@ def test_batch_statistics_are_the_global_batchs_unless_local() -> None:
 LIKE_OTHERS = {"bart", "qwen2", "roberta", "distilbert", "electra", "mistral"}
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - LIKE_OTHERS))
 def test_families_on_two_axes(family: str) -> None:
     """Sharded data parallel beside tensor parallel, on four ranks in threads."""

@@ -137,7 +137,7 @@ def _right(name: str, batch_first: bool, preset: str, mesh: str, **asked: Any) -
     partc.verify(program, step.model, batch, loss=squares).check()
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("preset", PRESETS)
@@ -150,7 +150,7 @@ def test_each_rank_keeps_its_samples(preset: str, name: str, batch_first: bool) 
     assert any(node.target is collectives.reduce_scatter for node in local.calls())
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "batch_first"),
     [*((name, False) for name in CASES), ("decoder", True), ("samples inside", True)],

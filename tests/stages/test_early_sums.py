@@ -45,7 +45,7 @@ def test_a_stage_alone() -> None:
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("schedule", "tied"),
     [

@@ -93,7 +93,7 @@ def num_lines(kind: type[nn.Module], num: int, mesh: Any, plan: str, **options: 
     return program.source().count("\n")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("kind", "mesh", "plan"),
     [

@@ -37,7 +37,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ROUTINES)
 def test_a_matrix_without_a_result_is_refused_as_without_partc(name: str) -> None:
     torch.manual_seed(0)

@@ -44,7 +44,7 @@ def clamped_in_place(grad: Tensor) -> None:
     grad.clamp_(-0.01, 0.01)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("hook", [halved, to_length_one, clamped_in_place])
 def test_a_hook_sees_the_gradient_of_the_whole_batch(hook: Callable[[Tensor], Any]) -> None:
     model = model_of()

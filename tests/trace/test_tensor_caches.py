@@ -119,7 +119,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "function",
     [

@@ -26,7 +26,7 @@ def targets(graph: Graph) -> set[Any]:
 
 
 # the zoo -------------------------------------------------------------------------------------
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_family_equals_eager(name: str) -> None:
     case = short(name)

@@ -24,6 +24,7 @@ def loss_of(model: nn.Module, source: Tensor, target: Tensor, mask: Tensor) -> T
     return found
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
 def test_a_transformer_reads_the_mask_that_it_is_given(mode: bool) -> None:
     model = Translator().train(mode)

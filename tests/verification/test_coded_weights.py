@@ -142,7 +142,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_that_of_the_weights_that_were_sent(layout: str) -> None:
     """Loss, gradients and what an optimizer makes of the exact weights."""
@@ -185,7 +185,7 @@ def test_a_reference_of_exact_weights() -> None:
 
 
 # bytes --------------------------------------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("wire", CODES)
 @pytest.mark.parametrize("preset", ["fsdp", "zero1"])
 def test_bytes_are_those_that_are_sent(wire: str, preset: str) -> None:
@@ -302,7 +302,7 @@ def trains(wire: str, num: int) -> None:
         torch.testing.assert_close(found, weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("wire", CODES)
 @pytest.mark.parametrize("num", [2, 4])
 def test_ranks_train_with_it(world: Processes, wire: str, num: int) -> None:

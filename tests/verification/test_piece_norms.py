@@ -37,7 +37,7 @@ def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, weight=torch.arange(1.0, 5.0))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("loss", "mesh", "how"),
     [

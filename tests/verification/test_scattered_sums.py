@@ -114,7 +114,7 @@ def test_a_piece_rounded_at_random_is_right_on_average() -> None:
 
 
 # programs -----------------------------------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("wire", "mesh"), [*((wire, "dp=4") for wire in PIECES), ("int8", "dp=2"), ("bf16", "dp=2")]
 )
@@ -352,7 +352,7 @@ def spoil(stage: Any) -> None:
         module[name] = with_inf
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("wire", "num"), [*((each, 4) for each in PIECES if not WIRES[each].drawn), ("int8", 2)]
 )
@@ -374,7 +374,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify; and by the check of the text, which knows the printed one."""

@@ -145,7 +145,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_programs_sum_as_defined(layout: str) -> None:
     program = compiled(*LAYOUTS[layout])
@@ -320,7 +320,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""

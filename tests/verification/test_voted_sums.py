@@ -181,7 +181,7 @@ LAYOUTS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_directions_of_every_layout(world: Processes, layout: str) -> None:
     mesh, preset, more, exact = LAYOUTS[layout]

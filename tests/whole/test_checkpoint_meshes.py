@@ -28,7 +28,11 @@ MODELS: dict[str, dict[str, Any]] = {  # gpt2 and t5 are tied
     "t5": {},
     "mixtral": {"num_hidden_layers": 4},
 }
-LOADED = {"gpt2": [*LAYOUTS], "t5": ["pp=4", "dp=3"], "mixtral": ["dp=2,tp=2", "tp=2", "dp=1"]}
+LOADED = {
+    "gpt2": ["pp=4", "dp=3", "dp=1"],
+    "t5": ["dp=2,tp=2", "pp=4", "dp=3"],
+    "mixtral": ["dp=2,tp=2", "tp=2", "dp=1"],
+}
 STEP, ROWS = 2, 12  # rows that 2, 3 and 4 divide
 
 

@@ -52,7 +52,7 @@ def from_pretrained(family: Family, folder: Path) -> Any:
     return model.train()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MESHES)
 def test_an_export_loads_into_transformers_and_into_any_mesh(
     world: Processes, name: str, tmp_path: Path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,7 +23,7 @@ from partc.trace.returns import LOSS
 from partc.trace.trees import Tree
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
-from tests.patience import patience
+from tests.forked_scripts import run_ranks
 
 BATCH, FEATURES, CLASSES, STEPS = 8, 12, 6, 4
 LAYOUTS = (
@@ -90,7 +88,7 @@ def step() -> partc.Traced:
     return partc.Traced(classifier(), images(), classified)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS)
 def test_extras_are_the_single_device_values(mesh: str, plan: str, microbatches: int) -> None:
     program = partc.compile(step(), mesh, plan=plan, microbatches=microbatches)
@@ -121,7 +119,7 @@ class Deep(nn.Module):
         return states[-1] @ self.table.weight.T, states
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("which", [[8], [1, 5], range(9)])
 def test_blocks_that_are_left_out_give_no_extra_twice(which: list[int]) -> None:
     def of_states(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
@@ -232,9 +230,9 @@ def test_pipelines_of_processes_give_extras(world: Processes) -> None:
 def test_the_script_of_a_saved_program_prints_the_loss_alone(tmp_path: Path) -> None:
     made = tmp_path / "made"
     partc.compile(classifier(), "dp=1", images(), loss=classified, plan="ddp").save(made)
-    run = [sys.executable, str(made / "run.py"), "--steps", "1", "--device", "cpu"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=patience(), check=True)
-    assert "step 0  loss " in done.stdout
+    (done,) = run_ranks(made / "run.py", "--steps", "1", "--device", "cpu", num=1)
+    assert done.code == 0
+    assert "step 0  loss " in done.text
 
 
 def test_a_class_that_a_process_lacks_is_named() -> None:
@@ -305,7 +303,7 @@ def train_tagger(program: Program) -> list[float]:
 PINNED = 'preset = "{}"\n[inputs]\n"state.*" = {{ dp = 1 }}\n'
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("mesh", "plan"),

@@ -87,7 +87,7 @@ TEMPORAL: dict[str, Any] = {
 }
 
 
-@pytest.mark.rows(7)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("mesh", "plan", "microbatches"),
     [("dp=2", "ddp", 1), ("dp=2", "fsdp", 1), ("pp=2", "ddp", 2), ("tp=2", "megatron", 1)],
@@ -152,7 +152,7 @@ def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "plan", "schedule"),
     [("dp=2", "fsdp", "1f1b"), ("pp=2,dp=2", "fsdp", "1f1b"), ("pp=2", "ddp", "zb-v")],

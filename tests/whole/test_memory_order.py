@@ -109,7 +109,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(("mesh", "microbatches"), [("dp=2", 1), ("pp=2", 2)])
 @pytest.mark.parametrize("tried", TRIED)
 def test_kernels_that_ignore_strides_agree(tried: str, mesh: str, microbatches: int) -> None:

@@ -63,7 +63,7 @@ def agrees(model: nn.Module, mesh: str = "dp=2", plan: str = "ddp") -> str:
 
 
 # constants ---------------------------------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"), ("pp=2", "ddp"), ("dp=2", "auto")],
@@ -102,7 +102,7 @@ CONSTANTS: dict[str, tuple[Take, Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("case", CONSTANTS)
 def test_what_follows_from_constants_that_are_not_dense_is_right(case: str) -> None:
     take, make = CONSTANTS[case]

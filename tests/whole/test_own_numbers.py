@@ -53,6 +53,7 @@ def returned(program: Program) -> Any:
     return program.returns.built(dict.fromkeys(names, torch.zeros(())))[1]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "options",
     [

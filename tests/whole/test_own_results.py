@@ -32,7 +32,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, T
     return F.cross_entropy(logits, y), extras
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "plan", "microbatches"),
     [

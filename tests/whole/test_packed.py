@@ -109,7 +109,7 @@ def test_a_packed_row_is_its_documents(model: nn.Module, alone: dict[str, Tensor
     torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS, ids=["sp", "pp", "cp"])
 def test_packed_rows_under_layouts(
     model: nn.Module, mesh: str, plan: str | Plan, microbatches: int

@@ -48,7 +48,7 @@ LAYOUTS = {"data": ("dp=2", "ddp"), "sequence": ("dp=2,tp=2", "fsdp+megatron-sp"
 
 
 # stage graphs -------------------------------------------------------------------------------------
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", POINTS)
 def test_stage_graphs_equal_eager(name: str) -> None:
     """Encoders, decoders, images, tied and shifted windows; dp, tp and sequence at once."""
@@ -90,7 +90,7 @@ def right(schedule: str, microbatches: int, **changed: object) -> None:
 FEW = [(name, num) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-v") for num in (1, 4)]
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("schedule", "microbatches"), [*((name, num) for name in TRAINING for num in (3, 8)), *FEW]
 )
@@ -99,7 +99,7 @@ def test_every_schedule(schedule: str, microbatches: int) -> None:
     right(schedule, microbatches, tied=microbatches % 2 == 1)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("microbatches", [3, 8])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h2", "zb-v"])
 def test_four_ranks(schedule: str, microbatches: int) -> None:

@@ -26,6 +26,7 @@ from partc.program.stage.runtime import Stage
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.verification.precision import Raised
 from partc.verification.processes import Processes
+from tests.forked_scripts import run_ranks
 from tests.patience import patience
 
 if TYPE_CHECKING:
@@ -226,13 +227,9 @@ def test_a_saved_pipeline_runs_by_itself(folder: Path) -> None:
 
 
 def test_a_saved_pipeline_refuses_a_wrong_world(folder: Path) -> None:
-    plain = {name: text for name, text in os.environ.items() if name != "WORLD_SIZE"}
-    done = subprocess.run(
-        [sys.executable, folder / "pp" / "run.py"], check=False, text=True, capture_output=True,
-        env=plain, timeout=patience(),
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "has 2 ranks, but 1 processes were started" in done.stderr
+    (done,) = run_ranks(folder / "pp" / "run.py", num=1)
+    assert done.code == 2
+    assert "has 2 ranks, but 1 processes were started" in done.text
 
 
 def bare() -> tuple[torch.nn.Module, Tensor]:

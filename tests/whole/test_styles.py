@@ -45,7 +45,7 @@ RIGHT: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("name", "mesh"), RIGHT)
 def test_a_style_is_right(name: str, mesh: str) -> None:
     with warnings.catch_warnings():
@@ -76,7 +76,7 @@ def test_a_loss_that_trains_nothing_is_refused_with_microbatches(how: dict[str, 
         partc.compile(one.model, "dp=2", one.inputs, loss=one.loss, microbatches=2, **how)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("axis", ["step", "seed", "stages", "forward", "lambda", "None"])
 def test_an_axis_cannot_have_a_name_of_the_programs(axis: str) -> None:
     model, batch = nn.Linear(4, 4), (torch.randn(4, 4),)

@@ -91,7 +91,7 @@ def compiled(layout: str) -> Program:
     return partc.compile(step(), mesh, plan=plan, random="single-device", **options)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_model_with_the_same_numbers_agrees(layout: str) -> None:
     program = compiled(layout)

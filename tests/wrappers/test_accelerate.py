@@ -105,7 +105,7 @@ def train(
         return seen, {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron"), ("pp=2", "ddp")]

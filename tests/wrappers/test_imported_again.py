@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.patience import patience
+from tests.forked_scripts import run_ranks
 
 SCRIPT = """
 import sys, torch
@@ -28,12 +26,9 @@ for x in DataLoader(torch.ones(8, 8), 4, num_workers=1, multiprocessing_context=
 @pytest.mark.gloo
 @pytest.mark.parametrize(("first", "call"), [("group", "init_process_group"), ("", "parallelize")])
 def test_lines_that_a_worker_runs_again_are_refused(tmp_path: Path, first: str, call: str) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "1", "train.py", first or "none"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=patience(), check=False,
-    )  # fmt: skip
-    assert done.stdout.count("made") == 1
-    assert f"{call}: it is called where the script is imported again" in done.stderr
-    assert done.returncode
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    (done,) = run_ranks(script, first or "none", num=1)
+    assert done.text.count("made\n") == 1
+    assert f"{call}: it is called where the script is imported again" in done.text
+    assert done.code

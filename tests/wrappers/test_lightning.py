@@ -45,7 +45,7 @@ def plain(world: Processes, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return found
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fits_as_one_process(

@@ -47,6 +47,7 @@ def stage() -> Any:
     return behind()._stage
 
 
+@pytest.mark.rows(4)
 @one_rank()
 @pytest.mark.parametrize("names", ["scale", "layer.weight", "layer.bias"])
 @pytest.mark.parametrize("made", [before, evaluated, behind, stage])

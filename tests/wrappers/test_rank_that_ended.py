@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
-from tests.patience import patience
+from tests.forked_scripts import run_ranks
 
 SCRIPT = """
 import sys, torch
@@ -88,20 +84,9 @@ ENDS = {
 @pytest.mark.gloo
 @pytest.mark.parametrize("how", ENDS)
 def test_a_first_call_names_the_rank_that_has_ended(tmp_path: Path, how: str) -> None:
-    (tmp_path / "train.py").write_text(FIRST)
-    # kept here, as by a launcher that lets the others go on where one has ended
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        **os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, "train.py", how], cwd=tmp_path, env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        ) for rank in range(2)
-    ]  # fmt: skip
-    _, told = (process.communicate(timeout=patience())[0] for process in started)
+    script = tmp_path / "train.py"
+    script.write_text(FIRST)
+    told = run_ranks(script, how, ends_all=False)[1].text  # a launcher may let the others go on
     named = [line for line in told.splitlines() if f"failed: rank 0 {ENDS[how]}" in line]
     assert len(named) == 6, told
 
@@ -110,12 +95,9 @@ def test_a_first_call_names_the_rank_that_has_ended(tmp_path: Path, how: str) ->
 @pytest.mark.gloo
 @pytest.mark.parametrize("when", ["trained", "new"])
 def test_every_call_of_all_ranks_names_the_one_that_has_ended(tmp_path: Path, when: str) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "train.py", when],
-        cwd=tmp_path, capture_output=True, text=True, timeout=patience(), check=False,
-    )  # fmt: skip
-    said = [line for line in done.stdout.splitlines() if line.startswith("rank 1")]
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    told = run_ranks(script, when)[1].text
+    said = [line for line in told.splitlines() if line.startswith("rank 1")]
     names = NAMES if when == "trained" else NAMES[:1]
-    assert said == [f"rank 1, {name}: True" for name in names], done.stderr
+    assert said == [f"rank 1, {name}: True" for name in names], told
