@@ -188,6 +188,8 @@ def warn_of_idle(asked: Plan, state: State) -> None:
 def warn_of_no_training(step: Traced) -> None:
     """Warn of a step that trains nothing: all of the model is frozen, or it has no parameter."""
     params = list(step.model.parameters())
+    if getattr(step.loss, "inputs", ()):
+        return  # what gets gradients are inputs, as of a critic that trains a generator
     if step.trains and not any(param.requires_grad for param in params):
         name, none = type(step.model).__name__, "" if params else ", as the model has none"
         warn(

@@ -16,6 +16,10 @@ from partc.plan.sharding import dtype_name
 
 _OF_TORCH = "torch.nn.functional"
 _OF_CLASSES = ("cross_entropy", "nll_loss")
+_OF_NUMBERS = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss",
+)  # fmt: skip
 _SAYS = r"(?i)target|size|shape|dtype|Float|Long|batch"  # words of torch where these do not fit
 _ONE_HOT = (
     "its target has the shape of the scores, and whole numbers",
@@ -26,7 +30,7 @@ Told = tuple[str, str]
 
 def of_targets(error: Exception, reason: str) -> Told | None:
     """What happened, and what to do, where torch refuses the target of a loss; else None."""
-    if not re.search(_SAYS, reason):
+    if not re.search(_SAYS, reason) or "weight" in reason:
         return None
     for loss, scores, target in [*_given(error), *_of_backward(reason)]:
         found = (_of_classes if loss in _OF_CLASSES else _of_numbers)(loss, scores, target)
@@ -41,8 +45,8 @@ def _given(error: Exception) -> Iterator[tuple[str, Tensor, Tensor]]:
     for frame, _ in walk_tb(error.__traceback__):
         named, called = frame.f_locals, frame.f_code.co_name
         scores, target = named.get("input"), named.get("target")
-        is_loss = called.endswith("_loss") or "cross_entropy" in called
-        if not is_loss or frame.f_globals.get("__name__") != _OF_TORCH:
+        is_known = called in (*_OF_CLASSES, *_OF_NUMBERS)
+        if not is_known or frame.f_globals.get("__name__") != _OF_TORCH:
             continue
         if isinstance(scores, Tensor) and isinstance(target, Tensor):
             yield called, scores, target

@@ -33,8 +33,10 @@ from partc.program.tensors.elsewhere import other_weights
 from partc.wrappers.prepared import Prepared, is_other_weight
 from partc.wrong_calls import check_whole_number, known_arguments
 
-_OWN = ("module", "training", "program", "_whole", "_how", "_device_type", "_stage", "_evaluated",
-        "_moved", "_draws", "_losses", "_batch_dims", "_seen", "_device", "_called")  # fmt: skip
+_OWN = (
+    "module", "training", "program", "_whole", "_how", "_device_type", "_stage", "_evaluated",
+    "_moved", "_draws", "_losses", "_batch_dims", "_seen", "_device", "_called", "_unstepped",
+)  # fmt: skip
 
 
 class AsModel(Prepared):
@@ -156,6 +158,8 @@ class AsModel(Prepared):
         held[key] = value
 
     def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            self._unstepped.check(name)
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -63,14 +63,16 @@ def parallelize(
         model: the ordinary single-device model; its weights are those of rank 0.
         mesh: the axes of ranks, as for ``partc.compile``: ``"dp=4"``.
         loss: ``loss(model, *inputs)`` gives the scalar to train on, or ``(loss, extras)``. None:
-            the model returns it, or a result with a ``.loss``, as models of transformers do.
+            the model returns it, or a result with a ``.loss``, as models of transformers do; or
+            the script computes it of what the model returns, ``criterion(model(x), y).backward()``.
         plan: as for ``partc.compile``.
         batch: what a step takes: ``"local"``, this rank's own rows, or ``"global"``, all ranks'.
         device: where ranks compute; None: where the model's parameters are.
         pad: by the name of an input (``"batch.ids"`` in a dict) the number that fills it up to the
             longest of all ranks.
         outputs: without ``loss``, what a step returns of the model's results beside the loss.
-        options: further arguments of ``partc.compile``, such as ``microbatches=4``.
+        options: further arguments of ``partc.compile``, such as ``microbatches=4`` and
+            ``cache="build/cache"``.
 
     Returns:
         An ``nn.Module``: ``step(*batch)`` trains, and a call is as of a ``Stage``.
@@ -202,6 +204,7 @@ class Parallel(AsModel):
             return own
         loss_of: Any = returned_loss(self._whole, self._how.outputs, inputs)
         loss_of.__signature__ = inspect.signature(self._loss_of)
+        loss_of.inputs = inputs
         found: Callable[..., Any] = loss_of
         return found
 

@@ -34,6 +34,7 @@ from partc.trace.arguments import Given
 from partc.wrappers.how import How
 from partc.wrappers.longest import check_names_of_pad, filled, largest
 from partc.wrappers.results import called_as, returned_loss
+from partc.wrappers.trained_alone import TrainedAlone
 from partc.wrappers.unread import unpacked_by
 
 FIRST_CALL = "the first call of the model"
@@ -88,6 +89,7 @@ class Prepared(nn.Module):
         self._moved: list[Callable[[Stage, Mapping[int, str]], None]] = []
         self._batch_dims: dict[str, int] = {}  # the dims of inputs that data ranks cut
         self._draws: tuple[int, int] | None = None  # the stage's seed and number of steps
+        self._unstepped = TrainedAlone(model)
         self.training = model.training
 
     @of_other_ranks("a call of the model")
@@ -133,11 +135,13 @@ class Prepared(nn.Module):
     def _begun(self, args: Any, named: Any, loss: Callable[..., Any]) -> Stage:
         """A stage that trains by this loss; it takes the model's place."""
         self._evaluated = None
+        self._unstepped.check("the first step")
         with torch.inference_mode(False), torch.enable_grad(), self._training():
             made = self._compiled(args, named, loss)
         names = {id(p): name for name, p in self._whole.named_parameters()}
         self.module = made
         object.__setattr__(self, "_stage", made)  # is registered once
+        self._unstepped.was_called = True
         made.seed(*(self._draws or (_first_seed(made), 0)))
         for move in self._moved:
             move(made, names)

@@ -115,7 +115,7 @@ LOSSES: dict[str, Mistake] = {
     "other targets beside right weights": (lambda: compiled(
         inputs=(CLASSES[0], torch.ones(8, 3)),
         loss=weighted(nn.BCEWithLogitsLoss(pos_weight=torch.ones(4)))), (
-            "the shapes do not fit each other",)),
+            "a target float32[8, 3]", "Give a target of the shape [8, 4]")),
 }  # fmt: skip
 
 

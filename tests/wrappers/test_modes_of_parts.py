@@ -63,6 +63,25 @@ def test_parts_keep_the_mode_that_the_script_gave_them(world: Processes) -> None
     world.run(parts, num=2)
 
 
+def all_in_eval() -> None:
+    """A script that trains without dropout and statistics of the batch, as fine-tuning may."""
+    alone, model = made().eval(), parallel()
+    model.eval()
+    with torch.no_grad():
+        model(X)
+    with pytest.raises(RunError, match=r"for part in model\.children\(\): part\.eval\(\)"):
+        mean_square(model, X).backward()
+    model.train()
+    for part in model.children():
+        part.eval()
+    check(trained(model, by_backward(model)), trained(alone, by_backward(alone)))
+
+
+@pytest.mark.gloo
+def test_a_model_trains_with_all_of_its_parts_in_eval_mode(world: Processes) -> None:
+    world.run(all_in_eval, num=2)
+
+
 def evaluated_first() -> int:
     """How many programs a script has that evaluates before it trains."""
     alone, model = made(), parallel(loss=mean_square)

@@ -144,7 +144,9 @@ def _of_eval_mode() -> RunError:
         what="it was computed from what stage(...) gives in eval mode, without gradients",
         why="a program computes the gradients together with the loss that was compiled",
         do="Train by stage.train() and stage.step(...), or loss = stage(...) and "
-        "loss.backward(), with the arguments of that loss.",
+        "loss.backward(), with the arguments of that loss. To train without dropout and with the "
+        "statistics of batch norms as they are, put parts into eval mode behind it, before the "
+        "first step and behind each train(): for part in model.children(): part.eval().",
     )
 
 
