@@ -82,6 +82,8 @@ class Trainer(WholeFiles):
         self.args.average_tokens_across_devices = False  # a step's loss is that of all ranks
         if self.args.train_sampling_strategy == "batch_rebalance":
             raise _rebalanced()
+        if getattr(self.args, "predict_with_generate", False):
+            raise _generates()
         self._check_best_model()
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
@@ -206,4 +208,16 @@ def _rebalanced() -> UsageError:
         what="it deals out rows to all processes",
         why="ranks that differ along tp or pp read the same rows",
         do='Take "group_by_length" or "random".',
+    )
+
+
+def _generates() -> UsageError:
+    return UsageError(
+        where="Seq2SeqTrainingArguments(predict_with_generate=True)",
+        what="this Trainer evaluates by the model's forward, and generates nothing",
+        why="compute_metrics would be given the scores of a forward that reads the labels, as with "
+        "transformers' own Trainer",
+        do="Leave it out. To generate, load the trained weights into a copy of the model, on all "
+        "ranks: copy.load_state_dict(trainer.model_wrapped.full_state_dict()), then "
+        "copy.generate(...).",
     )

@@ -156,3 +156,20 @@ def rebalanced(folder: Path) -> None:
 @pytest.mark.gloo
 def test_another_dealing_out_is_refused(world: Processes, tmp_path: Path) -> None:
     world.run(rebalanced, tmp_path, num=1)
+
+
+def generates(folder: Path) -> None:
+    from transformers import Seq2SeqTrainingArguments
+
+    from partc.wrappers.trainer import Trainer
+
+    args = Seq2SeqTrainingArguments(
+        str(folder), predict_with_generate=True, use_cpu=True, report_to=[]
+    )
+    with as_torchrun(), pytest.raises(UsageError, match="predict_with_generate.*full_state_dict"):
+        Trainer(model_of(), args, mesh="dp=1", plan="ddp")
+
+
+@pytest.mark.gloo
+def test_an_evaluation_that_would_generate_is_refused(world: Processes, tmp_path: Path) -> None:
+    world.run(generates, tmp_path, num=1)
