@@ -166,7 +166,7 @@ def generates(folder: Path) -> None:
     args = Seq2SeqTrainingArguments(
         str(folder), predict_with_generate=True, use_cpu=True, report_to=[]
     )
-    with as_torchrun(), pytest.raises(UsageError, match="predict_with_generate.*full_state_dict"):
+    with as_torchrun(), pytest.raises(UsageError, match=r"predict_with_generate.*full_state_dict"):
         Trainer(model_of(), args, mesh="dp=1", plan="ddp")
 
 
