@@ -51,6 +51,7 @@ from partc.program.origin import Origin
 from partc.program.ranks.farewell import tell_at_exit
 from partc.program.stage.check_complete import check_complete, running, trained
 from partc.recipe import made_by
+from partc.result_rows import rows_of_results
 from partc.rules.table import warn_of_lost_rules
 from partc.trace.default_dtype import float32_default
 from partc.trace.fingerprint import Fingerprint
@@ -313,6 +314,7 @@ class Job:
         """
         state = self._placed(state or self._traced(mesh, plan), mesh, plan)
         plan = run(state, "find_batch").plan
+        state.graph.rows = rows_of_results(self.step, state.graph, plan, mesh, self.table)
         joint = copied(state.graph)
         by_this = partial(by_hand, joint, mesh, plan, self.table)
         find = by_this if taken is None else lambda: taken
@@ -331,6 +333,7 @@ class Job:
         except Unfolded:
             whole = self._placed(self._traced(mesh, plan, fold=False), mesh, plan)
             whole.made = {**state.made, **whole.made}
+            whole.graph.rows = joint.rows
             program = self._fitting(compile_rest(whole), mesh, taken is not None)
         check_complete(names, program)
         expected = expectation(joint, program.plan, self.step.graph, program.draws)
@@ -389,6 +392,7 @@ class Job:
             raise Unfolded(full.stages[0])
         again = self.step.state(self.table, kept=kept, hooks=plan.hooks)
         again.made = {**state.made, **again.made}
+        again.graph.rows = graph.rows
         self._note(again)
         staged = plan.changed(schedule=full.schedule, stages=full.stages)
         return self._placed(again, mesh, staged)

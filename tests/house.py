@@ -88,6 +88,7 @@ _TOP_NAMES = [
     "printing",
     "recipe",
     "replanned",
+    "result_rows",
     "same_step",
     "sent_counts",
     "traced",

@@ -11,7 +11,7 @@ ops or of ``partc.graph.collectives``, and one output node, whose dict ``Outputs
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import takewhile
@@ -100,7 +100,8 @@ class Graph:
     graph that a program does not follow, such as a tensor of a closure. ``decided`` has the buffers
     whose values decided what was traced, each with the line that asked for them. ``sites`` has the
     site of every random draw that was traced, with the name under which the model draws: another
-    one, where the draw was made between two blocks and named after one of them.
+    one, where the draw was made between two blocks and named after one of them. ``rows`` has the
+    layout along the batch of each result that its own samples do not tell, as they were moved.
     """
 
     fx: FxGraph
@@ -118,6 +119,7 @@ class Graph:
     frozen: tuple[str, ...] = ()
     decided: dict[str, str] = field(default_factory=dict)
     sites: dict[str, str] = field(default_factory=dict)
+    rows: Mapping[str, Layout] = field(default_factory=dict)
     early: EarlyReduction | None = (
         None  # of a stage's sums over ranks, which begin in its last backward
     )

@@ -109,7 +109,7 @@ def _tell_what_is_not_set(program: Program) -> None:
         if note.startswith(ROWS_MEET):
             LOG.warning(
                 "partc: %s. To have DDP's, let the model return what is before this line, and "
-                "compute the rest in the script",
+                "compute the rest in the script; batch='global' gives every rank the rows of all",
                 note,
             )
         if note.startswith(ONE_RANKS):

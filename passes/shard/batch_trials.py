@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, prod
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 
 from partc.errors import ShardingError
-from partc.graph import Graph, Outputs, Value, results_of, tensor_args, value
+from partc.graph import Graph, Outputs, Value, picked, results_of, tensor_args, value
 from partc.graph.graph_edits import copied, drop_dead
 from partc.graph.input_only import input_only
 from partc.passes.shard.cut_given import cut_given, wanted_by_readers
@@ -47,7 +48,8 @@ class Trial:
 
     ``by_place``: the lines that take samples by their place among all, ``taken`` as a share of
     these. ``mixed``: the lines of all others at which something moves, ``meet``: those of them at
-    which more than a number does that is computed from parameters.
+    which more than a number does that is computed from parameters. ``moved``: the results that are
+    computed from samples that were moved.
     """
 
     seeds: Mapping[str, Layout]
@@ -57,6 +59,7 @@ class Trial:
     taken: float = 0.0
     mixed: tuple[str, ...] = ()
     meet: tuple[str, ...] = ()
+    moved: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,8 @@ class Finder:
         normed = {value(n).module for n in self.graph.calls() if takes_statistics(n)}
         meet = tuple(each.source for each in walk.meet_at if each.module not in normed)
         lines = tuple(walk.by_place), walk.taken, tuple(walk.mixed_at), meet
-        return Trial(seeds, batch, walk.cost, *lines)
+        moved = frozenset(n for n, x in graph.outputs.results.items() if walk.has_moved(x))
+        return Trial(seeds, batch, walk.cost, *lines, moved)
 
     def ranks(self, seeds: Mapping[str, Layout]) -> int | None:
         """The least number of ranks that divides the first cut."""
@@ -225,6 +229,7 @@ class _Walk(AxisWalk):
         self.mixed_at: list[str] = []
         self.meet_at: list[Value] = []  # of what is computed from parameters, and no scalar
         self.taken = 0.0
+        self.moved: set[fx.Node] = set()  # what is computed from samples that were moved
         self.mixed: set[fx.Node] = set()  # what inputs alone give by moving some of them
         self.samples = set(self.graph.inputs.values())  # and what is computed with parameters
         for node in self.graph.calls():
@@ -235,6 +240,8 @@ class _Walk(AxisWalk):
     def _take(self, node: fx.Node, best: Strategy) -> None:
         for operand, want in zip(tensor_args(node), best.ins, strict=True):
             have = self.made[operand]
+            if self.has_moved(operand) or (have[0].kind == "cut" and want != have[0]):
+                self.moved.add(node)
             moves = have[0] != R and want not in have
             if moves and _takes_places(node):
                 self.by_place.append(value(node).source)
@@ -252,6 +259,11 @@ class _Walk(AxisWalk):
                 if fake is not None and layout == R:
                     self._pay(1.0, tuple(fake.shape))
         super()._take(node, best)
+
+    def has_moved(self, node: fx.Node) -> bool:
+        """Whether a value is computed from samples that were moved."""
+        made_by = picked(node)[0] if node.target is operator.getitem else node
+        return made_by in self.moved
 
     def _pay(self, share: float, shape: Iterable[int]) -> None:
         size = prod(shape)

@@ -163,6 +163,14 @@ def results_along(graph: Graph, batch: Batch) -> Batch:
     return {name: walk.made[node][0] for name, node in graph.outputs.results.items()}
 
 
+def moved_results(graph: Graph, batch: Batch) -> frozenset[str]:
+    """The results of a forward that are computed from samples that were moved, so that their
+    shardings do not tell which rows are whose.
+    """
+    trial = Finder(forward_of(graph), batch).trial({})
+    return frozenset() if trial is None else trial.moved
+
+
 def places_read(graph: Graph, pins: Mapping[str, Layout]) -> PlacesRead | None:
     """What of a forward is read along another dim than 0, where samples mix along dim 0; None where
     none do, or where it reads all of each other dim.

@@ -38,7 +38,7 @@ from partc.passes.shard.local_batch_norm import of_each_microbatch
 from partc.passes.shard.open_numbers import adds_number, open_number
 from partc.passes.shard.pieces_first import PiecesFirst
 from partc.passes.shard.price import Choices, Prices
-from partc.passes.shard.results import own_rows
+from partc.passes.shard.results import own_rows, rows_told
 from partc.passes.shard.value_names import value_names
 from partc.passes.shard.zeros import is_zero
 from partc.plan import Plan
@@ -231,9 +231,14 @@ class AxisWalk:
     def _as_results_lie(self, operands: Sequence[fx.Node]) -> Strategy:
         """What the script gives back lies as what it is given: whole, but for a rank's own rows."""
         own = self.axis in own_rows(self.graph, self.plan)
-        lies = tuple(self.made[o][0] if own and self.made[o][0].kind == "cut" else R
-                     for o in operands)  # fmt: skip
+        lies = tuple(self._own_rows(o) if own else R for o in operands)
         return Strategy(lies, lies)
+
+    def _own_rows(self, result: fx.Node) -> Layout:
+        have, told = self.made[result][0], rows_told(result, self.graph)
+        if told is not None:
+            return told
+        return have if have.kind == "cut" else R
 
     def _cheapest(self, node: fx.Node, operands: list[fx.Node], whole: Strategy) -> Strategy:
         """The strategy with the least price, of equal ones the first; ``whole`` if none has one."""

@@ -2,7 +2,8 @@
 
 A result is that of the single-device step on the global batch. One that is cut along the batch is
 gathered, one that is summed over the batch is reduced; over microbatches the same is done in time.
-Where ranks are given samples of their own (``batch = "local"``), they keep their own rows.
+Where ranks are given samples of their own (``batch = "local"``), they keep their own rows, or take
+these where samples were moved on the way, and the graph's ``rows`` say where they lie.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from partc.graph import Graph, value
 from partc.plan import Plan
 from partc.plan.batch import given
 from partc.plan.mesh import MICROBATCH_AXIS
-from partc.plan.sharding import Sharding
+from partc.plan.sharding import Layout, R, Sharding
 from partc.trace.returns import EXTRA
 
 
@@ -30,8 +31,12 @@ def sharding_of_result(
     kept = {MICROBATCH_AXIS} if in_turn else set()
     have, own = value(node).sharding, own_rows(graph, plan)
     kept |= {axis for axis, _ in have.cuts() if axis in own}
-    cuts = kept | _dealt_before(graph, plan, own)
-    lies = Sharding.of({axis: x for axis, x in have.cuts() if axis in cuts}, graph.mesh)
+    before = _dealt_before(graph, plan, own)
+    cuts = {axis: x for axis, x in have.cuts() if axis in kept | before}
+    if (rows := rows_told(node, graph)) is not None:
+        cuts |= dict.fromkeys(own | before if rows != R else own, rows)
+        kept |= own
+    lies = Sharding.of(cuts, graph.mesh)
     return lies.without([axis for axis in graph.mesh.names if axis not in kept], graph.mesh)
 
 
@@ -44,6 +49,14 @@ def _dealt_before(graph: Graph, plan: Plan, own: Collection[str]) -> set[str]:
             if axis in own:
                 before |= {b for b, y in cuts[:i] if (y.dim, y.outer) == (x.dim, x.outer)}
     return before
+
+
+def rows_told(node: fx.Node, graph: Graph) -> Layout | None:
+    """How a result lies on each axis of ranks' own rows, where samples were moved on the way to it;
+    None where its own sharding tells.
+    """
+    names = [name for name, each in graph.outputs.results.items() if each is node]
+    return next((graph.rows[name] for name in names if name in graph.rows), None)
 
 
 def own_rows(graph: Graph, plan: Plan) -> set[str]:
