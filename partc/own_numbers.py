@@ -84,12 +84,12 @@ class _Joined:
         if whole == one:
             return whole
         if one is None or (one.kind, one.name, one.of) != (whole.kind, whole.name, whole.of):
-            raise self._other_structure(where)
+            raise other_structure(_place(self.program, where))
         if whole.kind == "value":
             return self._number(whole, one, where)
         found: Mapping[object, Tree] = dict(one.entries)
         if [*found] != [key for key, _ in whole.entries]:
-            raise self._other_structure(where)
+            raise other_structure(_place(self.program, where))
         entries = tuple(
             (key, self.tree(each, found[key], f"{where}.{key}")) for key, each in whole.entries
         )
@@ -112,14 +112,15 @@ class _Joined:
             f"rank in the script, len({own[0]}).",
         )
 
-    def _other_structure(self, where: str) -> PlanError:
-        return PlanError(
-            where=_place(self.program, where),
-            what="it has other entries for one rank's samples than for those of all ranks",
-            why="each rank would be given a result of every rank's samples, as of the list "
-            "[*logits]",
-            do="Return one tensor with all rows, and take it apart in the script.",
-        )
+
+def other_structure(where: str) -> PlanError:
+    """The error for a step that returns other entries for one rank's samples than for all."""
+    return PlanError(
+        where=where,
+        what="it has other entries for one rank's samples than for those of all ranks",
+        why="each rank would be given a result of every rank's samples, as of the list [*logits]",
+        do="Return one tensor with all rows, and take it apart in the script.",
+    )
 
 
 def _place(program: Program, where: str) -> str:

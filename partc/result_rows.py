@@ -18,6 +18,7 @@ from torch import fx
 from partc.errors import PartcError, PlanError
 from partc.graph import Graph, value
 from partc.graph.given_back import given_out, waits_for_script
+from partc.own_numbers import other_structure
 from partc.passes.runner import Table
 from partc.passes.shard.find_batch import moved_results
 from partc.plan import Plan
@@ -117,8 +118,10 @@ class _Dealt:
     ) -> Layout:
         """Where a result has its rows, given its shape for one rank's; R without any."""
         shape = value(node).shape
+        if alone is None and not why:
+            raise other_structure(f"the result {name} ({value(node).source})")
         if alone is None or len(alone) != len(shape):
-            raise _unknown(node, name, why or _other_dims(alone, shape), waits)
+            raise _unknown(node, name, why or _other_dims(alone or (), shape), waits)
         longer = [dim for dim, (n, one) in enumerate(zip(shape, alone, strict=True)) if n != one]
         if not longer:
             return R
@@ -129,9 +132,7 @@ class _Dealt:
         raise _unknown(node, name, _other_sizes(alone, shape, longer), waits)
 
 
-def _other_dims(alone: Sequence[int] | None, shape: Sequence[int]) -> str:
-    if alone is None:
-        return "of one rank's rows there is no such result"
+def _other_dims(alone: Sequence[int], shape: Sequence[int]) -> str:
     return f"of one rank's rows it is {[*alone]}, and {[*shape]} of those of all"
 
 

@@ -140,7 +140,7 @@ class Views(nn.Module):
     def forward(self, pairs: Tensor) -> Tensor:
         one, other = (self.norm(self.layer(pairs[:, i])) for i in range(2))
         scores: Tensor = one @ other.T
-        return scores
+        return scores.logsumexp(1)
 
 
 def test_views_of_which_all_are_read_are_not() -> None:
