@@ -77,7 +77,7 @@ class _Dealt:
     pieces. ``num_rows``: how many rows one rank may have.
     """
 
-    layouts: Mapping[str, Layout]
+    layouts: dict[str, Layout]
     shares: Mapping[str, int]
     num_rows: frozenset[int]
 

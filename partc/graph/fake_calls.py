@@ -127,6 +127,8 @@ class FakeCalls:
         literals = _literals((args, kwargs), operands)
         if operands and isinstance(operands[0], FakeTensor):
             mode = operands[0].fake_mode
+        elif getattr(target, "namespace", "") != "aten":
+            mode = None  # it may do something, as a range of a profiler begins with one
         if mode is None or not all(map(_is_plain, operands)) or _restrides(target):
             return self.execute(target, args, kwargs)
         memories = [x.untyped_storage() for x in operands]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 import partc
 from partc.errors import RunError
@@ -27,7 +28,8 @@ class Agent(nn.Module):
         return found
 
     def loss(self, x: Tensor) -> Tensor:
-        return self.actor(x).square().mean() + self.value(x).square().mean()
+        loss: Tensor = self.actor(x).square().mean() + self.value(x).square().mean()
+        return loss
 
 
 def agent() -> Agent:
@@ -93,7 +95,7 @@ def test_a_loss_may_call_methods(world: Processes) -> None:
 
 
 def one_rank() -> float:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     model = partc.parallelize(agent(), "dp=1", plan="ddp")
     by_optimizer(model, lambda m: m.loss(X))
     found = float(model.loss(X).detach())
