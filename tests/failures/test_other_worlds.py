@@ -7,6 +7,7 @@ losses are from those of the run on 4 ranks.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,6 +51,14 @@ def part(folder: Path, plan: str, num: int, until: int) -> list[float]:
 def part_of_build(folder: Path, build: Path, until: int) -> list[float]:
     """The same by a saved program."""
     return trained(partc.load(build, model_of()).module(), folder, until)
+
+
+@pytest.fixture(autouse=True)
+def attention() -> Iterator[None]:
+    """What ``compiled`` switches off is as it was behind a test."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
 
 
 def rows_of_data() -> TensorDataset:
