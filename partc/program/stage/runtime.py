@@ -44,7 +44,7 @@ from partc.program.stage.stage_islands import StageIslands
 from partc.program.step.step_checks import can_be_moved
 from partc.program.tensors.assigned_data import serve_assignments
 from partc.program.tensors.copies import Writes, copied
-from partc.program.tensors.elsewhere import say_elsewhere, stand_ins
+from partc.program.tensors.elsewhere import freeze_alike, say_elsewhere, stand_ins
 from partc.program.tensors.loaded import Loaded
 from partc.program.tensors.rank_tensors import RankTensors, Unmatched
 from partc.program.tensors.shown import Shown, register_at
@@ -388,8 +388,7 @@ class Stage(UserModules, StageOptimizers, WholeStates, StageIslands, SeveralProg
         twin._show_tensors()
         for name, shown in self._shown.items():
             twin._shown[name].param.requires_grad_(shown.param.requires_grad)
-        for name, made in self.away.items():
-            twin.away[name].requires_grad_(made.requires_grad)
+        freeze_alike(self.away, twin._tensors.holders, twin)
         return twin
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:

@@ -181,6 +181,14 @@ def stand_ins(root: Any, holders: Holders) -> dict[str, StandIn]:
     return {name: made for name, made in each.items() if made is not None}
 
 
+def freeze_alike(away: Mapping[str, StandIn], holders: Holders, root: Any) -> None:
+    """Freeze, of what stands for tensors of other ranks in a copy of a stage, what the stage's own
+    stand-ins (``away``) say; some are there only once a script has asked for them.
+    """
+    for name, known in away.items():
+        _made(name, holders, root).requires_grad_(known.requires_grad)
+
+
 def _stand_in(name: str, holders: Holders, root: Any) -> StandIn | None:
     return _made(name, holders, root) if name in holders.params else None
 
