@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from partc.program.tensors.whole_states import is_whole_state
 from partc.users_line import warn
 from partc.wrappers.unread import unread_values
 
+_LOOKS, _LOOK_S = 5, 0.02  # at a parameter that somebody seems to keep
 _OWN_REFERENCES = 3  # of a parameter while it is counted: two names and the argument
 _LEFT: WeakSet[nn.Module] = WeakSet()  # models that are trained no more; copies of them may be
 _NO_OBJECTS = (type, FunctionType, ModuleType)  # a script's own variables are followed
@@ -95,7 +97,12 @@ class Kept:
 
     def _check_left(self, name: str, param: nn.Parameter, inside: int) -> None:
         graphs = held_by_graphs(param)
-        others = sys.getrefcount(param) - _OWN_REFERENCES - inside - graphs
+        for _ in range(_LOOKS):  # what another thread, or garbage, has of it goes
+            others = sys.getrefcount(param) - _OWN_REFERENCES - inside - graphs
+            if others <= 0:
+                break
+            gc.collect()
+            time.sleep(_LOOK_S)
         if others > 0 or (graphs and id(param) in self._scripted):
             raise _kept(name, self._where(name))
         if graphs and param.requires_grad:
