@@ -141,7 +141,7 @@ class Prepared(nn.Module):
         names = {id(p): name for name, p in self._whole.named_parameters()}
         self.module = made
         object.__setattr__(self, "_stage", made)  # is registered once
-        self._unstepped.was_called = True
+        self._unstepped.end()
         made.seed(*(self._draws or (_first_seed(made), 0)))
         for move in self._moved:
             move(made, names)

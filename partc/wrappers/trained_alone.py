@@ -27,16 +27,22 @@ class TrainedAlone:
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
         self._before = {id(p): id(p.grad) for p in model.parameters() if p.grad is not None}
-        self._is_alone, self.was_called = world_size() == 1, False
-        for param in model.parameters():
+        self._is_over = world_size() == 1
+        for param in [] if self._is_over else model.parameters():
             _WATCHED[param] = ref(self)
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
 
+    def end(self) -> None:
+        """The model was called: optimizers are looked at no more."""
+        self._is_over, model = True, self._model()
+        for param in [] if model is None else model.parameters():
+            _WATCHED.pop(param, None)
+
     def check(self, where: str) -> None:
         """RunError where the script has computed gradients of the model itself."""
         model = self._model()
-        if self.was_called or self._is_alone or model is None:
+        if self._is_over or model is None:
             return
         for name, param in model.named_parameters():
             if self.is_new(param):
@@ -48,7 +54,7 @@ class TrainedAlone:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if len(_WATCHED) else []:
         for param in group["params"]:
             watched = _WATCHED.get(param, lambda: None)()
             if watched is not None and watched.is_new(param):
