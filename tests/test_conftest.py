@@ -35,6 +35,7 @@ def _files(pytester: pytest.Pytester) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
+@pytest.mark.exhaustive
 def test_update_writes_files_named_after_tests(project: pytest.Pytester) -> None:
     assert _files(project) == ["test_toy/test_plan.txt", "test_toy/test_source-x-2.py"]
     assert (project.path / "tests/golden/test_toy/test_plan.txt").read_text() == "a\nb\n"
@@ -73,7 +74,7 @@ def test_second_text_under_one_name_fails(project: pytest.Pytester) -> None:
     project.runpytest("--update-golden").assert_outcomes(passed=2, failed=1)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [["-n", "2"], []])
 def test_full_run_fails_on_stale_file(project: pytest.Pytester, processes: list[str]) -> None:
     _write(project, "tests/golden/test_toy/test_gone.txt", "a\n")

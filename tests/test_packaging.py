@@ -198,6 +198,7 @@ def test_half_a_checkout_is_not_imported(half: Path) -> None:
 
 
 # away from the checkout ---------------------------------------------------------------------------
+@pytest.mark.exhaustive
 def test_wheel_compiles_saves_loads_and_verifies(python: Path, wheel: Path, tmp_path: Path) -> None:
     (tmp_path / "use.py").write_text(USE)
     tables = [Path(name) for name in files_in(wheel) if name.endswith(".toml")]
@@ -214,6 +215,7 @@ def test_wheel_has_the_command(python: Path, tmp_path: Path) -> None:
     assert ran([str(python), "-m", "partc", "explain", "PTC030"], tmp_path).stdout == told.stdout
 
 
+@pytest.mark.exhaustive
 def test_wheel_brings_the_pytest_plugin_with_and_without_a_line_in_conftest(
     python: Path, tmp_path: Path
 ) -> None:

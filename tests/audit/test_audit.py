@@ -49,6 +49,7 @@ def test_a_sound_program_passes_and_mistakes_are_refused(plan: str) -> None:
         assert refused(mutant.of(program)), mutant
 
 
+@pytest.mark.exhaustive
 def test_numbers_that_nobody_edited_are_looked_for_in_what_is_not_of_partc(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,6 +156,7 @@ class Noisy(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("trains", [True, False])
 def test_programs_with_masks_and_forward_programs_have_numbers(
     tmp_path: Path, trains: bool
@@ -214,6 +216,7 @@ def test_a_concatenation_with_an_empty_list_is_followed() -> None:
     assert any(line.startswith("numbers:") for line in audit(program).checked)
 
 
+@pytest.mark.exhaustive
 def test_a_model_decides_where_a_program_has_no_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

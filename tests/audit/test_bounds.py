@@ -47,7 +47,7 @@ SILENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("pattern", "new", "said"), SILENT)
 def test_edits_that_seeded_numbers_do_not_show_are_refused(
     pattern: str, new: str, said: str
@@ -56,6 +56,7 @@ def test_edits_that_seeded_numbers_do_not_show_are_refused(
         audit(changed(pattern, new))
 
 
+@pytest.mark.exhaustive
 def test_edits_that_change_no_number_are_accepted() -> None:
     told = audit(changed(r"( +)(reduced\.finish\(\))", r"\1loss = loss.clone()\n\1\2"))
     assert not told.unchecked
@@ -89,7 +90,7 @@ class Drawing(nn.Module):
         return (x * torch.bernoulli(torch.sigmoid(x).detach())).square().mean()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "options"), [
     ("dp=2", {"microbatches": 2}), ("tp=2", {"plan": "megatron"}),
 ])  # fmt: skip
@@ -104,6 +105,7 @@ def test_functions_that_move_nothing_are_named() -> None:
         audit(changed(r"( +)(reduced\.finish\(\))", r"\1dist.barrier()\n\1\2"))
 
 
+@pytest.mark.exhaustive
 def test_edits_of_forward_programs_are_compared_too() -> None:
     with torch.no_grad():
         batch = (torch.randn(8, 8),)

@@ -81,7 +81,7 @@ FIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "old", "new", "said"), FIXED)
 def test_what_no_run_can_judge_has_to_stand(kind: str, old: str, new: str, said: str) -> None:
     with pytest.raises(CheckError, match=said) as caught:
@@ -89,6 +89,7 @@ def test_what_no_run_can_judge_has_to_stand(kind: str, old: str, new: str, said:
     assert ".py" in caught.value.where
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["attention", "draws", "fsdp", "pipeline", "ddp+megatron"])
 def test_comments_docstrings_and_what_runs_can_judge_are_free(kind: str) -> None:
     whole = program(kind)

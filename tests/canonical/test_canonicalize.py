@@ -69,6 +69,7 @@ outputs
     golden(str(graph))
 
 
+@pytest.mark.exhaustive
 def test_canonical_graphs_stay_as_they_are() -> None:
     case = MODELS["llama"]()
     graph = trace(case.model, case.inputs, case.loss)

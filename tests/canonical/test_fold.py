@@ -175,6 +175,7 @@ def test_blocks_make_what_microbatches_share_of_their_weights(mesh: str, made: s
     partc.verify(program, model, (x,), loss=total).check()
 
 
+@pytest.mark.exhaustive
 def test_what_each_block_is_given_is_given_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partc.passes.stages.split_stages._of_a_block", lambda node: False)
     model, x = Bares(MADE["normalised"]), torch.randn(8, 8)
@@ -205,6 +206,7 @@ def test_pins_tell_blocks_apart() -> None:
     assert again.sources == program.sources
 
 
+@pytest.mark.exhaustive
 def test_a_folded_plan_replays() -> None:
     case = deep("toy")
     first = partc.compile(case.step, "dp=2", plan="fsdp")
@@ -213,7 +215,7 @@ def test_a_folded_plan_replays() -> None:
     assert str(again.cost) == str(first.cost)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan", "schedule"),
     [
@@ -249,7 +251,7 @@ def test_stages_of_equal_blocks_are_compiled_once(
     assert str(once.cost) == str(every.cost)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), [("pp=2", "ddp"), ("dp=2", "ddp")])
 def test_a_block_that_no_rank_trains_is_found(mesh: str, plan: str) -> None:
     """The tables of a program of folded blocks, without the last block of each list."""

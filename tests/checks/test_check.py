@@ -150,6 +150,7 @@ def copy_of(graph: Graph) -> Graph:
     return replace(graph, fx=new)
 
 
+@pytest.mark.exhaustive
 def test_compiled_graph_passes() -> None:
     check(copy_of(compiled()))
 

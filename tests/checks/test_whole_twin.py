@@ -20,6 +20,7 @@ def with_several_results() -> list[Signature]:
     return [case for case in each if len(results_of(case.node())) > 1]
 
 
+@pytest.mark.exhaustive
 def test_results_that_nobody_reads_change_nothing() -> None:
     cases = with_several_results()
     assert len(cases) > 50

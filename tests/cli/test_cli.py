@@ -256,6 +256,7 @@ def test_compile_deletes_no_file_of_yours(
     assert (out / "train.py").read_text() == "mine"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:recompute says nothing here")  # the model has no blocks
 @pytest.mark.parametrize(("said", "written"), [("block", '"block"'), ("up,down", '["up", "down"]')])
 def test_what_is_computed_again_is_a_word_or_paths(
@@ -269,6 +270,7 @@ def test_what_is_computed_again_is_a_word_or_paths(
     assert "'block'" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_has_enough_ends_a_command_quietly(tmp_path: Path) -> None:
     """As ``partc explain build | head -1``: no error, no traceback."""
     command = [sys.executable, "-m", "partc", "explain", build(tmp_path / "build")]
@@ -302,6 +304,7 @@ def test_a_path_that_cannot_be_written_is_an_error_not_a_traceback(
 
 
 # models --------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -362,6 +365,7 @@ def test_texts_name_commands_that_there_are() -> None:
     assert named <= COMMANDS.keys()
 
 
+@pytest.mark.exhaustive
 def test_modules_of_partc_are_there_when_asked_for() -> None:
     fresh = "import partc; print(partc.metrics.Meter.__name__, hasattr(partc, 'nothing'))"
     done = subprocess.run([sys.executable, "-c", fresh], capture_output=True, text=True, check=True)

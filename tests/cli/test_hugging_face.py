@@ -30,6 +30,7 @@ def saved(folder: Path, kind: str, **numbers: Any) -> str:
     return f"hf:{path}"
 
 
+@pytest.mark.exhaustive
 def test_an_encoder_and_decoder(tmp_path: Path) -> None:
     """t5 has no token with which a decoder starts; and it has the right step on two ranks."""
     name = saved(tmp_path, "t5", **TEXT, num_layers=3, dropout_rate=0.0)
@@ -121,6 +122,7 @@ def test_what_is_larger_than_memory_is_on_meta() -> None:
     assert large.is_meta
 
 
+@pytest.mark.exhaustive
 def test_transformers_suggestion_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,7 @@ def test_what_nobody_has_done_is_told_with_its_command(build: str) -> None:
     assert measured is None
 
 
+@pytest.mark.exhaustive
 def test_check_and_verify_are_kept_for_this_text_alone(build: str) -> None:
     assert main(["check", build, "--model", MODEL]) == 0
     assert states(build) == {"checked": "yes", "verified": "yes", "measured": "open"}
@@ -103,6 +104,7 @@ def test_malformed_entries_are_told(build: str) -> None:
             stamps_of(program)
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_cannot_be_written_changes_no_result(
     build: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

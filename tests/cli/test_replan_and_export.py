@@ -38,6 +38,7 @@ def told(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_program_is_replanned_and_its_checkpoint_exported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ class Noted:
             self.cost: Any = partc.compile(*given, **options).cost
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "preset"),
     [
@@ -71,6 +71,7 @@ def assert_agrees(noted: Noted) -> None:
         assert abs(peak.num_bytes / found.num_bytes - 1) <= TOLERANCE, (peak, found)
 
 
+@pytest.mark.exhaustive
 def test_the_least_is_printed_once() -> None:
     """Where two blocks gathered ahead do not fit, the program with one is the only one printed."""
     plan = Plan(preset="fsdp", memory_bytes=MUCH)

@@ -45,7 +45,7 @@ def compiled(mesh: Any, plan: str, **options: Any) -> str:
     return program.source()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [({}, {}), ("pp=2", {"microbatches": 4}), ({}, {"recompute": "none"})],
@@ -66,6 +66,7 @@ def test_a_norm_that_is_computed_again_has_none(mesh: Any) -> None:
     assert "None, None, training=True" in backward
 
 
+@pytest.mark.exhaustive
 def test_cut_statistics_are_gathered_before_they_are_written() -> None:
     text = compiled("tp=2", "megatron")
     assert "_native_batch_norm_legit_functional(" in text

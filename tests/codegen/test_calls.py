@@ -197,14 +197,14 @@ LOOPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "layout"), LOOPS)
 def test_parity(name: str, layout: str) -> None:
     model, program = compiled(name, layout)
     partc.verify(program, model, batch(STEPS), loss=loss_of).check(1e-12)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["ddp", "megatron"])
 @pytest.mark.parametrize("name", ["Twins", "Counting", "Unlike"])
 def test_calls_that_make_no_loop(name: str, layout: str) -> None:
@@ -254,6 +254,7 @@ def test_one_class_serves_all_calls() -> None:
     assert "sums.add_product(self.up_weight, " in text
 
 
+@pytest.mark.exhaustive
 def test_a_call_takes_its_time_step() -> None:
     text = compiled("Recurrent", "ddp")[1].source(0)
     assert "for index in range(1, 6):" in text, "the first call's state needs no gradient"

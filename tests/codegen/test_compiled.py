@@ -52,7 +52,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return found
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_function_is_compiled_once_for_all_blocks(
     name: str, graphs: list[fx.GraphModule]
@@ -65,7 +65,7 @@ def test_each_function_is_compiled_once_for_all_blocks(
     assert len(graphs) == sum(program.source(r).count("\n@torch.compile\n") for r in ranks) > 0
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "one"), ("bert", "fsdp")])
 def test_views_and_results_stay_where_their_readers_find_them(
     name: str, layout: str, graphs: list[fx.GraphModule]
@@ -81,7 +81,7 @@ def test_views_and_results_stay_where_their_readers_find_them(
     assert graphs
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "deepseek_v3"])
 def test_functions_of_functions_and_views_of_weights_stand_where_the_graph_has_them(
     name: str,

@@ -38,6 +38,7 @@ def test_one_rank_equals_eager(name: str) -> None:
     check_single(case.model, case.inputs, case.loss, 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_one_rank_equals_eager_with_experts() -> None:
     case = short("mixtral")
     check_single(case.model, case.inputs, case.loss, 2e-6)  # float32

@@ -23,6 +23,7 @@ def sequence_parallel() -> Program:
     return partc.compile(step(), "tp=2", plan="megatron-sp")
 
 
+@pytest.mark.exhaustive
 def test_no_line_waits_for_what_the_line_before_starts() -> None:
     lines = sequence_parallel().source(0).splitlines()
     for line, following in pairwise(lines):

@@ -72,6 +72,7 @@ def test_every_del_of_a_block_lowers_the_peak() -> None:
         assert peak_bytes(source.replace(line, "", 1), helpers) > peak_bytes(source, helpers)
 
 
+@pytest.mark.exhaustive
 def test_at_the_peak_there_is_little_beside_what_blocks_save() -> None:
     """One activation that is wide: made again for a weight's gradient, then its own gradient."""
     peaks = {num: peak_bytes(each, each.helpers) for num in (3, 4, 8) if (each := program(num))}

@@ -73,6 +73,7 @@ def lines_before(text: str, start: str, end: str) -> list[str]:
     return rest[: rest.index(end)].splitlines()
 
 
+@pytest.mark.exhaustive
 def test_a_gather_starts_where_a_block_of_work_is_left(sources: dict[str, str]) -> None:
     between = lines_before(sources["wide"], "first_saved.append", "in zip(self.second")
     at = next(i for i, line in enumerate(between) if "self.second[0].gather()" in line)

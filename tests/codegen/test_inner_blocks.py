@@ -36,6 +36,7 @@ def instances(source: str, name: str) -> list[str]:
     return re.findall(rf"self\.(\w+) = {name}\(", source)
 
 
+@pytest.mark.exhaustive
 def test_blocks_of_two_lists_share_a_class() -> None:
     source = checked("t5", "dp=2", "ddp")
     assert source.count("\nclass T5LayerFF(") == 1
@@ -112,7 +113,7 @@ def squares(model: nn.Module, x: Tensor, label: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("block", "lengths", "loss"),
     [
@@ -133,6 +134,7 @@ def test_lists_of_lists(
     partc.verify(program, model, (x, label), loss=loss).check()
 
 
+@pytest.mark.exhaustive
 def test_a_list_without_a_name() -> None:
     batch = torch.randn(8, 4, 16), torch.randint(0, 16, (8,))
     program = partc.compile(lists(Gated, 4, 2), "tp=4", batch, loss=means, plan="megatron")

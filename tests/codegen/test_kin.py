@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -92,6 +93,7 @@ def test_modules_of_several_sizes_share_a_class() -> None:
     assert instances(checked(Net())) == NAMES
 
 
+@pytest.mark.exhaustive
 def test_lists_of_several_widths_share_a_class() -> None:
     source = checked(Stages(), "dp=2", "fsdp")
     assert len(re.findall(r"nn\.ModuleList\(\s*\[Block\(", source)) == 2
@@ -144,6 +146,7 @@ def hooked(block: Block) -> None:
     block.scale.register_forward_hook(lambda module, args, out: out * 2)
 
 
+@pytest.mark.exhaustive
 def test_what_is_no_size_makes_another_class() -> None:
     changes = [
         frozen, frozen_norm, all_frozen, with_bias, other_op, untracked, without_scale, shifted,
@@ -165,6 +168,7 @@ def kernel(block: Block) -> None:
     block.first = nn.Conv2d(8, 8, 5, 2, padding=4, dilation=2, groups=4, bias=False)
 
 
+@pytest.mark.exhaustive
 def test_numbers_are_arguments() -> None:
     changes = [eps, momentum, kernel]
     named = [change.__name__ for change in changes]
@@ -211,6 +215,7 @@ class UNet(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
+@pytest.mark.exhaustive
 def test_parts_of_a_concatenation_are_named_where_each_block_has_its_own_places() -> None:
     source = checked(UNet())
     assert re.findall(r"self\.(up\d) = Up\(", source) == ["up1", "up2", "up3"]

@@ -86,6 +86,7 @@ def small_loss(model: nn.Module, x: Tensor) -> Tensor:
     return out.square().mean()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_program_runs_on_its_backend_alone(sends: bool, world: Processes, tmp_path: Path) -> None:
     """By whatever name the default group has it."""
@@ -109,7 +110,7 @@ def refused_backend(folder: Path) -> None:
         load(folder).module()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp=3", "interleaved-1f1b"), ("pp=4", "zb-h1")])
 def test_ranks_in_the_middle(mesh: str, schedule: str) -> None:
     """Which hold more groups than those at the ends."""

@@ -139,7 +139,7 @@ def num_lines(program: partc.Program) -> int:
     return len(program.source(0).splitlines())
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("style", "plan"),
     [

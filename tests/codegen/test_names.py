@@ -33,7 +33,7 @@ def compiled(family: str, layout: str) -> partc.Program:
     return partc.compile(step(family), mesh, plan=plan, **options)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -88,6 +88,7 @@ def test_values_of_a_variable_named_as_a_handle_have_names_of_their_own(plan: st
     partc.verify(program, model, (x,), loss=loss).check()
 
 
+@pytest.mark.exhaustive
 def test_a_product_is_called_as_its_weight() -> None:
     source = partc.compile(step("llama"), "dp=2,tp=2", plan="fsdp+megatron").source()
     products = {

@@ -73,6 +73,7 @@ def test_lines_of_one_function_are_one_function() -> None:
     assert functions(source)["turned"] == 2
 
 
+@pytest.mark.exhaustive
 def test_a_function_that_saves_no_lines_is_not_made() -> None:
     model, inputs = network()
     norms = [ScaleNorm(1e-5).double() for _ in range(2)]
@@ -87,7 +88,7 @@ def test_what_reads_differently_stays_apart() -> None:
     assert "0.001" in source
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "preset"),
     [("dp=2", "fsdp"), ("tp=2", "megatron"), ("dp=2,tp=2", "ddp+megatron-sp")],
@@ -97,6 +98,7 @@ def test_ranks_equal_eager(mesh: str, preset: str) -> None:
     assert functions(source)["scale_norm"] >= 2
 
 
+@pytest.mark.exhaustive
 def test_no_function_holds_a_collective() -> None:
     model, inputs = network()
     source = emit(planned(traced(model, inputs), "dp=2,tp=2", "fsdp+megatron"), header="")
@@ -106,6 +108,7 @@ def test_no_function_holds_a_collective() -> None:
             assert "self." not in text
 
 
+@pytest.mark.exhaustive
 def test_values_are_not_called_as_functions_are() -> None:
     def scale_norm(x: Tensor) -> Tensor:
         y = x.exp()

@@ -95,6 +95,7 @@ def test_messages_bring_what_a_gather_brings() -> None:
             assert all(torch.equal(whole, own) for whole, own in pairs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("backend", "called"), [("gloo", False), ("nccl", True)])
 def test_sums_are_scattered_as_the_backend_does(
     backend: Literal["gloo", "nccl"], called: bool
@@ -109,7 +110,7 @@ def test_sums_are_scattered_as_the_backend_does(
     verify(made, case.model, case.inputs, case.loss).check()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("functions", [each.__name__ for each in WAYS.values()], ids=[*WAYS])
 @pytest.mark.skipif(bool(network.missing()), reason=f"no {network.missing()}")
 def test_half_of_a_tensor_leaves_each_of_two_hosts(functions: str) -> None:

@@ -98,7 +98,7 @@ def without_waits(names: Counter[str]) -> Counter[str]:
     return Counter({n: c for n, c in names.items() if not n.startswith("partc::wait::")})
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inner", [(12,) * 4, (12, 16, 20)])
 def test_a_step_has_the_names_of_its_prediction(inner: tuple[int, ...]) -> None:
     """Blocks in a loop, and blocks that stand in line as none equals another."""
@@ -112,6 +112,7 @@ def test_a_step_has_the_names_of_its_prediction(inner: tuple[int, ...]) -> None:
             assert mine[name] == boxes[name], name
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_has_the_names_of_its_actions() -> None:
     """Ranks that share a file have numbers of their own in the names."""
     program = compiled("pp=4", "ddp", (12,) * 8, microbatches=8)
@@ -124,7 +125,7 @@ def test_a_pipeline_has_the_names_of_its_actions() -> None:
         assert {n for n in boxes if "::send::" in n} <= names.keys()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b"])
 def test_other_schedules(schedule: str) -> None:
     program = compiled("pp=2", "ddp", (12,) * 8, microbatches=4, schedule=schedule)

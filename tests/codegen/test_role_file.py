@@ -44,6 +44,7 @@ def pipeline() -> Program:
     return compiled(toy(4), "pp=2,dp=2", partc.Plan(preset="fsdp"), "1f1b", 4)
 
 
+@pytest.mark.exhaustive
 def test_all_roles_share_one_file_that_has_what_they_import() -> None:
     texts = dict(pipeline().sources)
     defined = names_defined(texts.pop(NAME))

@@ -69,6 +69,7 @@ def test_middle_ranks_share_a_file_and_compute_the_model(
     verify(made, case.model, case.inputs, case.loss).check(TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_each_rank_has_its_own_layers_from_a_folder_too(tmp_path: Path) -> None:
     program().save(tmp_path)
     for made in (program(), load(tmp_path), accept_edits(tmp_path)):
@@ -97,6 +98,7 @@ def test_a_saved_program_runs_by_itself(tmp_path: Path) -> None:
     assert float(done.stdout.split()[3]) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_stage_of_one_layer_names_it_by_rank() -> None:
     """Its layer is no element of a list in the program, so its parameters' names say which."""
     case = toy(4)
@@ -107,7 +109,7 @@ def test_a_stage_of_one_layer_names_it_by_rank() -> None:
     verify(made, case.model, case.inputs, case.loss).check(TOLERANCE)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
 def test_stages_of_a_rank_that_are_alike_are_instances_of_one_class(schedule: str) -> None:
     """Of one layer each, so that its number stands in the names of its parameters."""
@@ -142,7 +144,7 @@ def block(model: Toy, number: int) -> Block:
     return found
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("change", [wider, another_epsilon, frozen, tied])
 def test_ranks_that_differ_in_more_than_numbers_have_files_of_their_own(change: Change) -> None:
     case = new_toy(8)

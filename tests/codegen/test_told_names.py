@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,6 +41,7 @@ class Reads(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.exhaustive
 def test_the_gradient_of_the_main_value_is_the_main_gradient() -> None:
     """A total to which all blocks add may be larger, and is not what runs through them."""
     inputs = torch.randn(4, 3, 8), torch.randn(4, 9, 8)
@@ -63,6 +65,7 @@ class Tagger(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.exhaustive
 def test_a_weight_s_total_is_not_called_as_the_state() -> None:
     text = partc.compile(
         Tagger(), inputs=(torch.randn(4, 6, 8),), mesh="tp=2", plan="megatron"
@@ -83,6 +86,7 @@ class Encoder(nn.Module):
         return F.normalize(x, dim=-1)[:, 0].sum(0).square().mean()
 
 
+@pytest.mark.exhaustive
 def test_torch_s_own_attention_names_queries_keys_and_values() -> None:
     model, x = Encoder(), torch.randn(4, 5, 8)
     program = partc.compile(model, "dp=2", (x,), plan="ddp")

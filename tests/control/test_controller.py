@@ -100,7 +100,7 @@ def sends_what_is_left(mesh: str, preset: str, wire: str) -> None:
     assert ran == ["compiled"] * 4 + ["exact"] * 2 + ["compiled"] * 3 + ["exact"]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_a_variant_has_kept_is_sent_at_its_end(world: Processes, wire: str) -> None:
     """Each wire under one layout; those whose sums are no tensors of numbers under all."""
@@ -171,6 +171,7 @@ def goes_on(folder: Path) -> None:
     assert all(map(torch.equal, sums(stage).values(), sums(again).values()))
 
 
+@pytest.mark.exhaustive
 def test_a_training_resumes_between_two_switches(world: Processes, tmp_path: Path) -> None:
     world.run(goes_on, tmp_path)
 
@@ -190,6 +191,7 @@ def other_calls() -> None:
     assert controller._standing.stayed == 1
 
 
+@pytest.mark.exhaustive
 def test_what_is_no_step_of_a_variant_is_not_measured(world: Processes) -> None:
     world.run(other_calls, num=2)
 
@@ -218,6 +220,7 @@ def test_what_is_kept_stays_in_a_step_that_is_skipped(world: Processes) -> None:
 
 
 # saved --------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 def test_variants_are_saved(tmp_path: Path) -> None:
     program = compiled("dp=4", "ddp", "int8")
     program.save(tmp_path / "build")
@@ -233,6 +236,7 @@ def test_variants_are_saved(tmp_path: Path) -> None:
 
 
 # refused ------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("variant", "why"),
     [
@@ -246,6 +250,7 @@ def test_variants_that_keep_other_tensors_are_refused(variant: str, why: str) ->
         with_variants(program, other=variant)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "text"),
     [
@@ -295,6 +300,7 @@ def refusals() -> None:
         Controller(plain)
 
 
+@pytest.mark.exhaustive
 def test_what_it_is_told_is_checked(world: Processes) -> None:
     world.run(refusals)
 

@@ -24,7 +24,7 @@ from tests.zoo import MODELS
 TOLERANCE = 0.05
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "resnet"])
 def test_peak_as_the_allocator_sees_it(name: str) -> None:
     case = MODELS[name]()

@@ -103,6 +103,7 @@ def test_a_folded_graph_predicts_what_the_whole_one_does(name: str, mesh: str, p
             assert a.seconds == pytest.approx(b.seconds, rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_faster_machines_take_no_longer() -> None:
     graph, work = local("llama", "dp=2,tp=2", "fsdp+megatron", True)
     base = Topology.load("dgx-h100", 4)
@@ -127,6 +128,7 @@ def test_faster_machines_take_no_longer() -> None:
     assert step(replace(base, contention=0.5)).seconds > slow.seconds
 
 
+@pytest.mark.exhaustive
 def test_phases_and_rates_fit_together() -> None:
     graph, work = local("gpt2", "dp=2", "fsdp", False)
     step = predict(graph, replay(graph), work, Mesh.of("dp=2"))
@@ -154,6 +156,7 @@ def test_an_optimizer_moves_its_states_at_the_memory_s_speed() -> None:
     assert took["sgd"] / took["adamw"] == pytest.approx(3 / OPTIMIZER_TRAFFIC["adamw"])
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_s_prediction_is_its_simulated_step_and_the_optimizer() -> None:
     program = compile(deep("llama").step, "pp=2", plan="ddp", microbatches=2, schedule="1f1b")
     assert isinstance(program.cost, PipelineCost)
@@ -167,6 +170,7 @@ def test_a_pipeline_s_prediction_is_its_simulated_step_and_the_optimizer() -> No
     assert "predicted step" in str(program.cost)
 
 
+@pytest.mark.exhaustive
 def test_simulate_shows_the_step_of_one_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
+import pytest
 import sympy
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def at(expr: sympy.Expr | None, **sizes: int) -> int:
     )
 
 
+@pytest.mark.exhaustive
 def test_llama_at_sizes_that_were_not_sampled() -> None:
     costs = symbolic_costs(llama(4, 16), llama_at, {"B": 4, "S": 16})
     assert costs.why == ""

@@ -43,6 +43,7 @@ def samples() -> Samples:
     return samples_of(list(loader_of(Counted(40))))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_samples_follow_from_their_place_alone(num_workers: int, samples: Samples) -> None:
     dataset = Counted(40)

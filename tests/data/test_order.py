@@ -46,6 +46,7 @@ def test_a_place_of_an_order_is_computed_alone() -> None:
     assert abs(np.corrcoef(whole[:-1], whole[1:])[0, 1]) < 0.01
 
 
+@pytest.mark.exhaustive
 def test_every_order_of_few_rows_comes_about_equally_often() -> None:
     found = Counter(tuple(shuffled(np.arange(4), 4, seed, 0).tolist()) for seed in range(2400))
     assert len(found) == 24

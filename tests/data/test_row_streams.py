@@ -77,6 +77,7 @@ def _pairs(loaders: list[StreamLoader]) -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_shared_stream_resumes_on_other_ranks_and_workers(num_workers: int) -> None:
     expected = told(stream_loader(0, 1))

@@ -113,6 +113,7 @@ def dealt(way: Callable[[int], None]) -> None:
         way(dist.get_rank())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way.__name__))
 def test_rows_that_each_rank_draws_by_itself_are_refused(

@@ -138,7 +138,10 @@ class Reader:
         assert alike, f"{block} shows\n{shown}\nbut this was printed\n{printed}"
 
 
-COSTLY = {  # pages whose blocks take half of the time of all
+COSTLY = {  # pages whose blocks take most of the time of all
+    "docs/tutorials/from-one-process-to-a-pipeline.md", "docs/how-to/load-data.md",
+    "docs/how-to/trainer-and-accelerate.md", "docs/how-to/run-a-program.md",
+    "docs/how-to/send-fewer-bytes.md",
     "docs/how-to/use-parameter-servers.md", "docs/how-to/pin-your-model.md",
     "docs/reference/commands.md", "docs/how-to/read-the-report.md",
     "docs/how-to/draw-and-compare.md", "docs/how-to/explain-and-measure.md",

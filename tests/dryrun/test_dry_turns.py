@@ -21,7 +21,7 @@ from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
 
 
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("schedule", "mesh", "preset", "chunks"),
     [
@@ -80,6 +80,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return executed
 
 
+@pytest.mark.exhaustive
 def test_a_long_schedule_is_run_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends that nobody waits for are found however many microbatches there are."""
     each = RankLinks.each

@@ -64,7 +64,7 @@ ORDERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "schedule"), ORDERS)
 def test_no_schedule_hangs(mesh: str, schedule: str) -> None:
     events = recorded(program(mesh, schedule))
@@ -72,6 +72,7 @@ def test_no_schedule_hangs(mesh: str, schedule: str) -> None:
         check_order(events, ALL_RULES[seed % len(ALL_RULES)], random.Random(seed))
 
 
+@pytest.mark.exhaustive
 def test_later_steps_begin_without_meeting() -> None:
     made = program("pp=3", "zb-v")
     once, twice = recorded(made), recorded(made, steps=2)
@@ -89,7 +90,7 @@ def spoilt(made: Program, old: str, new: str) -> dict[int, Role]:
     return roles | {0: spoiled.role(0)}
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -123,7 +124,7 @@ class Links(dict):
 """
 
 
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [

@@ -108,7 +108,7 @@ def without(name: str, bad: Sequence[int]) -> dict[str, Tensor]:
     return stage.full_state_dict()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_bad_step_is_as_if_it_had_not_been(name: str, world: Processes) -> None:
     """Parameters, and the statistics of batch norms, under every layout."""
@@ -218,6 +218,7 @@ def spikes(folder: Path) -> list[str]:
     return guard.told + factor.told
 
 
+@pytest.mark.exhaustive
 def test_spikes_follow_the_rule(world: Processes, tmp_path: Path) -> None:
     for told in world.run(spikes, tmp_path, num=2):
         assert told[0].startswith("step 13: the loss is ")
@@ -254,6 +255,7 @@ def refuse(folder: Path) -> list[str]:
     return heard
 
 
+@pytest.mark.exhaustive
 def test_wrong_rules_and_too_many_bad_steps_are_refused(world: Processes, tmp_path: Path) -> None:
     first, second = world.run(refuse, tmp_path, num=2)
     assert sum("The optimizer does not take it" in text for text in first) == 2

@@ -173,6 +173,7 @@ def test_a_stage_reads_back() -> None:
     assert graph.constants["0.mask"].tolist() == [0.0, -torch.inf]
 
 
+@pytest.mark.exhaustive
 def test_calls_keep_their_names_and_transfers_are_named_after_what_they_move(
     tmp_path: Path,
 ) -> None:
@@ -188,6 +189,7 @@ def test_calls_keep_their_names_and_transfers_are_named_after_what_they_move(
     assert moved <= before
 
 
+@pytest.mark.exhaustive
 def test_a_bucket_has_the_types_of_its_parts_behind_its_wait_too(tmp_path: Path) -> None:
     case = small("llama", num_hidden_layers=1)
     partc.compile(

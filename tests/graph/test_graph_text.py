@@ -48,7 +48,7 @@ def test_text_of_a_traced_model(golden: Callable[..., None]) -> None:
     assert str(parse_graph(str(graph))) == str(graph)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet", "mixtral"])
 def test_text_reads_back(name: str) -> None:
     case = MODELS[name]()

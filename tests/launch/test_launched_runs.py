@@ -187,6 +187,7 @@ def test_a_node_says_why_it_cannot_begin(folder: Path) -> None:
     assert "NODE from 0 to 1" in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(network.missing()), reason=f"no {network.missing()}")
 def test_two_hosts_of_a_network_compute_what_one_process_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_equal_ranks_and_unknown_ones_are_not_blamed(tmp_path: Path) -> None:
     assert "is not known" in slowest(paces(read_run(tmp_path)))
 
 
+@pytest.mark.exhaustive
 def test_the_prediction_is_that_of_the_program_beside_the_run(tmp_path: Path) -> None:
     write(tmp_path, 0)
     assert "nothing was predicted" in promised(read_run(tmp_path))

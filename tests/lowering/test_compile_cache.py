@@ -74,6 +74,7 @@ def no_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partc.api.Job.with_plan", fails)
 
 
+@pytest.mark.exhaustive
 def test_what_is_taken_is_what_is_compiled(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Scaled(1.0)
     with monkeypatch.context() as patched:
@@ -137,6 +138,7 @@ def cut_off(kept: Path) -> None:
     manifest.unlink()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hurt", [damage, cut_off])
 def test_a_damaged_entry_is_made_anew(
     kept: Path, hurt: Callable[[Path], None], caplog: pytest.LogCaptureFixture
@@ -151,6 +153,7 @@ def test_a_damaged_entry_is_made_anew(
     assert not caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_batch_that_is_not_along_dim_0(tmp_path: Path) -> None:
     """What was found of its dims holds while the step is the same with each of the inputs."""
     seen = {"width": 2.0}

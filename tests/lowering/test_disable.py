@@ -88,7 +88,7 @@ def check(program: Program, normed: bool = False) -> None:
     verify(program, step(normed).model, (IDS,), loss_of).check()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_without_one(name: str) -> None:
     normed = name in NORMED
@@ -97,6 +97,7 @@ def test_without_one(name: str) -> None:
     check(program, normed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", [ONE_STAGE, PIPELINE], ids=lambda where: str(where[0]))
 def test_without_all(where: tuple[str, str, int]) -> None:
     check(compiled(where, *sorted(ALL)))

@@ -72,6 +72,7 @@ def test_what_cannot_be_taken_over_is_refused_by_name(mistake: str) -> None:
         gives(what)
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_the_step_is_refused() -> None:
     with pytest.raises(CheckError, match="there is none yet"):
         gives(lambda graph: partc.Plan(preset="ddp"), "name_calls")
@@ -85,6 +86,7 @@ def test_what_does_not_fit_the_step_is_refused() -> None:
         gives_of_stages(lambda stages: {"stages": (*stages,)}, **STAGES)
 
 
+@pytest.mark.exhaustive
 def test_what_fits_is_taken_over() -> None:
     for what in (lambda graph: graph, lambda graph: {"graph": graph}, lambda graph: {}):
         gives(what)

@@ -81,6 +81,7 @@ def source_of(folder: Path) -> str:
     return "".join(path.read_text() for path in sorted(folder.glob("*.py")))
 
 
+@pytest.mark.exhaustive
 def test_it_is_listed_runs_and_may_be_left_out(package: Package) -> None:
     package.made_of(MULTIPLY, entry=f"{MODULE}:{ENTRY}")
     listed = json.loads(package.partc("passes", "--json"))["passes"]
@@ -181,6 +182,7 @@ def broken(graph):
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", [name for name in BROKEN if name != "forgets a sum"])
 def test_a_pass_that_breaks_the_graph_is_named(package: Package, mistake: str) -> None:
     text, says = BROKEN[mistake]
@@ -304,6 +306,7 @@ def test_another_group_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "'partc.passes'" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_hands_it_the_graph_of_each_stage(package: Package) -> None:
     """Behind a pass that pipelines alone take; a step of one stage takes neither."""
     text = NOTE.format(name="late").replace("insert_collectives", "split_stages")

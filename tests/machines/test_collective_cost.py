@@ -140,6 +140,7 @@ def test_more_bandwidth_never_takes_more_time(
     assert less <= more * (1 + 1e-12)
 
 
+@pytest.mark.exhaustive
 @settings(deadline=None)
 @given(
     st.sampled_from(shipped()),

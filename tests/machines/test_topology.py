@@ -225,6 +225,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
     return Mesh(axes, Topology("fleet", ((H100.device, num),), tuple(levels)))
 
 
+@pytest.mark.exhaustive
 @settings(deadline=None)
 @given(meshes())
 def test_crossing_is_that_of_the_group_that_crosses_most(mesh: Mesh) -> None:

@@ -152,7 +152,7 @@ def test_an_action_does_not_take_what_it_waits_for(monkeypatch: pytest.MonkeyPat
     assert times.hidden == {}  # messages do not tell
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("mesh", "plan", "options", "regions"),

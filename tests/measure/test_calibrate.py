@@ -153,6 +153,7 @@ def measured_at_last(heard: list[str]) -> Fitted:
     return calibrate(2, keep_noisy=True, scale=TINY, tell=heard.append)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_two_ranks_are_measured() -> None:
     heard: list[str] = []
@@ -164,6 +165,7 @@ def test_two_ranks_are_measured() -> None:
     assert len(heard) == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_torchrun_ranks_measure_themselves(tmp_path: Path) -> None:
     """What they do with each other; what each computes by itself is known here."""

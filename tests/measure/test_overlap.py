@@ -115,6 +115,7 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 on_netlab = pytest.mark.skipif(bool(network.missing()), reason=f"no {network.missing()}")
 
 
+@pytest.mark.exhaustive
 @on_netlab
 def test_a_tensor_takes_as_long_as_its_link_allows(tmp_path: Path) -> None:
     """1 MB at 40 Mbit/s are 0.2 s, were the network without limit it would be milliseconds."""

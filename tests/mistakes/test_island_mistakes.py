@@ -134,6 +134,7 @@ def without_one(lines: list[str]) -> Iterator[tuple[str, str]]:
             yield code, "\n".join([*lines[:i], *lines[i + 1 :]])
 
 
+@pytest.mark.exhaustive
 def test_check_refuses_every_edit_of_how_islands_meet() -> None:
     program = compiled("island=2", OUTER)
     audit(program)
@@ -152,7 +153,7 @@ def test_check_refuses_every_edit_of_how_islands_meet() -> None:
             audit(everywhere(program, old, new))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -187,7 +188,7 @@ def test_verify_finds_them_right() -> None:
 GOSSIP = PLAN + 'start_step = 2\nfragments = 2\npartners = "pairs"\n'
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -210,7 +211,7 @@ def test_verify_refuses_gossip_that_mixes_otherwise(old: str, new: str) -> None:
 OVERLAPPED = OUTER.replace("period = 4", "period = 8") + "overlap = 2\nmix = 0.25\n"
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -233,7 +234,7 @@ def test_verify_refuses_islands_that_go_on_otherwise(old: str, new: str) -> None
         verify(changed, model(), (X,), loss=loss).check()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", [GOSSIP, OVERLAPPED])
 def test_check_refuses_edits_of_other_meetings(plan: str) -> None:
     program = compiled("island=4", plan)
@@ -268,7 +269,7 @@ EXACT = """class Exact(Int8Sum):
 class NetStepIsland"""
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -288,6 +289,7 @@ def test_verify_refuses_outer_gradients_that_are_rounded_otherwise(old: str, new
         report.check()
 
 
+@pytest.mark.exhaustive
 def test_verify_lets_each_meeting_begin_with_the_same_numbers() -> None:
     """What is a little off is off by no more in the next: a number at an edge is rounded alike."""
     program = compiled("island=2", WIRE)

@@ -68,7 +68,7 @@ def test_check_refuses_every_edit_of_how_gradients_are_late() -> None:
             audit(edited)
 
 
-@pytest.mark.rows(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("old", "new"),
     [

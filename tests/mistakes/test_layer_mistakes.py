@@ -142,6 +142,7 @@ def test_a_tensor_that_is_drawn_to_be_trained_is_told() -> None:
         compiled(model=Own(lambda m, x: x @ torch.randn(4, 4, requires_grad=True)))
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_frozen_layers_is_taken() -> None:
     def forward(model: Any, x: Tensor) -> Any:
         frozen, _ = checkpoint(model.gru, x.detach(), use_reentrant=True)

@@ -135,6 +135,7 @@ def with_fixed(model: nn.Module, x: Tensor) -> Tensor:
     return F.cross_entropy(model(x), FIXED)
 
 
+@pytest.mark.exhaustive
 def test_labels_that_are_no_input_are_named() -> None:
     x, y = CLASSES
     own = {"batch": "local", "plan": "ddp"}

@@ -49,6 +49,7 @@ def weighted() -> str:
     return str(caught.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_class_weights_of_one_rank_are_no_buffers(world: Processes) -> None:
     for said in world.run(weighted, num=2):

@@ -93,7 +93,7 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps", [0, 7], ids=["first step", "later"])
 @pytest.mark.parametrize("name", EDITS)
 def test_what_the_program_would_ignore_is_refused_in_the_next_step(name: str, steps: int) -> None:
@@ -187,6 +187,7 @@ class Hidden(nn.Module):
         return h
 
 
+@pytest.mark.exhaustive
 def test_a_hidden_state_of_one_ranks_rows_is_named() -> None:
     def compiled(rows: int) -> Any:
         return compile(

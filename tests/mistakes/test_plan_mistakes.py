@@ -84,6 +84,7 @@ def test_stages_that_sum_early_are_stages(stages: str, words: str) -> None:
     check((lambda: compiled(mesh="pp=2", plan=plan), ("early_sums", words)))
 
 
+@pytest.mark.exhaustive
 def test_rows_of_a_rank_that_microbatches_do_not_divide_are_told() -> None:
     words = ("microbatches could be 2, 3", "divide the rows of each rank")
     own = {"batch": "local", "inputs": batch_of(6), "microbatches": 4}

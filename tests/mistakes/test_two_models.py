@@ -91,6 +91,7 @@ def test_stages_of_two_models_over_one_weight_are_told() -> None:
     assert stage
 
 
+@pytest.mark.exhaustive
 def test_a_program_of_another_model_is_not_shared() -> None:
     program = compiled(mesh="dp=1", model=(model := Net()))
     stage = program.module()

@@ -130,6 +130,7 @@ class SequenceFirst(nn.Module):
         return result
 
 
+@pytest.mark.exhaustive
 def test_rows_are_where_the_batch_is() -> None:
     x, mask = torch.randn(5, 4, 6), torch.rand(5, 1, 1)
     made = SequenceFirst()
@@ -155,6 +156,7 @@ def test_check_refuses_every_edit() -> None:
         audit(everywhere(program, "MICROBATCHES = (3, 1)", "MICROBATCHES = (1, 3)"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("old", "new"),
     [

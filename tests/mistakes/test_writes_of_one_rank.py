@@ -59,7 +59,7 @@ def does(name: str, model: Any, made: Any, average: Any) -> None:
 WRITES = ["no step", "weight", "data", "view", "init"]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*WRITES, "average"])
 def test_of_pieces(world: Processes, name: str) -> None:
     for said in world.run(trained, "fsdp", name, num=2):
@@ -120,7 +120,7 @@ def stepped(plan: str, how: str) -> str:
     return "no error"
 
 
-@pytest.mark.rows(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["alpha", "minus", "no_grad", "tensor", "clipped", "decay"])
 def test_another_rate_of_an_optimizer_by_hand(world: Processes, how: str) -> None:
     for said in world.run(stepped, "fsdp", how, num=2):

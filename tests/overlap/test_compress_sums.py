@@ -89,7 +89,7 @@ def plan_of(wire: str, own: str = "") -> str:
     return f'preset = "ddp"\nallow = ["compress"]\n{table}'
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("wire", "own"),
     [
@@ -120,6 +120,7 @@ def test_pieces_have_the_bytes_that_are_sent(wire: str, preset: str) -> None:
     assert traffic[f"reduce_scatter in {wire}"] <= share * before
 
 
+@pytest.mark.exhaustive
 def test_every_microbatch_sends_its_pieces() -> None:
     """Twice what one of the same rows sends, beside what leaves once a step."""
     own = f"{plan_of('int8', 'block = 32')}error_feedback = false\n".replace("ddp", "fsdp")
@@ -127,7 +128,7 @@ def test_every_microbatch_sends_its_pieces() -> None:
     assert once["narrow"] < twice["narrow"] <= 2 * once["narrow"]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire", ["int8", "power-sgd", "majority-sign"])
 def test_several_microbatches_send_as_much_as_one(wire: str) -> None:
     """Their gradients are added up first, and are sent once, in the same sums."""
@@ -154,6 +155,7 @@ def test_what_a_sum_takes(wire: str, size: int, sent: tuple[tuple[str, int], ...
     assert WIRES[wire].sent([(18, 5), (10,)], 4, size) == sent
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("wire", "kind"),
     [
@@ -175,6 +177,7 @@ def test_a_sum_takes_the_time_of_its_transfers(wire: str, kind: str) -> None:
     assert collective_seconds(kind, size, mesh, "dp") == pytest.approx(seconds[wire])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("least_mb", "narrow"), [("0.001", 3), ("0.0005", 4)])
 def test_small_sums_stay_exact(least_mb: str, narrow: int) -> None:
     """The last layer's gradients have 700 bytes; the loss, that others read, is always exact."""

@@ -42,7 +42,7 @@ def transfers(program: Program, kind: str) -> int:
 
 
 # a forward reads two weights and two biases, whose copies take next to no time, a backward no bias
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "together", "apart"), [("all_gather", 2, 3 + 2), ("reduce_scatter", 1, 3)]
 )
@@ -53,6 +53,7 @@ def test_a_weight_is_joined_where_copying_takes_less_than_a_start(
     assert (transfers(joined, kind), transfers(alone, kind)) == (together, apart)
 
 
+@pytest.mark.exhaustive
 def test_weights_alone_go_in_a_loop() -> None:
     weights = "[self.up_weight, self.down_weight]"
     loop = f"for weight in {weights}: self.whole += gather_weights([weight], 2, self.dp)"
@@ -60,6 +61,7 @@ def test_weights_alone_go_in_a_loop() -> None:
     assert loop in re.sub(r"\s+", " ", compiled(1.0).source(0))
 
 
+@pytest.mark.exhaustive
 def test_both_ways_compute_the_same() -> None:
     for share in (0.01, 100.0):
         verify(compiled(share), model(), (IDS,), lambda m, x: m(x)).check()

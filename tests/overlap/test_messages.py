@@ -35,6 +35,7 @@ def on(machine: str, memory_bytes_per_s: float | None = None) -> Mesh:
     return Mesh((("dp", 2),), hardware)
 
 
+@pytest.mark.exhaustive
 def test_a_program_sends_messages_where_copies_count() -> None:
     made = compiled()
     assert "messages = true" in made.plan
@@ -49,6 +50,7 @@ def test_it_is_gloo_that_copies(machine: str) -> None:
     assert (SENDS in helpers_of(compiled(on(machine)).sources)) == (machine == "cpu")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_plan_may_ask_for_messages_or_for_none(sends: bool) -> None:
     made = compiled(plan=Plan(preset="fsdp", messages=sends))

@@ -25,6 +25,7 @@ def seconds_and_peak(program: Program) -> tuple[float, int]:
     return cost["prediction"]["seconds"], cost["peak_bytes"]
 
 
+@pytest.mark.exhaustive
 def test_two_blocks_are_gathered_where_the_step_is_faster() -> None:
     one, two = (compiled(FSDP.changed(prefetch=num)) for num in (1, 2))
     (one_s, one_bytes), (two_s, two_bytes) = map(seconds_and_peak, (one, two))
@@ -40,11 +41,13 @@ def test_two_blocks_are_gathered_where_the_step_is_faster() -> None:
     verify(two, model(), (IDS,), lambda m, x: m(x)).check()
 
 
+@pytest.mark.exhaustive
 def test_no_more_blocks_are_gathered_than_there_are() -> None:
     most = compiled(FSDP.changed(prefetch=100))
     verify(most, model(), (IDS,), lambda m, x: m(x)).check()
 
 
+@pytest.mark.exhaustive
 def test_the_memory_limit_rules() -> None:
     (_, least), (_, most) = (
         seconds_and_peak(compiled(FSDP.changed(prefetch=num))) for num in (1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -76,6 +77,7 @@ def test_means_are_stacked_in_one_line() -> None:
     assert re.search(stacked, source)
 
 
+@pytest.mark.exhaustive
 def test_it_computes_what_the_model_computes() -> None:
     for program in (compiled(), compiled("dp=2,tp=2", "fsdp+megatron-sp")):
         verify(program, model(), (IMAGES, LABELS), loss_of).check()

@@ -159,7 +159,7 @@ def test_mistakes_are_found(mistake: str) -> None:
 
 
 # programs -----------------------------------------------------------------------------------------
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "preset", "pieces", "fields"),
     [
@@ -182,7 +182,7 @@ def test_programs_compute_the_same(
     assert verify(made, model(), (IDS,), loss).check().worst.error < 1e-12
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2"])
 def test_a_plan_says_if_no_block_can_be_cut(mesh: str) -> None:
     made = compiled(mesh, "megatron", 5)  # neither samples nor tokens
@@ -196,7 +196,7 @@ def test_golden_block(golden: Golden) -> None:
 
 
 # what is chosen -----------------------------------------------------------------------------------
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["megatron", "megatron-sp"])
 def test_pieces_where_the_step_is_faster(preset: str) -> None:
     """Not where links take no time."""
@@ -217,7 +217,7 @@ def test_stages_in_pieces_where_the_step_is_faster() -> None:
     assert verify(chosen, model(), (IDS,), loss).check().worst.error < 1e-12
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", ["tp=2", "pp=2,tp=2"])
 def test_no_pieces_where_they_do_not_fit(axes: str) -> None:
     slow = machines(2e7, axes)

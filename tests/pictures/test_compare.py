@@ -53,6 +53,7 @@ def test_cost_is_in_dollars_where_all_have_a_price() -> None:
     assert "$ per M samples" in str(every)
 
 
+@pytest.mark.exhaustive
 def test_saved_programs_have_their_predictions() -> None:
     programs = {"a": compiled("ddp"), "b": compiled("megatron")}
     found = comparison(programs)

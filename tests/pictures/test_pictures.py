@@ -62,12 +62,14 @@ def check_inside(svg: str) -> None:
         assert float(text.get("y", "0")) <= height, words
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("of", ["timeline", "memory", "mesh"])
 @pytest.mark.parametrize("plan", ["megatron-sp", "fsdp"])
 def test_pictures_of_one_stage(plan: str, of: str) -> None:
     check_inside(picture(compiled(plan), of).svg)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("of", OF)
 def test_pictures_of_a_pipeline(of: str) -> None:
     check_inside(picture(pipeline(), of).svg)

@@ -133,13 +133,14 @@ def copies_of_a_tied_weight(fault: bool) -> str:
     return outcome(lambda: stage.step(ids))
 
 
+@pytest.mark.exhaustive
 def test_another_weight_of_two_stages(world: Processes) -> None:
     for said in world.run(copies_of_a_tied_weight, True, num=2):
         assert "rank 1: another embed.weight than rank 0" in said
     assert len({*map(float, world.run(copies_of_a_tied_weight, False, num=2))}) == 1
 
 
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("contract", ["global", "local"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_right_ranks_agree(world: Processes, layout: str, contract: str) -> None:
@@ -203,6 +204,7 @@ def pieces_for_wholes(contract: str, given: str, most_programs: int = 32) -> str
     return outcome(lambda: stage.step(*(pieces if given == "pieces" else batch)))
 
 
+@pytest.mark.exhaustive
 def test_the_other_contract_is_named(world: Processes) -> None:
     for said in world.run(pieces_for_wholes, "global", "pieces", num=2):
         assert 'compile with batch="local"' in said
@@ -246,6 +248,7 @@ def with_table(plan: str, table: str) -> tuple[list[str], float]:
     ], loss.item()
 
 
+@pytest.mark.exhaustive
 def test_a_table_that_is_taken_for_samples_is_named(world: Processes) -> None:
     (said, wrong), _ = world.run(with_table, "ddp", "table", num=2)
     assert len(said) == 1
@@ -373,7 +376,7 @@ def pieces_of_two_models(layout: str, same: bool) -> str:
     return outcome(lambda: stage.step(*batch))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp+tp", "pp", "pp+dp", "pp+fsdp"])
 def test_pieces_of_different_models_are_not_joined(world: Processes, layout: str) -> None:
     num = program(layout, "local").mesh.num_ranks

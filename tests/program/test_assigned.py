@@ -149,6 +149,7 @@ def leaves(value: Any) -> list[Any]:
     return [x.detach() if isinstance(x, Tensor) else x for x in pytree.tree_leaves(value)]
 
 
+@pytest.mark.exhaustive
 def test_assigned_data_is_the_memory_of_the_parameter(
     world: Processes, programs: list[Path]
 ) -> None:
@@ -260,6 +261,7 @@ GRADIENTS: list[Use] = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_assigned_gradients_get_what_the_step_adds(world: Processes, programs: list[Path]) -> None:
     world.run(compared, [*programs, None], GRADIENTS, num=2)
 

@@ -259,7 +259,7 @@ def refusal_of(difference: str) -> str:
     return "accepted"
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("difference", ["sources", "plan"])
 def test_ranks_that_differ_are_all_refused_with_what_differs(
@@ -378,6 +378,7 @@ def test_run_py_refuses_what_was_not_saved_so(
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_run_py_imports_nothing_from_its_folder(folder: Path) -> None:
     for name in ("json.py", "torch.py", "argparse.py"):
         (folder / name).write_text(f"open({str(folder.parent / 'ran')!r}, 'w')\n")

@@ -39,6 +39,7 @@ def resume(dp: int, tp: int, folder: Path) -> tuple[int, float]:
     return step, train(stage, optimizer, 2)
 
 
+@pytest.mark.exhaustive
 def test_training_resumes_on_any_mesh(world: Processes, tmp_path: Path) -> None:
     (expected, *_) = world.run(run_and_save, 2, 2, tmp_path)
     names = sorted(path.name for path in tmp_path.rglob("*"))
@@ -84,6 +85,7 @@ def resume_by_each(folder: Path, dp: int, tp: int) -> list[float]:
     return losses
 
 
+@pytest.mark.exhaustive
 def test_states_move_between_pieces_whole_tensors_and_dtensors(
     world: Processes, tmp_path: Path
 ) -> None:

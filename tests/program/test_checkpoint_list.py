@@ -73,6 +73,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_or_forged_list_is_refused(world: Processes, tmp_path: Path) -> None:
     world.run(save_here, tmp_path)
     path = tmp_path / "step-00000003"

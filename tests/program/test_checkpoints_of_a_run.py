@@ -79,6 +79,7 @@ def go_on(folder: Path, dp: int, tp: int) -> tuple[dict[str, Tensor], float]:
     return whole_states(stage, optimizer), train(stage, optimizer, 2)
 
 
+@pytest.mark.exhaustive
 def test_what_is_saved_is_the_step_at_which_save_was_called(
     world: Processes, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_gradients_that_are_zeros_are_not_cleared() -> None:
             optimizers[1].step()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("style", ["step", "backward", "skipped"])
 def test_loops_that_train_are_not_told(style: str) -> None:
     stage = stage_of()
@@ -102,6 +103,7 @@ def test_a_loop_without_a_backward_is_told_once() -> None:
     assert len([text for text in texts if "no backward() was called" in text]) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_closure_that_calls_backward_is_told_nothing() -> None:
     stage = stage_of()
     optimizer = torch.optim.LBFGS(stage.parameters())
@@ -119,6 +121,7 @@ def test_a_closure_that_calls_backward_is_told_nothing() -> None:
             optimizer.step(closure)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("divide", "scale", "is_told"), [(2, None, True), (2, 0.5, False), (10, None, False)]
 )

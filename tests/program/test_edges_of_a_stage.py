@@ -110,6 +110,7 @@ def called(name: str) -> None:
         CALLS[name](stage())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_that_a_call_does_not_take(name: str, world: Processes) -> None:

@@ -97,6 +97,7 @@ def with_the_model() -> None:
     asked_for(stage.to(torch.float64))
 
 
+@pytest.mark.exhaustive
 def test_each_half_of_a_pipeline_has_an_optimizer(world: Processes) -> None:
     world.run(trained_by_halves, num=2)
 
@@ -238,6 +239,7 @@ def without_the_model(path: Path) -> None:
         getattr(stage, there)
 
 
+@pytest.mark.exhaustive
 def test_a_tensor_of_another_rank_says_where_it_is(world: Processes, tmp_path: Path) -> None:
     world.run(with_the_model, num=2)
     compiled()[1].save(tmp_path / "saved")

@@ -306,6 +306,7 @@ def loaded(folder: Path) -> tuple[int, int]:
     return peak_of(lambda: stage.load_full(folder)), elements
 
 
+@pytest.mark.exhaustive
 def test_neither_an_export_nor_a_load_has_the_model_in_memory(world: Any, tmp_path: Path) -> None:
     world.run(sharded, tmp_path / "run")
     out = tmp_path / "out"

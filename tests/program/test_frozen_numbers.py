@@ -76,6 +76,7 @@ def test_a_module_that_was_evaluated_goes_back_into_its_mode(alone: None) -> Non
     stage.step(*BATCH)
 
 
+@pytest.mark.exhaustive
 def test_a_number_that_the_script_changes_stops_the_step(alone: None) -> None:
     model = Cooled()
     step = partc.Traced(model, BATCH, loss_of)

@@ -127,12 +127,13 @@ def without_the_model(path: Path) -> None:
     ignored(stage)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2,tp=2", "fsdp+megatron"), ("pp=2,dp=2", "fsdp")])
 def test_groups_by_the_models_own_method(world: Processes, mesh: str, plan: str) -> None:
     world.run(optimized_by_the_model, mesh, plan)
 
 
+@pytest.mark.exhaustive
 def test_modules_look_like_the_models(world: Processes, tmp_path: Path) -> None:
     world.run(like_the_model)
     world.run(without_the_model, save_program(tmp_path / "saved", "dp=2,tp=2", "fsdp+megatron"))
@@ -202,6 +203,7 @@ def ignored_with_the_model() -> None:
     ignored(compiled(model_of(), "dp=2,tp=2", "fsdp+megatron").module())
 
 
+@pytest.mark.exhaustive
 def test_what_the_program_would_ignore_is_refused(world: Processes) -> None:
     world.run(ignored_with_the_model)
 
@@ -253,6 +255,7 @@ def replicated_states_are_whole(path: Path, folder: Path) -> None:
         assert torch.equal(tensor, model_of().state_dict()[name])
 
 
+@pytest.mark.exhaustive
 def test_pieces_of_one_rank_are_not_anothers(world: Processes, tmp_path: Path) -> None:
     path = save_program(tmp_path / "saved", "dp=2,tp=2", "fsdp+megatron")
     world.run(saved_by_rank_0, path, tmp_path)
@@ -299,6 +302,7 @@ def compiled_by_torch(path: Path) -> None:
     assert torch.compile(stage.step)(*batch_of()).isfinite()
 
 
+@pytest.mark.exhaustive
 def test_torch_compile_of_a_stage_runs_the_program(world: Processes, tmp_path: Path) -> None:
     world.run(compiled_by_torch, save_program(tmp_path / "saved", "dp=2,tp=2", "fsdp+megatron"))
 
@@ -334,5 +338,6 @@ def begin_again(store: Any, number: object, backend: str | None) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=num)
 
 
+@pytest.mark.exhaustive
 def test_process_groups_that_scripts_make(world: Processes, tmp_path: Path) -> None:
     world.run(groups_of_every_kind, save_program(tmp_path / "saved", "dp=2,tp=2", "fsdp+megatron"))

@@ -131,6 +131,7 @@ def test_functions_do_what_the_same_edit_of_the_model_does(
     assert f"what your functions in {NAME} compute: head_grad, layers, " in str(audit(program))
 
 
+@pytest.mark.exhaustive
 def test_a_recompile_leaves_the_file_alone(folder: Path) -> None:
     mine = (folder / NAME).read_text() + "\nMINE = 1\n"
     (folder / NAME).write_text(mine)
@@ -143,6 +144,7 @@ def test_a_recompile_leaves_the_file_alone(folder: Path) -> None:
     saved(folder, "dp=2", "fsdp")
 
 
+@pytest.mark.exhaustive
 def test_further_programs_call_the_same_functions(folder: Path, tmp_path: Path) -> None:
     (folder / NAME).write_text(OWN)
     model = Tower()
@@ -154,6 +156,7 @@ def test_further_programs_call_the_same_functions(folder: Path, tmp_path: Path) 
     assert [each.hooks for each in load(tmp_path / "build").others] == [OWN, OWN]
 
 
+@pytest.mark.exhaustive
 def test_a_program_of_the_cache_has_no_file(tmp_path: Path) -> None:
     plan = partc.Plan(preset="ddp", hooks=("head",))
     for _ in range(2):
@@ -162,6 +165,7 @@ def test_a_program_of_the_cache_has_no_file(tmp_path: Path) -> None:
         assert program.hooks is None
 
 
+@pytest.mark.exhaustive
 def test_what_is_missing_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     program = saved(tmp_path / "build", "dp=2", "fsdp")
     with pytest.raises(RunError, match="there is no function head_grad"):

@@ -242,7 +242,7 @@ TRAINED: dict[str, tuple[str, list[Any]]] = {
 }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TRAINED)
 def test_islands_train_as_their_definition_says(world: Processes, name: str) -> None:
     own, layouts = TRAINED[name]
@@ -261,6 +261,7 @@ def test_pairs_are_drawn_alike_by_all_and_anew_for_each_meeting() -> None:
         assert len(met) == num * (num - 1)
 
 
+@pytest.mark.exhaustive
 def test_outer_gradients_may_be_sent_in_int8(world: Processes) -> None:
     for own, (mesh, preset, kind) in ((DILOCO, DDP), (STREAMING, FOUR)):  # whole on each rank
         own += '\nwire = "int8"\nblock = 64'
@@ -303,6 +304,7 @@ def clipped() -> float:
     return found.item()
 
 
+@pytest.mark.exhaustive
 def test_each_island_clips_its_own_gradients(world: Processes) -> None:
     norms = world.run(clipped)
     assert norms[0] == norms[1] != norms[2] == norms[3]
@@ -342,7 +344,7 @@ def of_islands(period: int, start: int) -> list[float]:
     )
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("period", "start"), [(2, 3), (4, 1)])
 def test_post_local_sgd_is_that_of_torch(world: Processes, period: int, start: int) -> None:
     theirs = world.run(post_local_of_torch, period, start)

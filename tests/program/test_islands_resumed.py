@@ -95,7 +95,7 @@ RESUMED: dict[str, tuple[str, Layouts]] = {
 }  # fmt: skip
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RESUMED)
 def test_training_resumes_behind_any_step(world: Processes, tmp_path: Path, name: str) -> None:
     own, layouts = RESUMED[name]
@@ -111,6 +111,7 @@ def saves(folder: Path) -> None:
     save_checkpoint(folder, *began, step=5)
 
 
+@pytest.mark.exhaustive
 def test_other_meshes_begin_from_the_mean(world: Processes, tmp_path: Path) -> None:
     world.run(saves, tmp_path)
     [wanted, *_] = world.run(mean_of, tmp_path)
@@ -168,7 +169,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(len(OTHERS)))
 def test_another_table_begins_from_the_mean(world: Processes, tmp_path: Path, number: int) -> None:
     world.run(changed, tmp_path, *OTHERS[number])
@@ -217,6 +218,7 @@ def begun_again() -> dict[str, Tensor]:
     return held(stage)
 
 
+@pytest.mark.exhaustive
 def test_islands_that_begin_anew_meet_anew(world: Processes) -> None:
     first, *others = world.run(begun_again, num=4)
     for other in others:

@@ -53,6 +53,7 @@ def by_a_folder(model: nn.Module, change: Callable[[], object], folder: Path) ->
     return partc.load(folder / "build", model).module()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [at_once, by_a_folder])
 def test_what_was_frozen_behind_the_compile_is_not_trained(
     tmp_path: Path, make: Callable[..., Stage]
@@ -96,6 +97,7 @@ def frozen_on_rank_0(path: Path) -> None:
     assert frozen == {n for n, p in model.named_parameters() if not p.requires_grad}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_ranks_freeze_what_rank_0_has_frozen(tmp_path: Path) -> None:
     compiled(model_of(), "dp=2").save(tmp_path / "build")

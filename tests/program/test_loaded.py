@@ -74,6 +74,7 @@ def lent_by_rank_0() -> None:
         compiled(model).module().step(*batch_of())
 
 
+@pytest.mark.exhaustive
 def test_rank_0_alone_needs_weights(world: Processes) -> None:
     world.run(lent_by_rank_0)
 
@@ -93,6 +94,7 @@ def loaded_too_late() -> None:
     stage.step(*batch_of())
 
 
+@pytest.mark.exhaustive
 def test_weights_that_come_after_the_stage_are_refused(world: Processes) -> None:
     world.run(loaded_too_late)
 
@@ -214,6 +216,7 @@ def some_and_moved(path: Path, folder: Path) -> None:
     refused(one, "rank 0: gain, .*; rank 1: gain, .*; rank 3: ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("job", [every_way, some_and_moved])
 def test_what_was_never_loaded_is_named(
     world: Processes, tmp_path: Path, job: Callable[..., None]
@@ -229,6 +232,7 @@ def in_a_pipeline(path: Path) -> None:
     assert stage.step(*batch_of()).isfinite()
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_names_what_each_rank_lacks(world: Processes, tmp_path: Path) -> None:
     world.run(in_a_pipeline, save_program(tmp_path / "saved", "pp=2,dp=2", "ddp", 2))
 
@@ -252,6 +256,7 @@ def cleared_by_the_model() -> None:
     assert without == [f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()]
 
 
+@pytest.mark.exhaustive
 def test_zero_grad_of_the_model_reaches_the_stage(world: Processes) -> None:
     world.run(cleared_by_the_model)
 
@@ -278,6 +283,7 @@ def optimized_by_mistake() -> None:
     wrong.step()
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_over_the_model_and_clipping_it_are_refused(world: Processes) -> None:
     world.run(optimized_by_mistake)
 
@@ -299,6 +305,7 @@ def frozen_in_the_model() -> None:
     assert all(p.grad is not None for p in stage.parameters())
 
 
+@pytest.mark.exhaustive
 def test_freezing_in_the_model_reaches_the_stage(world: Processes) -> None:
     world.run(frozen_in_the_model)
 
@@ -307,7 +314,7 @@ def lent(path: Path, model: nn.Module) -> None:
     partc.with_model(load(path), model, loss_of)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lend", [load, lent])
 def test_a_model_of_the_other_mode_is_told(
     tmp_path: Path, lend: Callable[[Path, nn.Module], object]

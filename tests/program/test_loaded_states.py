@@ -158,7 +158,7 @@ def close_to(stage: Stage, model: nn.Module) -> None:
         torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=[plan for _, plan in LAYOUTS[:3]] + ["pp"])
 def test_states_of_one_process_are_sharded_and_go_on(
     world: Processes, tmp_path: Path, mesh: str, plan: str
@@ -244,13 +244,14 @@ def several_pipelines(path: Path) -> None:
     assert len(stages) == 2  # they are alive up to here
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_over_a_part_takes_its_states(world: Processes, tmp_path: Path) -> None:
     path = save_program(tmp_path, "pp=2,dp=2", "fsdp")
     world.run(over_a_part, path)
     world.run(several_pipelines, path)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
 def test_states_of_other_shapes_are_refused_by_name(
     world: Processes, tmp_path: Path, mesh: str

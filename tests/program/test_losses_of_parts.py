@@ -62,7 +62,7 @@ def trained(ranks: int, microbatches: int) -> None:
         close(tensor, reference.get_parameter(name), name)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 1)])
 def test_losses_of_some_stages(world: Processes, ranks: int, microbatches: int) -> None:
     world.run(trained, ranks, microbatches, num=ranks)

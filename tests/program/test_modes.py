@@ -99,6 +99,7 @@ def evaluated_first() -> None:
     assert not torch.equal(stage.get_buffer("norm.running_mean"), torch.zeros(4))
 
 
+@pytest.mark.exhaustive
 def test_a_model_in_eval_mode_trains_in_eval_mode_until_told_otherwise(world: Processes) -> None:
     world.run(evaluated_first, num=2)
 
@@ -204,6 +205,7 @@ def run_once(mesh: str, plan: str) -> None:
         close(whole[name], tensor, name)
 
 
+@pytest.mark.exhaustive
 def test_a_generator_with_batch_norms_that_runs_once(world: Processes) -> None:
     world.run(run_once, "dp=2", "fsdp", num=2)
 
@@ -217,6 +219,7 @@ def otherwise_stored() -> None:
         stage.share(other)
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_stores_weights_otherwise_is_refused(world: Processes) -> None:
     world.run(otherwise_stored, num=2)
 
@@ -237,6 +240,7 @@ def two_backwards() -> None:
             compare_step(stage, model, stage.step(*batch), language_loss(model, *batch))
 
 
+@pytest.mark.exhaustive
 def test_two_lengths_in_one_backward_and_frozen_layers(world: Processes) -> None:
     world.run(two_backwards, num=2)
 
@@ -334,5 +338,6 @@ def first_of(model: nn.Module, x: Tensor) -> Tensor:
     return parts_of(model(x))[0].square().mean()
 
 
+@pytest.mark.exhaustive
 def test_results_have_the_structure_of_the_model_s(world: Processes) -> None:
     world.run(several_results, num=2)

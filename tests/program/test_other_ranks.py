@@ -144,6 +144,7 @@ def test_a_call_that_one_rank_makes_alone(world: Processes, tmp_path: Path, call
         assert f"ranks differ in what they run: ranks 0: {call}; ranks 1: step" in said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "call", ["save_checkpoint", "load_checkpoint", "full_state_dict", "clip_grad_norm_"]
 )

@@ -84,6 +84,7 @@ def every_route(path: Path) -> dict[tuple[str, str], float | str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_optimizers_are_those_of_one_process_or_refused(world: Processes, tmp_path: Path) -> None:
     with in_double():
         path = save_program(tmp_path / "double", "dp=2,tp=2", "fsdp+megatron")
@@ -119,6 +120,7 @@ def misused(path: Path) -> None:
         stage.step_on_pieces(MAKERS["AdamW"](model_of().parameters()))
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_goes_one_way_over_the_stages_own(world: Processes, sharded: Path) -> None:
     world.run(misused, sharded)
 
@@ -193,6 +195,7 @@ def averaged(path: Path) -> None:
         torch.testing.assert_close(ours(*batch_of()), loss_of(theirs, *batch_of()))
 
 
+@pytest.mark.exhaustive
 def test_averaged_models_are_those_of_one_process(world: Processes, sharded: Path) -> None:
     world.run(averaged, sharded)
 
@@ -255,6 +258,7 @@ def resume(path: Path, folder: Path, later: int) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_torchs_checkpoints_resume_on_any_mesh(
     world: Processes, sharded: Path, tmp_path: Path
 ) -> None:
@@ -305,6 +309,7 @@ def pickled(path: Path) -> None:
     assert train_stage(stage, optimizer, 2) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_pickled_states_resume(world: Processes, sharded: Path) -> None:
     world.run(pickled, sharded)
 

@@ -174,6 +174,7 @@ print(threads())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc")
 def test_run_py_leaves_no_thread_of_its_process_group(tmp_path: Path) -> None:
     """A thread that still works when the interpreter ends aborts the process now and then."""
@@ -272,7 +273,7 @@ def test_fingerprints_differ_by_name_shape_and_dtype() -> None:
     )
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "batch", [(Z,), ((Z,),), ({"z": Z},), ([Z],)], ids=["tensor", "tuple", "dict", "list"]
 )

@@ -45,7 +45,7 @@ def count_reads(path: Path) -> tuple[list[int], list[list[int]]]:
     return dataset.reads.tolist(), steps
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "data_world"), [("dp=2,tp=2", 2), ("dp=4", 4), ("pp=2,dp=2", 2)])
 def test_each_data_rank_reads_its_rows_once(
     mesh: str, data_world: int, folder: Path, world: Processes
@@ -122,6 +122,7 @@ def train_alone(num_steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.exhaustive
 def test_a_training_resumes_in_its_data_on_another_mesh(
     folder: Path, world: Processes, tmp_path: Path
 ) -> None:
@@ -149,6 +150,7 @@ def resume_other_data(path: Path, folder: Path) -> str:
     return f"{refused.value} {empty.value}"
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_other_data_is_refused(
     folder: Path, world: Processes, tmp_path: Path
 ) -> None:

@@ -65,7 +65,7 @@ def steps_of(
     return stage.full_state_dict()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_run_that_goes_on_equals_one_that_did_not_end(
     name: str, world: Processes, tmp_path: Path

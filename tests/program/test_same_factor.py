@@ -42,7 +42,7 @@ def refused(plan: str, call: str) -> None:
     TRAIN[call](stage, 0.5)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 @pytest.mark.parametrize("call", TRAIN)

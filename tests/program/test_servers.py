@@ -170,6 +170,7 @@ def trains_some() -> None:
     assert stage.owners.keys() == {n for n, p in model.named_parameters() if p in reference.state}
 
 
+@pytest.mark.exhaustive
 def test_what_is_frozen_or_unread_stays(world: Processes) -> None:
     world.run(trains_some)
 
@@ -190,6 +191,7 @@ def habits() -> None:
     same_weights(stage, reference.model)
 
 
+@pytest.mark.exhaustive
 def test_gradients_add_up_and_are_scaled(world: Processes) -> None:
     world.run(habits)
 
@@ -213,6 +215,7 @@ def overflows(mesh: str, preset: str, servers: str) -> None:
     same_weights(stage, reference.model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "preset", "servers"),
     [("island=4", "ddp", TWO), ("island=2,dp=2", "fsdp", ONE),
@@ -282,7 +285,7 @@ def resumes(folder: Path, mesh: str, preset: str, servers: str) -> None:
             same_weights(continued, other.model)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "preset", "servers"),
     [("island=4", "ddp", TWO), ("island=2,dp=2", "fsdp", ONE),

@@ -227,6 +227,7 @@ def trains(*workers: Worker) -> None:
         worker.push()
 
 
+@pytest.mark.exhaustive
 def test_an_update_that_the_replica_was_sent_stands(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,7 +368,7 @@ def compiled(mesh: str, preset: str) -> Program:
     return compile(made(Deep), mesh, batch(0, 0), loss=loss, plan=plan)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "preset"), [("dp=2", "ddp"), ("tp=2", "megatron")])
 def test_the_program_is_one_without_a_server(mesh: str, preset: str, tmp_path: Path) -> None:
     program = compiled(mesh, preset)
@@ -399,7 +400,7 @@ def of_islands(port: int, mesh: str, preset: str) -> None:
         same(served[1], served[0].log)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "preset"), [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"),
                          ("dp=2", "zero1;microbatches = 2")],

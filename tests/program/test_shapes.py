@@ -87,6 +87,7 @@ def test_six_lengths_train_and_evaluate_over_one_set_of_weights(
         assert many == alone
 
 
+@pytest.mark.exhaustive
 def test_programs_are_saved_together(tmp_path: Path) -> None:
     """Saved over an earlier one, and with nothing of it left; what is not partc's stays."""
     model = language()
@@ -127,7 +128,7 @@ def partial_batches(layout: str) -> None:
     close(stage.eval_step(*seven), language_loss(reference, *seven), "loss in eval mode")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "pp"])
 def test_a_partial_batch_is_computed_by_every_rank(world: Processes, layout: str) -> None:
     world.run(partial_batches, layout, num=2)
@@ -154,6 +155,7 @@ def odd_choices() -> list[str]:
     return told
 
 
+@pytest.mark.exhaustive
 def test_a_partial_batch_is_an_error_dropped_or_filled_up(world: Processes) -> None:
     refused, unproved = world.run(odd_choices, num=2)[0]
     assert "a batch of 7 cannot be shared by 2 data ranks" in refused
@@ -172,6 +174,7 @@ def filled_norms() -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 def test_rows_that_change_a_batch_norm_are_not_ignored(world: Processes) -> None:
     assert "rows that the loss ignores" in world.run(filled_norms, num=2)[0]
 
@@ -201,6 +204,7 @@ def on_demand() -> tuple[list[str], str]:
     return records, ""
 
 
+@pytest.mark.exhaustive
 def test_programs_are_made_when_first_needed_and_bounded(world: Processes) -> None:
     told, refused = world.run(on_demand, num=2)[0]
     assert len(told) == 2
@@ -241,6 +245,7 @@ def without_a_model() -> str:
     return str(error.value)
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_gone_has_a_copy_without_weights(world: Processes) -> None:
     assert "the model is no longer there" in world.run(without_a_model, num=2)[0]
 
@@ -261,6 +266,7 @@ def hundred_lengths(folder: Path) -> None:
     assert len(stage._own.members) > 3
 
 
+@pytest.mark.exhaustive
 def test_a_hundred_steps_whose_lengths_differ_between_ranks(
     world: Processes, tmp_path: Path
 ) -> None:
@@ -279,6 +285,7 @@ def two_shapes(pad: dict[str, float] | None) -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_different_lengths_are_named_on_every_rank(world: Processes) -> None:
     for told in world.run(two_shapes, None, num=2):
         assert "ranks 0: step in train mode of (int64[8, 4], int64[8, 4])" in told
@@ -379,6 +386,7 @@ def test_what_the_first_program_does_not_read_others_may(world: Processes) -> No
     world.run(second_head, num=2)
 
 
+@pytest.mark.exhaustive
 def test_entries_of_values_are_those_of_the_first_batch() -> None:
     """A table's rows are exchanged in a program of 4 rows, and not in that of 3, whole on all."""
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))

@@ -149,17 +149,18 @@ def in_microbatches(mesh: str) -> None:
     compare(begun(program, kept), reference, MORE, "global")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 def test_a_longer_batch_in_microbatches(world: Processes, mesh: str) -> None:
     world.run(in_microbatches, mesh, num=2)
 
 
+@pytest.mark.exhaustive
 def test_a_shorter_batch_by_data_and_tensor_ranks(world: Processes) -> None:
     world.run(follow, attentive, "dp=2,tp=2", "fsdp+megatron", "local", (LESS,), FIRST, num=4)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("batch", "lengths"), [("global", (1, 4, 1)), ("global", (4, 1)), ("local", (1, 4, 1))]
 )
@@ -175,6 +176,7 @@ def loaded(folder: Path) -> None:
         compare(stage, reference, steps, "local")
 
 
+@pytest.mark.exhaustive
 def test_saved_programs_have_the_blocks_of_their_lengths(world: Processes, tmp_path: Path) -> None:
     pieces = [words(n, ROWS // 2) for n in TWO]
     batches, model = [(data, targets.flatten()) for data, targets in pieces], recurrent()
@@ -245,6 +247,7 @@ def uneven_extras() -> None:
     close(found["logits"], own_rows.flatten(0, 1), "logits")
 
 
+@pytest.mark.exhaustive
 def test_flat_extras_of_uneven_rows(world: Processes) -> None:
     world.run(uneven_extras, num=2)
 
@@ -284,6 +287,7 @@ def flat_forwards(batch: str) -> None:
         close(found, own_flat(reference(data, weights), steps, batch), f"{steps} steps")
 
 
+@pytest.mark.exhaustive
 def test_forwards_of_flat_inputs(world: Processes) -> None:
     world.run(flat_forwards, "global", num=2)
 
@@ -313,10 +317,12 @@ def evaluated(loss: Any, batch: str) -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_read_has_no_blocks(world: Processes) -> None:
     assert world.run(evaluated, unread, "local", num=2) == ["", ""]
 
 
+@pytest.mark.exhaustive
 def test_blocks_that_are_not_found_are_refused_where_ranks_have_pieces(world: Processes) -> None:
     assert world.run(evaluated, sorted_then, "global", num=2) == ["", ""]
     for told in world.run(evaluated, sorted_then, "local", num=2):
@@ -335,6 +341,7 @@ def pinned(entry: dict[str, Any]) -> Any:
     return program.for_shapes((data, targets.flatten())).others[0]
 
 
+@pytest.mark.exhaustive
 def test_what_the_plan_pins_stays() -> None:
     assert partc.Plan.parse(pinned({}).plan).inputs["targets"] == {}
 

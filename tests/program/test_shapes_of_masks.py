@@ -81,7 +81,7 @@ def follow(layout: str, batch: str, kinds: tuple[str, ...]) -> None:
 ROWS_FIRST, ALL_FIRST = ("rows", "all", "rows"), ("all", "rows", "all")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("layout", "batch", "kinds"),
     [
@@ -97,6 +97,7 @@ def test_masks_of_data_ranks(
     world.run(follow, layout, batch, kinds, num=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("layout", "kinds"), [("tp", ROWS_FIRST), ("pp", ALL_FIRST)])
 def test_masks_of_other_ranks(world: Processes, layout: str, kinds: tuple[str, ...]) -> None:
     world.run(follow, layout, "global", kinds, num=2)
@@ -142,5 +143,6 @@ def evaluated_with_a_square_mask() -> None:
         close(stage.eval()(own(x, "local"), mask), own(expected, "local"), "in eval mode")
 
 
+@pytest.mark.exhaustive
 def test_a_square_mask_is_whole_in_evaluations_too(world: Processes) -> None:
     world.run(evaluated_with_a_square_mask, num=2)

@@ -112,6 +112,7 @@ def same_gradients(parallel: nn.Module, reference: nn.Module) -> None:
         close(whole(mine.grad), theirs.grad, f"gradient of {name}")
 
 
+@pytest.mark.exhaustive
 def test_short_runs_of_other_lengths_on_each_rank(world: Processes) -> None:
     """No run hangs, each is that of one process, and a shape that was seen compiles nothing."""
     differing = 0

@@ -142,6 +142,7 @@ def compared(path: Path) -> None:
         assert torch.equal(piece, param.to_local())
 
 
+@pytest.mark.exhaustive
 def test_reads_and_writes_are_those_of_one_device(world: Processes, sharded: Path) -> None:
     world.run(compared, sharded, num=2)
 
@@ -181,6 +182,7 @@ def in_half_precision(path: Path) -> None:
             torch.testing.assert_close(found, expected, msg=f"Muon on {each}")
 
 
+@pytest.mark.exhaustive
 def test_half_precision_is_rounded_as_on_one_device(world: Processes, sharded: Path) -> None:
     world.run(in_half_precision, sharded, num=2)
 
@@ -215,6 +217,7 @@ def refused(path: Path) -> None:
         stage.step(*batch_of())
 
 
+@pytest.mark.exhaustive
 def test_what_would_damage_or_part_is_refused(world: Processes, sharded_twice: Path) -> None:
     world.run(refused, sharded_twice)
 

@@ -106,6 +106,7 @@ def changed_between_steps(path: Path) -> None:
             module.requires_grad_().zero_grad()
 
 
+@pytest.mark.exhaustive
 def test_what_a_user_does_to_gradients_is_seen(world: Processes, sharded: Path) -> None:
     world.run(changed_between_steps, sharded)
 
@@ -128,6 +129,7 @@ def written_in_every_way(path: Path) -> None:
     assert not any(torch.equal(before[n], t) for n, t in stage.full_state_dict().items())
 
 
+@pytest.mark.exhaustive
 def test_writes_to_parameters_reach_the_program(world: Processes, sharded: Path) -> None:
     world.run(written_in_every_way, sharded)
 
@@ -171,7 +173,7 @@ def fused_trained(options: dict[str, Any]) -> None:
         torch.testing.assert_close(param.full_tensor(), model.get_parameter(name))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_elementwise_tools_are_right_on_fused_weights(
     world: Processes, options: dict[str, Any]
@@ -205,6 +207,7 @@ def with_rows_at_their_places() -> list[float]:
     return far
 
 
+@pytest.mark.exhaustive
 def test_fused_weights_have_their_rows_at_their_places(world: Processes) -> None:
     assert max(world.run(with_rows_at_their_places)[0]) < 1e-5
 
@@ -312,7 +315,7 @@ def in_stages(path: Path) -> list[float]:
     return scales
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), [("pp=2", "ddp"), ("pp=2,dp=2", "fsdp")])
 def test_tools_in_a_pipeline_are_right_or_refuse(
     world: Processes, tmp_path: Path, mesh: str, plan: str
@@ -364,6 +367,7 @@ class Shared(nn.Module):
         return x
 
 
+@pytest.mark.exhaustive
 def test_a_parameter_is_trained_on_stages_that_have_no_gradient_for_it(
     world: Processes, tmp_path: Path
 ) -> None:

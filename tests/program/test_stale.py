@@ -106,7 +106,7 @@ def test_late_gradients_train_as_their_definition_says(world: Processes, own: st
         world.run(trains_as_defined, mesh, preset, own, kind)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "preset", "kind"), [*LAYOUTS[1:4], LAYOUTS[5]])
 def test_late_gradients_are_verified(mesh: str, preset: str, kind: Any) -> None:
     program = compiled(mesh, preset, COMPENSATED, kind)
@@ -152,7 +152,7 @@ def looks_and_saves(folder: Path, saving: tuple[Stage, torch.optim.Optimizer], c
     assert all(torch.equal(x, kept[name]) for name, x in held(stage).items())
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("own", EVERY, ids=EVERY.get)
 def test_training_resumes_behind_any_step(world: Processes, tmp_path: Path, own: str) -> None:
     if own != TWO:
@@ -183,6 +183,7 @@ def begins_anew(folder: Path, mesh: str, own: str, sums: list[float]) -> None:
     assert nothing == bool(own)
 
 
+@pytest.mark.exhaustive
 def test_other_meshes_begin_anew(world: Processes, tmp_path: Path) -> None:
     [sums, *_] = world.run(saves, tmp_path, ONE)
     world.run(begins_anew, tmp_path, "dp=4", "", sums)
@@ -271,6 +272,7 @@ def scales() -> None:
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.exhaustive
 def test_a_grad_scaler_waits_for_gradients(world: Processes) -> None:
     world.run(scales)
 
@@ -284,6 +286,7 @@ def shared() -> str:
     return str(error.value)
 
 
+@pytest.mark.exhaustive
 def test_a_second_loss_is_refused(world: Processes) -> None:
     assert "some steps late" in world.run(shared)[0]
 
@@ -310,5 +313,6 @@ def other_lengths() -> None:
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=0, atol=1e-11)
 
 
+@pytest.mark.exhaustive
 def test_programs_of_other_lengths_share_what_is_under_way(world: Processes) -> None:
     world.run(other_lengths)

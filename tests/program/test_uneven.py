@@ -150,6 +150,7 @@ def habits() -> None:
     same_weights(stage, reference.model)
 
 
+@pytest.mark.exhaustive
 def test_gradients_add_up_and_are_scaled(world: Processes) -> None:
     world.run(habits)
 
@@ -173,6 +174,7 @@ def resumes(folder: Path) -> None:
         same_weights(again[0], other.model)
 
 
+@pytest.mark.exhaustive
 def test_training_resumes(world: Processes, tmp_path: Path) -> None:
     world.run(resumes, tmp_path)
 
@@ -198,6 +200,7 @@ def reads(preset: str) -> list[int]:
     return taken
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["ddp", 'fsdp;batch = "local"'])
 def test_loaders_read_the_rows_of_each_island(world: Processes, preset: str) -> None:
     [fast, *_, slow] = world.run(reads, preset)
@@ -238,6 +241,7 @@ def evaluates() -> None:
     assert abs(stage.step(*given).item() - wanted.item()) < 1e-13
 
 
+@pytest.mark.exhaustive
 def test_a_stage_evaluates_and_takes_other_lengths(world: Processes) -> None:
     world.run(evaluates)
 

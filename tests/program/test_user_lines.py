@@ -101,6 +101,7 @@ def test_lines_follow_an_edit(tmp_path: Path) -> None:
     assert told(load_edited(tmp_path))[0].startswith("layers.0 (")
 
 
+@pytest.mark.exhaustive
 def test_equal_names_show_their_own_text() -> None:
     first, second = compiled(), edited(compiled(), "x + down ", "x + down[:, :3] ")
     first.role(0)

@@ -99,8 +99,8 @@ def test_what_a_script_sends_is_not_taken_for_a_comparison(tmp_path: Path) -> No
     assert not any("terminate called" in each.text for each in ended)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
-@pytest.mark.rows(2)
 @pytest.mark.parametrize("call", IN_ALONE)
 def test_a_call_behind_if_rank_0_is_named_on_both_sides(tmp_path: Path, call: str) -> None:
     script = tmp_path / "train.py"
@@ -173,6 +173,7 @@ def ended(folder: Path, **streams: Any) -> Any:
     return done
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_ranks_that_wait_end_behind_their_launcher(tmp_path: Path) -> None:
     done = ended(tmp_path, capture_output=True)  # the other may end of the first one's connection

@@ -33,6 +33,7 @@ def told(old: Program, new: Program) -> dict[str, dict[str, list[str]]]:
     return differences(old, new, ("a", "b")).as_json()
 
 
+@pytest.mark.exhaustive
 def test_nothing_differs(fsdp: Program) -> None:
     found = differences(fsdp, compiled("fsdp"), ("a", "b"))
     assert not found

@@ -46,6 +46,7 @@ def test_what_no_estimate_knows_has_bounds_and_holders_alone(golden: Golden) -> 
     golden(str(explained("dp=4", "zero2")))
 
 
+@pytest.mark.exhaustive
 def test_a_saved_program_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled("open", "auto").save(tmp_path / "b")
     assert str(explain_program(load(tmp_path / "b"))) == str(explained("open", "auto"))
@@ -69,6 +70,7 @@ def _leaves(entry: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_forged_predictions_are_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,7 +62,7 @@ def share(line: Timeline) -> float:
     return sum(bar.line != NO_LINE for bar in bars) / len(bars)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "fsdp+megatron-sp"])
 def test_nearly_all_bars_have_a_line(plan: str) -> None:
     assert share(timeline_of(compiled(plan), plan)) >= 0.95
@@ -82,6 +82,7 @@ def test_transfers_in_another_order_have_their_lines() -> None:
     assert not linked.orders_agree
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
 def test_messages_of_several_stages_on_a_rank_have_lines(schedule: str) -> None:
     """A rank greets a neighbour once for each link, and has several with it."""
@@ -92,6 +93,7 @@ def test_messages_of_several_stages_on_a_rank_have_lines(schedule: str) -> None:
     assert line.orders_agree
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("plan", "mesh"), [("ddp", "pp=2,dp=2"), ("megatron", "pp=2,tp=2")])
 def test_the_time_line_of_a_pipeline_is_as_long_as_its_step(plan: str, mesh: str) -> None:
     """With what all microbatches share, as the sum of the labels' weights over dp."""
@@ -100,6 +102,7 @@ def test_the_time_line_of_a_pipeline_is_as_long_as_its_step(plan: str, mesh: str
     assert pipeline_timeline(program).end_s == pytest.approx(seconds, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_messages_that_sum_a_tied_weight_are_none_between_stages() -> None:
     line = pipeline_timeline(other_programs()["gemma2 pp=2,tp=2 megatron"]())
     messages = [bar for each in line.streams if each.name == "messages" for bar in each.bars]

@@ -50,6 +50,7 @@ def llama(schedule: str, microbatches: int = 4, **changes: Any) -> Program:
 
 
 # peaks --------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 def test_gpipe_holds_all_microbatches_and_1f1b_those_in_flight() -> None:
     for schedule, most in (("gpipe", (4, 4)), ("1f1b", (2, 1))):
         cost = llama(schedule).cost
@@ -104,6 +105,7 @@ def stages_of(program: Program) -> tuple[str, ...]:
     return Plan.parse(program.plan).stages
 
 
+@pytest.mark.exhaustive
 def test_a_heavy_head_counts_as_what_it_costs() -> None:
     layers = []
     for vocab in (112, 3000):
@@ -116,6 +118,7 @@ def test_a_heavy_head_counts_as_what_it_costs() -> None:
     assert 2 < layers[1] < 4  # the last stage has fewer
 
 
+@pytest.mark.exhaustive
 def test_a_head_alone_is_a_stage() -> None:
     case = case_of("llama")
     program = compile(case.step, "pp=2", microbatches=2, stages=["lm_head"])
@@ -138,6 +141,7 @@ def test_chosen_stages_compute_what_the_model_does() -> None:
     assert verify(program, case.model, case.inputs, case.loss).ok(1e-9)
 
 
+@pytest.mark.exhaustive
 def test_units_are_blocks_and_what_stands_between() -> None:
     case = case_of("t5")
     graph = case.step.graph()
@@ -149,6 +153,7 @@ def test_units_are_blocks_and_what_stands_between() -> None:
     assert names[-1] == "lm_head"
 
 
+@pytest.mark.exhaustive
 def test_an_order_made_for_the_costs_is_right_and_no_slower() -> None:
     best, named = llama("auto"), llama("1f1b")
     assert isinstance(best.cost, PipelineCost)
@@ -164,6 +169,7 @@ def test_a_cost_is_read_back_from_what_is_saved() -> None:
 
 
 # bad input ----------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -197,6 +203,7 @@ def test_what_cannot_be_is_refused_in_words(changes: dict[str, Any], what: str) 
 
 
 # the command line ---------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 def test_simulate_shows_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, picture, trace_file = (tmp_path / name for name in ("b", "step.svg", "step.json"))
     llama("zb-v").save(folder)

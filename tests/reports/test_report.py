@@ -53,7 +53,7 @@ def test_transfers_are_predicted_in_the_order_of_the_lines(plan: str) -> None:
     assert all(bar.line != NO_LINE for bar in moved)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_curve_reaches_the_peak_of_the_dry_run(plan: str) -> None:
     program = compiled(plan)
@@ -102,6 +102,7 @@ def test_the_page_has_the_data_and_fetches_nothing() -> None:
     assert told["verdict"] in page
 
 
+@pytest.mark.exhaustive
 def test_the_verdict_begins_with_what_most_of_the_step_is() -> None:
     waits = partc.report(compiled("megatron-sp")).told["verdict"]
     assert re.match(r"9\d% of the step waits for transfers, most over tp \([\d.]+ ms\); ", waits)

@@ -97,7 +97,7 @@ def test_nothing_is_fetched_and_nothing_overflows(
     shown.page.close()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 def test_the_page_is_there_within_a_second(shown: Shown) -> None:
     """As the browser counts it, from the request to the end of the script; the best of three."""
 
@@ -141,6 +141,7 @@ def test_marks_and_bars_are_those_of_the_data(shown: Shown) -> None:
     assert sum(lit.values()) == sum(each["transfers"] for each in marked)
 
 
+@pytest.mark.exhaustive
 def test_any_line_names_its_module_and_the_users_line(shown: Shown) -> None:
     shown.page.locator(".l", has_text="F.gelu(").first.hover()
     assert "blocks." in shown.told
@@ -185,7 +186,7 @@ def test_a_click_on_a_line_says_what_it_moves(shown: Shown) -> None:
     assert shown.page.locator(".l.on").count() == 0
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 def test_keys_move_and_zoom(shown: Shown) -> None:
     press = shown.page.keyboard.press
     begin, end = shown.span()
@@ -207,6 +208,7 @@ def test_keys_move_and_zoom(shown: Shown) -> None:
     assert shown.span() == pytest.approx([begin, end])
 
 
+@pytest.mark.exhaustive
 def test_tab_reaches_the_marked_lines(shown: Shown) -> None:
     shown.page.locator(".l.m").first.focus()
     first = shown.told
@@ -216,7 +218,7 @@ def test_tab_reaches_the_marked_lines(shown: Shown) -> None:
     assert "from" in shown.told  # of a bar: its length, and when it begins
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 def test_what_is_pointed_at_is_told_aloud(shown: Shown) -> None:
     assert shown.page.get_attribute("#told", "aria-live") == "polite"
     x, y = shown.page.evaluate("report.place(1, 0)")

@@ -30,6 +30,7 @@ def program() -> partc.Program:
     return partc.compile(model, demo.MESH, (ids,), loss=demo.loss_of, plan=demo.PLAN)
 
 
+@pytest.mark.exhaustive
 def test_the_picture_in_the_docs(program: partc.Program, request: pytest.FixtureRequest) -> None:
     made = step_svg(program, name=DEMO)
     if request.config.getoption("--update-golden"):

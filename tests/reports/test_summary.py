@@ -75,6 +75,7 @@ def test_a_machine_that_nobody_measured_is_told_of() -> None:
     assert uncalibrated(None) == ""
 
 
+@pytest.mark.exhaustive
 def test_the_short_explanation_begins_with_the_verdict() -> None:
     why = explain_program(compiled("megatron"))
     lines = short_explanation(why).splitlines()
@@ -109,6 +110,7 @@ def test_nothing_that_fits_is_no_success(
     assert "no plan fits there" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_pipelines_grid_is_as_wide_as_the_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,7 @@ def step(program: Program, change: Change) -> Prediction:
     return stage_step(program, change, "here").prediction
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan", "options"), LAYOUTS)
 def test_the_same_machines_give_the_prediction_that_was_saved(
     mesh: str, plan: str, options: dict[str, Any]
@@ -55,6 +55,7 @@ def test_the_same_machines_give_the_prediction_that_was_saved(
         assert StepEvents.of_json(json.loads(json.dumps(tape.as_json()))) == tape
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan", "options"), LAYOUTS)
 def test_better_machines_are_never_slower_and_all_together_are_twice_as_fast(
     mesh: str, plan: str, options: dict[str, Any]

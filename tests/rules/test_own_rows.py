@@ -127,6 +127,7 @@ def worst_error(look: str, mesh: str, plan: str, microbatches: int = 1) -> float
 
 
 # what is traced ----------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("unsort", [by_place, by_argsort, by_scatter])
 def test_every_way_back_is_the_inverse_order(unsort: Callable[[Tensor, Tensor], Tensor]) -> None:
     graph = trace(model_of(unsort), batch(), loss_of)
@@ -135,6 +136,7 @@ def test_every_way_back_is_the_inverse_order(unsort: Callable[[Tensor, Tensor], 
     assert len(calls_of(graph, aten.sort.default)) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("unsort", [by_place, by_argsort, by_scatter, by_one_row])
 def test_gathered_gradients_are_the_scattered_ones(
     unsort: Callable[[Tensor, Tensor], Tensor],
@@ -184,7 +186,7 @@ def test_weights_cut_along_experts_hidden_size_need_the_whole_order() -> None:
     )
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("look", "mesh", "plan", "microbatches"),
     [
@@ -201,6 +203,7 @@ def test_same_numbers(look: str, mesh: str, plan: str, microbatches: int) -> Non
     assert worst_error(look, mesh, plan, microbatches) < FLOAT32
 
 
+@pytest.mark.exhaustive
 def test_pipeline_of_experts() -> None:
     model = model_of()
     plan = Plan(preset="ddp", stages=("layers.1",))
@@ -275,6 +278,7 @@ def permuted(x: Tensor, layout: Layout) -> Tensor:
     return x.index_select(layout.dim, order)
 
 
+@pytest.mark.exhaustive
 def test_what_may_be_cut_along_rows_takes_each_row_by_itself() -> None:
     tried, wrong = 0, []
     for signature, (ins, outs) in letters():

@@ -23,6 +23,7 @@ aten = torch.ops.aten
 OP = "aten.multi_margin_loss.default"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "what"),
     [

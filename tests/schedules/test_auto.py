@@ -51,7 +51,7 @@ def random_costs(seed: int, stages: int) -> Costs:
 PLACEMENTS = [looped(1, 1), looped(4, 1), looped(2, 2), v_shaped(3), looped(3, 4)]
 
 
-@pytest.mark.rows(5)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank_of", PLACEMENTS)
 @pytest.mark.parametrize("microbatches", [1, 5, 8])
 def test_never_worse_than_a_named_one_and_within_the_cap(
@@ -72,6 +72,7 @@ def test_never_worse_than_a_named_one_and_within_the_cap(
             assert run.makespan <= shortest_named(costs, rank_of, microbatches, cap)
 
 
+@pytest.mark.exhaustive
 def test_strictly_better_where_stages_and_passes_are_unequal() -> None:
     better = 0
     for seed in range(10):
@@ -178,6 +179,7 @@ def every_order(schedule: Schedule) -> Iterator[tuple[tuple[Action, ...], ...]]:
             yield first, second
 
 
+@pytest.mark.exhaustive
 def test_small_cases_are_optimal() -> None:
     """Against every order there is of two ranks, one stage each and two microbatches."""
     for seed in range(6):
@@ -218,6 +220,7 @@ def test_merging_moves_nothing() -> None:
     assert seeds_with_merges > 5
 
 
+@pytest.mark.exhaustive
 def test_the_same_number_of_evaluations_gives_the_same_and_more_help() -> None:
     lengths = []
     for seed in range(5):

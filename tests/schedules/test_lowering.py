@@ -155,12 +155,14 @@ def test_collectives_of_one_communicator_have_one_order() -> None:
         assert not verdict(programs)
 
 
+@pytest.mark.exhaustive
 @settings(derandomize=True, deadline=None, max_examples=400, database=None)
 @given(st.integers(0, 2**32))
 def test_a_second_opinion_agrees(seed: int) -> None:
     prove_one(seed)
 
 
+@pytest.mark.exhaustive
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)
 @given(st.data())
 def test_what_can_run_finishes_with_any_queues(data: st.DataObject) -> None:
@@ -255,6 +257,7 @@ def _all_kinds(schedule: Schedule) -> list[Collective]:
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_real_processes_finish_with_the_right_numbers() -> None:
     steps = accepted()

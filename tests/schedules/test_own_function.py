@@ -94,6 +94,7 @@ def test_a_program_replays_in_a_process_that_has_not_its_schedule(folder: Folder
     assert any("step 2" in each.text for each in ran), ran
 
 
+@pytest.mark.exhaustive
 def test_stages_in_a_v_and_split_backwards_replay_from_rows() -> None:
     case = toy()
     schedule("vs", chunks=(2, 2), split=True, placement="v")(v_turns)
@@ -146,6 +147,7 @@ def test_a_name_that_no_rank_runs_is_told_and_not_kept(caplog: pytest.LogCapture
 
 
 # packages -----------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("entry", ["waves", "waves:orders"])
 def test_a_schedule_of_an_installed_package_is_found(folder: Folder, entry: str) -> None:
     folder.install("partc.schedules", entry)
@@ -166,6 +168,7 @@ def test_without_a_package_a_message_says_how_it_is_found(folder: Folder) -> Non
     folder.partc("compile", "train:setup", *ours, "--out", "build")  # and nobody else is stopped
 
 
+@pytest.mark.exhaustive
 def test_a_rule_of_an_installed_package_is_found(folder: Folder) -> None:
     folder.write(
         ruled="from partc.rules.table import rule\n"

@@ -33,6 +33,7 @@ def even(stages: int, **costs: float) -> StepCosts:
     return StepCosts.of(Costs.even(stages, **costs), message=(0.0,) * stages)
 
 
+@pytest.mark.exhaustive
 @settings(derandomize=True, deadline=None, max_examples=100, database=None)
 @given(st.data())
 def test_agrees_with_the_time_line_of_the_schedule(data: st.DataObject) -> None:
@@ -249,6 +250,7 @@ def test_a_cycle_of_many_ranks_is_shown_once() -> None:
     assert said.count("rank 1 waits at") == 1
 
 
+@pytest.mark.exhaustive
 def test_work_is_linear() -> None:
     """33,000 actions of 64 ranks in well under a second of a free core; quadratic would show."""
     schedule = make("interleaved-1f1b", ranks=64, microbatches=64, chunks=4)

@@ -70,6 +70,7 @@ def test_several_stages_per_rank_divide_the_bubble(chunks: int) -> None:
             assert list(line.peaks) == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("times", [EQUAL, (2, 2, 1), (1, 2, 1), (3, 2, 2)])
 def test_zero_bubble_with_one_stage(times: Times) -> None:
     """H1: (p-1)(F+I-W), with equal times a third of 1F1B's; H2: (p-1)(F+I-2W) in a rank's span."""
@@ -86,6 +87,7 @@ def test_zero_bubble_with_one_stage(times: Times) -> None:
         assert 3 * idle(run("zb-h1", 8, 20)) == idle(run("1f1b", 8, 20))
 
 
+@pytest.mark.exhaustive
 def test_v_schedules() -> None:
     """Of 1F1B's idle time 6(p-1): ZB-V none in a span, V-Half a half, V-Min two thirds +- 1 slot.
 
@@ -103,6 +105,7 @@ def test_v_schedules() -> None:
         assert max(least.peaks) == 2 * ((p + 4) // 3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("times", [EQUAL, (2, 2, 1), (3, 3, 2), (3, 2, 2)])
 def test_dualpipe_v(times: Times) -> None:
     forward, input_grad, weight_grad = times

@@ -35,7 +35,7 @@ def chunks_of(name: str) -> list[int]:
 # --- every size
 
 
-@pytest.mark.rows(5)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_complete_and_free_of_deadlock(name: str) -> None:
     for p in range(1, 9):

@@ -47,12 +47,14 @@ def best(graph: Graph, machine: str, devices: int, **plan: Any) -> Choice:
     return choose_plan(graph, Mesh.load(machine, devices), AUTO.changed(**plan), table())
 
 
+@pytest.mark.exhaustive
 def test_what_fits_is_replicated(small: Graph) -> None:
     one = best(small, "dgx-h100", 8).ranked[0].candidate
     assert (one.tp, one.pp, one.microbatches) == (1, 1, 1)
     assert one.data in ("ddp", "zero1")
 
 
+@pytest.mark.exhaustive
 def test_parameters_are_sharded_where_they_do_not_fit(large: Graph) -> None:
     one = best(large, "dgx-h100", 8, memory_bytes=40_000_000_000).ranked[0].candidate
     assert one.data in ("fsdp", "zero1")
@@ -96,6 +98,7 @@ def test_slow_links_between_machines_carry_pipelines(large: Graph) -> None:
     assert one.pp > 1
 
 
+@pytest.mark.exhaustive
 def test_columns_then_rows_and_sequences_in_between() -> None:
     """Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198)."""
     graph = trace(llama(layers=2), (tokens(1),), loss_of, fold=True)
@@ -111,12 +114,14 @@ def test_columns_then_rows_and_sequences_in_between() -> None:
     assert found.gap == 0
 
 
+@pytest.mark.exhaustive
 def test_few_samples_on_many_devices_cut_tensors_inside_a_machine(large: Graph) -> None:
     one = best(large, "dgx-h100", 128).ranked[0].candidate
     assert one.tp in (2, 4, 8)  # data ranks cannot be more than samples
     assert one.word == "megatron-sp"
 
 
+@pytest.mark.exhaustive
 def test_bounds_leave_out_nothing_better(large: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     found = best(large, "dgx-h100", 16)
     monkeypatch.setattr("partc.passes.search.plans.choose_plan.KEPT", 10**6)
@@ -132,7 +137,7 @@ def test_pins_stay(large: Graph) -> None:
     assert {str(r.candidate.mesh(None)) for r in found.ranked} == {"dp=4 tp=2"}
 
 
-@pytest.mark.rows(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", sorted({*NAMES} - {"forward-only"}))
 def test_any_schedule_can_be_pinned(large: Graph, schedule: str) -> None:
     mesh = Mesh((("pp", 4), ("dp", 2)), Mesh.load("dgx-h100", 8).topology)
@@ -148,6 +153,7 @@ def test_a_schedule_that_nobody_knows_is_named(large: Graph) -> None:
         choose_plan(large, Mesh((("pp", 2),)), AUTO.changed(schedule="2f2b"), table())
 
 
+@pytest.mark.exhaustive
 def test_nothing_fits_says_what_comes_nearest(large: Graph) -> None:
     with pytest.raises(PlanError, match=r"the least is [\d.]+ GB: ") as error:
         best(large, "dgx-h100", 8, memory_bytes=3_000_000_000)
@@ -168,6 +174,7 @@ def test_the_program_needs_what_was_estimated() -> None:
     assert (again.plan, again.sources) == (program.plan, program.sources)
 
 
+@pytest.mark.exhaustive
 def test_batch_norms_are_not_given_microbatches_that_nobody_asked_for() -> None:
     """In microbatches they would compute something else than the model does."""
     blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)) for _ in range(2)]

@@ -92,7 +92,7 @@ def seconds(program: partc.Program) -> float:
     return float(cost.prediction.seconds)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", ["tp=2", "dp=2,tp=2"])
 def test_what_no_preset_knows_is_cut_all_the_same(axes: str) -> None:
     program = searched(axes)
@@ -102,6 +102,7 @@ def test_what_no_preset_knows_is_cut_all_the_same(axes: str) -> None:
     assert seconds(program) < 0.7 * seconds(by_word)
 
 
+@pytest.mark.exhaustive
 def test_an_open_mesh_gets_tensor_ranks_that_no_preset_has_a_use_for() -> None:
     """There are more devices than samples."""
     program = large_soup(Mesh.load("dgx-h100", 8), size=4)
@@ -122,7 +123,7 @@ def test_what_was_searched_is_explained_from_the_saved_program(tmp_path: Path) -
     assert row.split()[2:4] == ["searched-2", "megatron-sp"]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "microbatches"), [("tp=2", None), ("dp=2,tp=2", 2), ("pp=2,tp=2", 4)]
 )
@@ -138,6 +139,7 @@ def test_such_plans_compute_what_the_model_does(axes: str, microbatches: int | N
     assert (again.plan, again.sources) == (program.plan, program.sources)
 
 
+@pytest.mark.exhaustive
 def test_words_that_are_near_the_best_stay_and_say_so() -> None:
     mesh, graph = on("dp=2,tp=4"), traced(llama(layers=5), 2)
     choice = choose_plan(graph, mesh, AUTO, table())
@@ -149,6 +151,7 @@ def test_words_that_are_near_the_best_stay_and_say_so() -> None:
     assert "exact search" in line
 
 
+@pytest.mark.exhaustive
 def test_pins_hold_in_what_is_searched() -> None:
     pinned = Plan(
         preset="auto",

@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Candidate, Recompute]] = {
 }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_programs_take_what_is_estimated(name: str) -> None:
     one, again = CASES[name]
@@ -108,6 +108,7 @@ def test_programs_take_what_is_estimated(name: str) -> None:
     assert LEAST_BYTES < found.peak_bytes / peak < MOST_BYTES
 
 
+@pytest.mark.exhaustive
 def test_what_zero1_gathers_is_waited_for_once_a_step() -> None:
     """Over slow links, where gathers in every microbatch would take as long as all computing."""
     machine, one = Topology.load("l40s-pcie", 8), Candidate(shard=8, data="zero1", microbatches=8)

@@ -41,6 +41,7 @@ def test_the_pin_in_the_way_is_named_with_what_fits_without_it() -> None:
     assert f"the least is {amount(round(least), 'B')}: " in error.why
 
 
+@pytest.mark.exhaustive
 def test_more_devices_are_named_where_no_pin_but_memory_helps() -> None:
     search = pinned(memory_bytes=1_300_000)
     assert search.best() is None
@@ -57,6 +58,7 @@ def test_a_batch_that_the_axes_do_not_divide() -> None:
     assert "without microbatches=3: " in error.do
 
 
+@pytest.mark.exhaustive
 def test_the_error_reaches_the_user() -> None:
     with torch.device("meta"):
         model = tower()
@@ -64,6 +66,7 @@ def test_the_error_reaches_the_user() -> None:
         partc.compile(model, "dp=4", batch(4), loss=loss_of, memory_bytes=1_500_000)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("plan", "said"), [("auto", "memory_bytes = "), ("ddp", "memory_bytes to ")]
 )

@@ -33,6 +33,7 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.exhaustive
 def test_a_loss_over_the_whole_batch_gets_one_microbatch() -> None:
     model, batch = tower(), (torch.randn(8, 8),)
     program = partc.compile(model, "pp=2", batch, loss=dice)
@@ -50,6 +51,7 @@ def test_a_pipeline_may_have_fewer_samples_than_stages() -> None:
     partc.verify(program, model, batch, loss=square).check()
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_computes_the_loss_gets_no_pipeline() -> None:
     """Nor microbatches: none of either is a candidate, for however fast it is estimated."""
     model, batch = tower(), (torch.randn(8, 8),)
@@ -89,6 +91,7 @@ def refused(where: str, kind: type[PartcError]) -> PartcError:
     return kind(where=where, what="it is not allowed", why="", do="Do otherwise.")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [PlanError, ShardingError])
 def test_where_none_is_left_the_error_says_what_each_has_met(
     monkeypatch: pytest.MonkeyPatch, kind: type[PartcError]

@@ -36,6 +36,7 @@ def test_a_million_tokens_cost_what_devices_cost_while_the_step_runs() -> None:
     assert per_million("time", 36.0, 10, machines, many) is None
 
 
+@pytest.mark.exhaustive
 def test_fewer_devices_are_taken_where_the_others_cost_more_than_they_gain(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = tower()

@@ -152,6 +152,7 @@ def test_a_table_that_is_read_in_both_dtypes_is_gathered_in_both() -> None:
     assert F32 not in found["embed.weight"].get("B", [])
 
 
+@pytest.mark.exhaustive
 def test_weights_that_are_gathered_for_a_step_are_gathered_once() -> None:
     found = gathers(local("dp=4", "zero1", Tower()))
     assert found["blocks.1.up.weight"] == {"F": [BF16]}
@@ -159,6 +160,7 @@ def test_weights_that_are_gathered_for_a_step_are_gathered_once() -> None:
     assert gathers(local("dp=4", "zero1", Tower(tied=True)))["embed.weight"] == {"F": [F32]}
 
 
+@pytest.mark.exhaustive
 def test_views_and_casts_upwards_save_no_whole_weight() -> None:
     graph = local("dp=4", "fsdp", ByHand(), own_loss)
     found = gathers(graph)
@@ -192,7 +194,7 @@ def flops(graph: Graph) -> int:
     return sum(node_flops(node) for node in graph.calls())
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", ["megatron", "megatron-sp"])
 def test_four_tensor_ranks_compute_a_quarter_each(plan: str) -> None:
     whole, quarter = (local(mesh, plan, Tower()) for mesh in ("tp=1", "tp=4"))
@@ -232,6 +234,7 @@ class Recurrent(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
 
 
+@pytest.mark.exhaustive
 def test_matrices_that_stay_whole_are_named() -> None:
     tokens = torch.zeros(4, 3, dtype=torch.long)
     found = partc.compile(Recurrent(), "tp=2", (tokens,), plan="megatron")
@@ -240,7 +243,7 @@ def test_matrices_that_stay_whole_are_named() -> None:
 
 
 # no layout changes what is computed ---------------------------------------------------------------
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "mesh", "plan", "options"), [
     ("autocast", "dp=4", "fsdp", {}),
     ("tied", "dp_replicate=2,dp_shard=2", "hsdp", {}),
@@ -261,6 +264,7 @@ def test_programs_compute_what_one_device_does(
     assert own.worst.error < 0.05  # rounding of bf16
 
 
+@pytest.mark.exhaustive
 def test_a_cast_shard_gives_the_bits_of_the_cast_whole() -> None:
     """A batch of 1 is not cut: every rank computes what one device does, in the same order."""
     model, ids = Tower(), tokens()[:1]

@@ -70,6 +70,7 @@ def moves(*pairs: tuple[str, int]) -> Counts:
     return Counter(pairs)
 
 
+@pytest.mark.exhaustive
 def test_ddp_sums_every_gradient_once() -> None:
     num = 4
     assert counted(f"dp={num}", "ddp", "dp") == {
@@ -81,7 +82,7 @@ def test_ddp_sums_every_gradient_once() -> None:
     }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("preset", "num"), [("zero1", 4), ("zero2", 2), ("fsdp", 2), ("fsdp", 4)])
 def test_zero_gathers_and_scatters_every_parameter(preset: str, num: int) -> None:
     again = moves(("all_gather", LAYER // num)) if preset == "fsdp" else moves()
@@ -114,6 +115,7 @@ def test_megatron_sums_two_activations_each_way() -> None:
     }
 
 
+@pytest.mark.exhaustive
 def test_sequence_parallelism_halves_them() -> None:
     num = 4
     whole = BATCH * SEQ * HIDDEN * F32
@@ -126,6 +128,7 @@ def test_sequence_parallelism_halves_them() -> None:
     }
 
 
+@pytest.mark.exhaustive
 def test_both_at_once_move_what_each_moves_of_its_part() -> None:
     half = BATCH * SEQ * HIDDEN * F32 // 2
     pair = moves(("all_gather", half // 2), ("reduce_scatter", half))

@@ -89,6 +89,7 @@ def test_rows_travel_and_numbers_stay(mesh: str, axis: str, options: dict[str, A
     verify(program, model, batch(MANY), loss_of).check(1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_every_rank_looks_up_the_tokens_of_all() -> None:
     """No token is sent: the whole batch is at hand."""
@@ -101,7 +102,7 @@ def test_every_rank_looks_up_the_tokens_of_all() -> None:
     assert (again.plan, again.sources) == (program.plan, program.sources)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "tokens"), [(Model(FEW), 64), (Model(tied=True), 6), (Model(MANY), 8192)]
 )
@@ -154,6 +155,7 @@ def test_gradients_of_rows_are_gathered(mesh: str, axes: str, options: dict[str,
     verify(program, model, batch(MORE), loss_of).check(1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_no_table_is_summed() -> None:
     torch.manual_seed(0)

@@ -28,6 +28,7 @@ def test_dim_0_wins() -> None:
     assert found(views()) is None  # batch norm and a loss over pairs move something
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mixed", ["flip", "roll", "permutation", "in a given order"])
 def test_samples_that_are_mixed_before_the_model(mixed: str) -> None:
     order = torch.tensor([3, 1, 4, 0, 5, 7, 2, 6])
@@ -48,6 +49,7 @@ def test_samples_that_are_mixed_before_the_model(mixed: str) -> None:
     assert "x dim 0 over dp" in program.source(rank=0)
 
 
+@pytest.mark.exhaustive
 def test_sequence_first() -> None:
     assert found(words()) == {"data": cut(1), "target": cut(0, 7)}
     assert found(words(state=True)) == {
@@ -77,6 +79,7 @@ def translated(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), target[1:].flatten())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("length", [6, 8])
 def test_inputs_that_read_each_other_are_cut_together(length: int) -> None:
     batch = torch.randint(20, (length, 8)), torch.randint(20, (7, 8))
@@ -93,7 +96,7 @@ def test_small_batches_of_wide_samples() -> None:
     assert found((model, batch, lambda m, x, t: F.cross_entropy(m(x), t))) is None
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", ["ddp", "auto"])
 def test_sequence_first_programs(plan: str) -> None:
     model, batch, loss = words()
@@ -106,13 +109,14 @@ def test_sequence_first_programs(plan: str) -> None:
     assert again.sources == program.sources
 
 
+@pytest.mark.exhaustive
 def test_microbatches_are_cut_along_the_batch() -> None:
     model, batch, loss = words()
     program = partc.compile(model, "dp=2", batch, loss=loss, plan="ddp", microbatches=5)
     partc.verify(program, model, batch, loss=loss).check()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("plan", "pin"), [("ddp", "dp"), ("auto", "batch")])
 def test_pins_stay(plan: str, pin: str) -> None:
     model, batch, loss = words(steps=8)  # so that time could be cut too
@@ -122,6 +126,7 @@ def test_pins_stay(plan: str, pin: str) -> None:
     assert Plan.parse(program.plan).inputs == {"data": {"dp": cut(0)}, "target": {}}
 
 
+@pytest.mark.exhaustive
 def test_a_pin_is_of_microbatches_too() -> None:
     model, batch, loss = words()
     own = Plan.parse('preset = "ddp"\n[inputs]\n"data" = { dp = 1 }\n')
@@ -131,6 +136,7 @@ def test_a_pin_is_of_microbatches_too() -> None:
     partc.verify(program, model, batch, loss=loss).check()
 
 
+@pytest.mark.exhaustive
 def test_pins_of_an_open_mesh() -> None:
     model, batch, loss = words(16)
     own = Plan.parse('preset = "auto"\n[inputs]\n"data" = { dp = 1 }\n')
@@ -140,6 +146,7 @@ def test_pins_of_an_open_mesh() -> None:
     assert all(layout == cut(1) for layout in cuts.values())
 
 
+@pytest.mark.exhaustive
 def test_a_search_over_machines_finds_the_batch() -> None:
     model, batch, loss = words(8)
     mesh = partc.Mesh.load("dgx-h100", devices=4)
@@ -202,6 +209,7 @@ def all_pairs(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", [halves, some_rows, all_pairs])
 def test_rows_that_ranks_have_and_the_step_takes_by_their_place_are_noted(loss: Any) -> None:
     batch = (torch.randn(4, 4),)

@@ -62,7 +62,7 @@ def test_a_loss_per_sample_is_left_alone() -> None:
     partc.verify(program, model, batch(), loss=loss).check()
 
 
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
     ("mesh", "plan"),
@@ -111,6 +111,7 @@ def test_targets_of_a_cut_vocabulary_are_counted_whatever_is_ignored(
     partc.verify(program, Classifier(), given, loss=loss).check()
 
 
+@pytest.mark.exhaustive
 def test_a_rank_whose_targets_do_not_count_at_all() -> None:
     x, target = batch()
     target[: SAMPLES // 2] = 3  # those of the first data rank

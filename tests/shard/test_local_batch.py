@@ -60,7 +60,7 @@ def test_parity(mesh: str, plan: str, more: dict[str, Any]) -> None:
         assert (again.sources, again.plan) == (program.sources, program.plan)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("more", [{}, {"batch_norm": "local"}], ids=["global", "local"])
 def test_a_loss_over_the_whole_batch_gathers_it(more: dict[str, str]) -> None:
     program = compiled(piece_of(views(), 2), "dp=2", "ddp", **more)
@@ -68,6 +68,7 @@ def test_a_loss_over_the_whole_batch_gathers_it(more: dict[str, str]) -> None:
     partc.verify(program, model, batch, loss=loss).check()
 
 
+@pytest.mark.exhaustive
 def test_sequence_first_pieces() -> None:
     for state, count in ((False, 2), (True, 1)):
         model, batch, loss = words(20, state=state)
@@ -88,6 +89,7 @@ def test_what_is_no_batch_is_given_whole() -> None:
     partc.verify(program, model, (data, target, weight), loss=loss).check()
 
 
+@pytest.mark.exhaustive
 def test_auto_takes_pieces() -> None:
     program = compiled(piece_of(tokens(), 2), "dp=2,tp=2", "auto")
     model, batch, loss = tokens()
@@ -147,7 +149,7 @@ def test_unknown_words_are_refused() -> None:
         partc.compile(model, "dp=2", batch, loss=loss, plan="ddp", batch="mine")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("entry", ['"y" = {}', '"x" = { dp = 1 }', '"y" = {}\n"x" = { batch = 1 }'])
 def test_an_entry_in_the_way_is_named(entry: str) -> None:
     batch, plan = (torch.ones(4, 6), torch.zeros(4, dtype=torch.long)), 'preset = "ddp"\n[inputs]\n'
@@ -189,6 +191,7 @@ def test_samples_that_do_not_join_are_refused() -> None:
 
 
 # layouts -----------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 def test_a_mask_that_is_taken_for_samples_is_named() -> None:
     """It has as many rows as a rank has samples; with the entry that is advised it is right."""
     model = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()

@@ -40,6 +40,7 @@ def compiled(model: nn.Module, *batch: Tensor, loss: Any = None, plan: Any = "dd
     return Plan.parse(program.plan)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("takes", "kind"), [("mean", "gru"), ("mean", "attention"), ("last", "gru")]
 )
@@ -48,7 +49,7 @@ def test_results_of_each_others_rows_are_refused(takes: str, kind: str) -> None:
         compiled(Reads(takes, kind), torch.randn(4, 5, 8))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("takes", ["all", "mean over steps", "last step"])
 def test_sequence_first_models_are_not(takes: str) -> None:
     plan = compiled(Reads(takes), torch.randn(5, 4, 8))
@@ -65,6 +66,7 @@ def of_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
+@pytest.mark.exhaustive
 def test_labels_of_mixed_rows_are_told_of() -> None:
     batch = torch.randn(4, 5, 8), torch.randint(3, (4,))
     assert "batch of x" in told(compiled(Reads("mean"), *batch, loss=of_rows))
@@ -93,7 +95,7 @@ TAKEN: list[Callable[[Tensor], Tensor]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("takes", TAKEN)
 def test_places_of_rows_that_attend_to_each_other_are_refused(takes: Any) -> None:
     with pytest.raises(PlanError, match=r"mix along dim 0(.|\n)*batch_first=True"):
@@ -103,6 +105,7 @@ def test_places_of_rows_that_attend_to_each_other_are_refused(takes: Any) -> Non
     assert not told(compiled(Encoder(False, takes), WORDS, plan=meant))
 
 
+@pytest.mark.exhaustive
 def test_attention_and_a_decoder_that_take_the_sequence_first_are_refused() -> None:
     attends = Reads("last", "attention"), torch.randn(4, 5, 8)
     with pytest.raises(PlanError, match=r"mix along dim 0 \(.*of dim 1, along which nothing mixes"):
@@ -121,6 +124,7 @@ def test_attention_and_a_decoder_that_take_the_sequence_first_are_refused() -> N
         compiled(Both(), torch.randn(4, 6, 8), torch.randn(4, 6, 8))
 
 
+@pytest.mark.exhaustive
 def test_so_it_is_told_where_the_step_has_the_loss() -> None:
     batch = WORDS, torch.randint(3, (4,))
     attends = Reads("last", "attention"), torch.randn(4, 5, 8), batch[1]

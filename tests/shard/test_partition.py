@@ -144,7 +144,7 @@ def test_every_layout_computes_the_same(mesh: str, plan: str) -> None:
     verify(mesh, plan)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), [("tp=4", "megatron"), ("tp=4", "megatron-sp")])
 def test_fewer_key_heads_than_ranks(mesh: str, plan: str) -> None:
     verify(mesh, plan)
@@ -155,6 +155,7 @@ def verify(mesh: str, plan: str | Plan, tolerance: float = 1e-11) -> None:
     partc.verify(program, step().model, batch(), loss_of).check(tolerance)
 
 
+@pytest.mark.exhaustive
 def test_a_saved_plan_replays_to_the_same_source() -> None:
     first = partc.compile(step(), "dp=2,tp=2", plan="fsdp+megatron-sp")
     again = partc.compile(step(), "dp=2,tp=2", plan=Plan.parse(first.plan))
@@ -162,6 +163,7 @@ def test_a_saved_plan_replays_to_the_same_source() -> None:
     assert again.plan == first.plan
 
 
+@pytest.mark.exhaustive
 def test_a_plan_by_hand() -> None:
     """Only one pair of weights is cut, and the batch over the same axis in another plan."""
     pair = {"layers.*.mlp.1.*": {"x": cut(0)}, "layers.*.down.weight": {"x": cut(1)}}
@@ -172,6 +174,7 @@ def test_a_plan_by_hand() -> None:
     verify("x=2", Plan(inputs={"*": {"x": cut(0)}}))
 
 
+@pytest.mark.exhaustive
 def test_pins_go_before_the_preset() -> None:
     plan = Plan(preset="megatron", params={"layers.0.q.weight": {}})
     full, _ = partitioned("tp=2", plan)
@@ -180,6 +183,7 @@ def test_pins_go_before_the_preset() -> None:
     verify("tp=2", plan)
 
 
+@pytest.mark.exhaustive
 def test_a_tied_weight_may_be_pinned_by_either_name() -> None:
     model = blocks()
     model.head.weight = model.embed.weight  # type: ignore[union-attr]
@@ -188,7 +192,7 @@ def test_a_tied_weight_may_be_pinned_by_either_name() -> None:
         assert full.stored("embed.weight") == {"tp": cut(1)}
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("one", "other"), [("embed.weight", "head.weight"), ("embed.*", "head.w*")]
 )
@@ -208,6 +212,7 @@ def test_a_tied_weight_has_one_entry(one: str, other: str) -> None:
         assert found.stored("embed.weight") == {"tp": cut(1)}
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_divide_stays_whole_or_is_refused_if_pinned() -> None:
     full, _ = partitioned("dp=5", Plan(preset="fsdp", inputs={"*": {}}), blocks(ffn=50))
     assert full.stored("layers.0.down.weight") == {"dp": cut(1)}
@@ -299,6 +304,7 @@ class Images(nn.Module):
         return y
 
 
+@pytest.mark.exhaustive
 def test_batch_statistics_are_the_global_batchs_unless_local() -> None:
     torch.manual_seed(2)
     model, x = Images().double(), torch.randn(8, 3, 6, 6, dtype=torch.float64)

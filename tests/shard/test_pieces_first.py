@@ -121,12 +121,13 @@ def test_a_state_of_zeros_is_not_cut_without_cause() -> None:
     assert "embed = masked_embedding(" in text  # a sum over ranks is called as its module
 
 
+@pytest.mark.exhaustive
 def test_the_last_block_finishes_its_gradients_as_all_others() -> None:
     text = compiled(Tower(), (torch.randn(4, 6, 8),), "dp=2,tp=2", plan="fsdp+megatron-sp")
     assert "# blocks.1 .. 2" in text
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize(
     ("mesh", "plan", "more"),

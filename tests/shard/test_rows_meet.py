@@ -55,6 +55,7 @@ def notes_of(model: nn.Module, batch: str = "local", mesh: str = "dp=2") -> list
     return [n for n in Plan.parse(program.plan).notes if n.startswith(ROWS_MEET)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", [contrastive, redundancy, centred])
 def test_the_first_line_where_they_meet_is_told(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     [note] = notes_of(Towers(loss))

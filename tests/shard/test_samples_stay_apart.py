@@ -150,7 +150,7 @@ def test_each_rank_keeps_its_samples(preset: str, name: str, batch_first: bool) 
     assert any(node.target is collectives.reduce_scatter for node in local.calls())
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "batch_first"),
     [*((name, False) for name in CASES), ("decoder", True), ("samples inside", True)],
@@ -159,9 +159,11 @@ def test_the_step_is_that_of_the_model(name: str, batch_first: bool) -> None:
     _right(name, batch_first, "fsdp+megatron-sp", "dp=2,tp=2")
 
 
+@pytest.mark.exhaustive
 def test_microbatches_of_samples_too() -> None:
     _right("encoder", False, "ddp+megatron-sp", "dp=2,tp=2", microbatches=2)
 
 
+@pytest.mark.exhaustive
 def test_axes_in_another_order() -> None:
     _right("encoder", True, "ddp+megatron-sp", "tp=2,dp=2")

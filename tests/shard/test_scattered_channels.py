@@ -50,6 +50,7 @@ def compiled(mesh: str, plan: str) -> Program:
     return partc.compile(model(), mesh, (IMAGES, LABELS), loss=loss_of, plan=plan)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["norm1.weight", "norm2.weight", "norm2.bias"])
 def test_a_weight_is_stored_as_it_is_used(name: str) -> None:
     program = compiled("tp=2", "megatron-sp")

@@ -60,7 +60,7 @@ def every_cut(
             yield (max(times), crossing, -min(times)), points
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("memory", [None, 20, 30, 45])
 def test_as_good_as_trying_every_cut(memory: int | None) -> None:
     refused = 0
@@ -210,6 +210,7 @@ def test_in_a_v_embedding_and_head_share_a_rank() -> None:
     assert slowest_rank(units, points, rank_of) == 152  # both ends and one, against five layers
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank_of", [v_shaped(2), looped(2, 2)])
 def test_ranks_never_slower_than_with_even_stages_and_mostly_best(
     rank_of: tuple[int, ...],

@@ -45,7 +45,7 @@ def test_a_stage_alone() -> None:
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("schedule", "tied"),
     [
@@ -66,7 +66,7 @@ def test_stages(schedule: str, tied: bool) -> None:
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("num", "leaves"), [(2, "*layer.parameters()"), (3, "layer.")])
 def test_scattered_sums(num: int, leaves: str) -> None:
     """With sharded optimizers each rank keeps its pieces; those of three ranks are cut along
@@ -81,6 +81,7 @@ def test_scattered_sums(num: int, leaves: str) -> None:
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
+@pytest.mark.exhaustive
 def test_the_last_microbatch_is_the_schedules(tmp_path: Path) -> None:
     path = tmp_path / "backwards.csv"
     path.write_text(BACKWARDS)
@@ -98,6 +99,7 @@ def test_where_transfers_are_fast_few_are_better() -> None:
     assert "self.reduce(" not in program.source()
 
 
+@pytest.mark.exhaustive
 def test_less_is_left_at_the_end_and_less_memory_is_held() -> None:
     case = toy(8)
     mesh = on_slow_links("dp=2")

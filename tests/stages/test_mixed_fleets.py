@@ -64,6 +64,7 @@ def seconds(program: Program) -> float:
     return float(told(program)["prediction"]["seconds"])
 
 
+@pytest.mark.exhaustive
 def test_each_stage_is_as_long_as_its_devices_are_fast() -> None:
     mixed, alike = compiled(FAST, SLOW), compiled(FAST, FAST)
     assert layers(mixed) > layers(alike)
@@ -72,6 +73,7 @@ def test_each_stage_is_as_long_as_its_devices_are_fast() -> None:
     assert abs(first - second) < second / (8 - layers(mixed))  # one layer of the slow ones
 
 
+@pytest.mark.exhaustive
 def test_a_step_takes_what_its_stages_take_on_their_devices(tmp_path: Path) -> None:
     mixed, all_fast, all_slow = compiled(FAST, SLOW), compiled(FAST, FAST), compiled(SLOW, SLOW)
     assert seconds(all_fast) < seconds(mixed) < seconds(all_slow)
@@ -84,6 +86,7 @@ def test_a_step_takes_what_its_stages_take_on_their_devices(tmp_path: Path) -> N
     assert again.cost.prediction.seconds == pytest.approx(seconds(mixed), rel=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_work_with_all_are_as_fast_as_the_slowest() -> None:
     both, slow = (compiled(kind, SLOW, axes="dp=8") for kind in (FAST, SLOW))
     assert seconds(both) == pytest.approx(seconds(slow), rel=1e-9)
@@ -112,6 +115,7 @@ def numbers(stages: tuple[str, ...]) -> list[int]:
     return [int(stage.rpartition(".")[2]) for stage in stages]
 
 
+@pytest.mark.exhaustive
 def test_a_search_uses_what_is_faster() -> None:
     graph, plan = traced(llama(layers=8, width=2048), 64), Plan(preset="auto")
 

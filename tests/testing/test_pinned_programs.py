@@ -119,6 +119,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.exhaustive
 def test_what_is_pinned(pinned: Path) -> None:
     files = files_in(pinned / PINNED / "test_step")
     assert {*files} == {"plan.toml", "stage0.py", "helpers.py", "graph.txt", "pinned.toml"}

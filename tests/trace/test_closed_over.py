@@ -31,6 +31,7 @@ def distance(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
+@pytest.mark.exhaustive
 def test_a_parameter_in_a_variable_is_the_parameter() -> None:
     """As of elastic weight consolidation: distances of the weights from what they were."""
     model = model_of()

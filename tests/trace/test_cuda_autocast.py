@@ -77,6 +77,7 @@ def test_the_lists_are_those_of_torch() -> None:
         assert [".".join(filter(None, pair)) for pair in found] == listed
 
 
+@pytest.mark.exhaustive
 def test_ops_run_in_the_dtypes_of_a_gpu() -> None:
     assert dtypes(in_autocast(dtype=BF16), "linear") == {BF16}
     assert dtypes(in_autocast(), "linear") == {F16}

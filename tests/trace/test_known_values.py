@@ -80,7 +80,7 @@ def contrast(m: Any, h: Tensor) -> Tensor:
     return F.log_softmax(torch.cat([positive, negative], 1), 1)[:, 0]
 
 
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("use", [selects, puts, asks, writes, contrast])
 def test_what_follows_from_constants_is_computed(use: Callable[[Any, Tensor], Tensor]) -> None:
     model, batch = Masked(use), (torch.randn(8, 8),)

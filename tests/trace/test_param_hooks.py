@@ -44,7 +44,7 @@ def clamped_in_place(grad: Tensor) -> None:
     grad.clamp_(-0.01, 0.01)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hook", [halved, to_length_one, clamped_in_place])
 def test_a_hook_sees_the_gradient_of_the_whole_batch(hook: Callable[[Tensor], Any]) -> None:
     model = model_of()
@@ -70,6 +70,7 @@ def test_in_microbatches_a_hook_is_linear_or_refused() -> None:
         partc.compile(model, "dp=2", BATCH, **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["matrix_exp", "householder"])
 def test_orthogonal_weights_in_microbatches(form: str) -> None:
     """One form's backward takes the whole gradient of the weight; the other's any part of it."""

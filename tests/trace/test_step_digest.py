@@ -206,11 +206,13 @@ def losses() -> Iterator[Loss]:
         yield lambda model, x, last=last: BASE(model, x * torch.tensor([1.0, 2.0, 3.0, last]))
 
 
+@pytest.mark.exhaustive
 def test_losses_differ(before: str) -> None:
     found = [before, *(digest(loss=loss) for loss in losses()), digest(rows=9)]
     assert len({*found}) == len(found)
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_matter_changes_nothing(before: str) -> None:
     assert digest(seed=1) == before  # other weights, other inputs
     assert digest(copy.deepcopy) == before
@@ -246,6 +248,7 @@ def test_numbers_of_constants_are_known() -> None:
     assert digest(loss=with_limit(3)) != digest(loss=with_limit(4))
 
 
+@pytest.mark.exhaustive
 def test_equal_blocks_are_run_once() -> None:
     def stack(depth: int, last: float) -> str:
         layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(depth)]

@@ -142,6 +142,7 @@ def test_a_model_runs_after_a_trace_whatever_it_caches(
     check(model, (X,))  # with a cache that is full
 
 
+@pytest.mark.exhaustive
 def test_a_cache_that_nobody_found_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     far = ModuleType("far")
     monkeypatch.setitem(sys.modules, "far", far)
@@ -191,6 +192,7 @@ def test_casts_that_torch_keeps_are_not_looked_for(monkeypatch: pytest.MonkeyPat
         compile(nn.Linear(6, 6), "dp=2", (X,), loss=lambda model, x: model(x).float().sum())
 
 
+@pytest.mark.exhaustive
 def test_many_that_are_kept_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, referrers = [], kept_fakes._referrers
 

@@ -56,6 +56,7 @@ def test_family_with_dropout_equals_eager(name: str) -> None:
     assert {v.phase for v in masks} == {"F"}
 
 
+@pytest.mark.exhaustive
 def test_family_with_checkpoints_equals_eager() -> None:
     case = MODELS["llama"]()
     model: Any = case.model
@@ -96,6 +97,7 @@ def test_tied_weights_are_one_parameter() -> None:
     assert graph.constants["scale"].tolist() == [2.0] * 6
 
 
+@pytest.mark.exhaustive
 def test_tracing_twice_gives_one_text() -> None:
     case = MODELS["swin"]()
     first = trace(case.model, case.inputs, case.loss)

@@ -24,6 +24,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
+@pytest.mark.exhaustive
 def test_plans_are_those_of_a_fresh_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[State] = []
 

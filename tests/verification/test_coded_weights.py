@@ -159,6 +159,7 @@ def test_processes_find_the_same() -> None:
     verified(compiled(), processes=True, timeout=patience())
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_sent_with_fewer_bytes_too() -> None:
     both = f'{table("int8")}[compress]\nwire = "int8"\nblock = 8\nleast_mb = 0\n'
     plan = f'preset = "fsdp"\n{ALLOWED}{both}error_feedback = false\n'
@@ -176,6 +177,7 @@ def test_a_forward_computes_with_what_was_sent() -> None:
     assert "gathered weight" in report.kinds()
 
 
+@pytest.mark.exhaustive
 def test_a_reference_of_exact_weights() -> None:
     """One that is given knows of no code: the rest of the text is compared with it."""
     from partc.verification.reference import eager
@@ -185,7 +187,7 @@ def test_a_reference_of_exact_weights() -> None:
 
 
 # bytes --------------------------------------------------------------------------------------------
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire", CODES)
 @pytest.mark.parametrize("preset", ["fsdp", "zero1"])
 def test_bytes_are_those_that_are_sent(wire: str, preset: str) -> None:
@@ -231,18 +233,21 @@ def test_what_is_refused(plan: str, mesh: str, why: str) -> None:
         compile(Net(), mesh, (batch(),), loss=loss, plan=plan)
 
 
+@pytest.mark.exhaustive
 def test_what_tp_gathers_first_is_refused() -> None:
     """Where tp stands before dp, a weight that both cut along one dim is gathered over tp first."""
     with pytest.raises(PlanError, match="write dp before tp"):
         compiled("int8", "tp=2,dp=2", "fsdp+megatron", "", "llama")
 
 
+@pytest.mark.exhaustive
 def test_columns_of_an_embedding_are_used_as_they_are_stored() -> None:
     plan = Plan.parse(compiled("int8", "dp=2", "fsdp", "", "llama").plan)
     assert plan.compress_weights is not None
     assert plan.compress_weights.exact == ("model.embed_tokens.weight",)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_read_as_it_is_written() -> None:
     program = compiled()
     plan = Plan.parse(program.plan)
@@ -302,7 +307,7 @@ def trains(wire: str, num: int) -> None:
         torch.testing.assert_close(found, weight.detach(), rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire", CODES)
 @pytest.mark.parametrize("num", [2, 4])
 def test_ranks_train_with_it(world: Processes, wire: str, num: int) -> None:
@@ -321,6 +326,7 @@ def resumes(folder: Path) -> None:
     assert sorted(again[0].state_dict()) == sorted(Net().state_dict())
 
 
+@pytest.mark.exhaustive
 def test_a_training_goes_on_from_a_checkpoint(world: Processes, tmp_path: Path) -> None:
     world.run(resumes, tmp_path / "saved")
 
@@ -366,7 +372,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_of_the_class_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""
@@ -400,6 +406,7 @@ def test_the_owner_has_what_was_sent() -> None:
         audit(replace(edited, fixed=compiled().fixed))
 
 
+@pytest.mark.exhaustive
 def test_forward_and_backward_see_one_weight() -> None:
     """A backward that gathers weights as they are is another step."""
     program = compiled()

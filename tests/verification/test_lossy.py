@@ -82,7 +82,7 @@ def test_every_sum_is_told(wire: str) -> None:
     assert "weight" in sent[0].name or "bias" in sent[0].name
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "preset", "more"),
     [
@@ -98,6 +98,7 @@ def test_other_layouts(mesh: str, preset: str, more: str) -> None:
     assert all(0 < each.error < 0.02 for each in sent)
 
 
+@pytest.mark.exhaustive
 def test_the_command_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(PLAN.format("ddp", "int8"))
@@ -114,6 +115,7 @@ def test_processes_tell_the_same() -> None:
     assert errors(program, processes=True) == errors(program)
 
 
+@pytest.mark.exhaustive
 def test_a_sum_beyond_its_bound_is_refused() -> None:
     """Where nothing is equal to a definition any more, the bound still tells."""
     case, program = small(), compiled("int8")

@@ -114,6 +114,7 @@ def test_programs_sum_as_defined(wire: str, feedback: str) -> None:
     assert ("left over" in kinds) == (feedback == "true")
 
 
+@pytest.mark.exhaustive
 def test_a_llama_whose_blocks_share_a_loop() -> None:
     """The second transfer of a block's sum starts behind the next block's backward."""
     program = compiled(f'{PLAN}"int8"\nblock = 512', llama())
@@ -122,7 +123,7 @@ def test_a_llama_whose_blocks_share_a_loop() -> None:
     assert "what int8 makes" in str(audit(program))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("wire", "preset"),
     [('"int8"\nblock = 64', "ddp+megatron"), ('"power-sgd"\nrank = 2', "ddp+megatron-sp")],
@@ -146,7 +147,7 @@ BETWEEN = [  # every wire once; of each kind one with every preset
 ]  # fmt: skip
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("wire", "preset"), [*dict.fromkeys(BETWEEN)])
 def test_sums_between_machines_are_compressed_alone(wire: str, preset: str) -> None:
     """Inside of a machine gradients are scattered as they are, each rank sends its shard on."""
@@ -183,7 +184,7 @@ def staged(
     return compile(case.step, mesh, plan=plan)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("own", "mesh"),
     [
@@ -201,6 +202,7 @@ def test_microbatches_are_added_up_and_then_sent(own: str, mesh: str) -> None:
     assert "makes" in str(audit(program))
 
 
+@pytest.mark.exhaustive
 def test_functions_of_torch_compile() -> None:
     """They stand beside the classes of sums, whose text is run as it was printed."""
     case = tower(3)
@@ -210,7 +212,7 @@ def test_functions_of_torch_compile() -> None:
     verified(program, case)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "lines"),
     [
@@ -225,7 +227,7 @@ def test_sums_over_tp_come_first(mesh: str, lines: list[str]) -> None:
     assert all(line in program.sources["pipeline0.py"] for line in lines)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["zb-v", "gpipe"])
 def test_stages_of_one_rank_begin_together(schedule: str) -> None:
     if schedule == "zb-v":
@@ -249,7 +251,7 @@ IN_STAGES = {  # in the texts of a pipeline's programs -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", IN_STAGES)
 def test_mistakes_in_stages_are_found(mistake: str) -> None:
     old, new = IN_STAGES[mistake]
@@ -322,7 +324,7 @@ def wrong(program: Program, edited: Program) -> None:
         audit(replace(edited, fixed=program.fixed))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire", OF_OTHERS)
 def test_mistakes_of_other_schemes_are_found(wire: str) -> None:
     own = f"{WIRES[wire].entry} = {SIZES[WIRES[wire].entry]}"
@@ -358,6 +360,7 @@ def local_graph(plan: str = INT8) -> Graph:
 
 
 # the graph ----------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 def test_buffers_of_their_own() -> None:
     """Each of a sum's two buffers has its size and layout, and one reader."""
     graph = local_graph()

@@ -93,6 +93,7 @@ def test_complex_buffers_stay_complex() -> None:
     verify(program, model, (x,)).check()
 
 
+@pytest.mark.exhaustive
 def test_mixtures_of_experts_are_verified() -> None:
     case = MODELS["mixtral"]()
     program = compile(case.model, "dp=2", case.inputs, loss=case.loss, plan="fsdp")

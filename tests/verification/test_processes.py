@@ -112,7 +112,7 @@ os.kill(os.getpid(), signal.{name})
 """
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_who_is_killed_while_ranks_start_leaves_nothing(name: str, tmp_path: Path) -> None:
     ended = subprocess.run(

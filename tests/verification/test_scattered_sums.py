@@ -138,7 +138,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts(layout: str) -> None:
     mesh, preset, more, name = LAYOUTS[layout]
@@ -156,7 +156,7 @@ EACH = {
 }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", EACH)
 def test_every_microbatch_is_rounded(layout: str) -> None:
     """Where gradients are scattered in each; the plan says so."""
@@ -176,7 +176,7 @@ def test_what_every_microbatch_would_draw_alike_is_refused() -> None:
         compiled("int8", "dp=2", "ddp", more)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("feedback", ["true", "false"])
 def test_machines_sum_exactly_first(feedback: str) -> None:
     """Inside of a machine all microbatches' sums are scattered as they are; between machines whole
@@ -189,12 +189,13 @@ def test_machines_sum_exactly_first(feedback: str) -> None:
     assert "self.partials.update(grads)" in program.sources["pipeline0.py"]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("wire", "mesh"), [("int8-stochastic", "dp=4"), ("fp8", "dp=2")])
 def test_processes_find_the_same(wire: str, mesh: str) -> None:
     verified(compiled(wire, mesh), processes=True, timeout=patience())
 
 
+@pytest.mark.exhaustive
 def test_the_first_steps_are_exact() -> None:
     plan = f"{plan_of('int8')}start_step = 2\n"
     case = small()
@@ -205,7 +206,7 @@ def test_the_first_steps_are_exact() -> None:
         verified(everywhere(program, "self.rng.step > 2", "self.rng.step > 1"))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", ["", "start_step = 1\n"])
 def test_a_gradient_that_leaves_alone(start: str) -> None:
     """Its dict keeps its name where the line that sends it reads it twice."""
@@ -352,7 +353,7 @@ def spoil(stage: Any) -> None:
         module[name] = with_inf
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("wire", "num"), [*((each, 4) for each in PIECES if not WIRES[each].drawn), ("int8", 2)]
 )
@@ -374,7 +375,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify; and by the check of the text, which knows the printed one."""
@@ -387,6 +388,7 @@ def test_mistakes_are_found(mistake: str) -> None:
         audit(replace(edited, fixed=program.fixed))
 
 
+@pytest.mark.exhaustive
 def test_a_scheme_for_whole_sums_scatters_nothing() -> None:
     graph = MODELS["llama"]().step.graph()
     graph.mesh = Mesh.parse("dp=4")

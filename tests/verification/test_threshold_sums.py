@@ -248,7 +248,7 @@ def trains(steps: int) -> None:
     assert sent_counts(began[0]) == []
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num", [2, 4])
 def test_ranks_train_with_it(world: Processes, num: int) -> None:
     world.run(trains, 4, num=num)
@@ -269,6 +269,7 @@ def resumes(folder: Path) -> None:
         assert not is_residual(name) or piece.any()
 
 
+@pytest.mark.exhaustive
 def test_a_training_goes_on_from_a_checkpoint(world: Processes, tmp_path: Path) -> None:
     world.run(resumes, tmp_path / "saved")
 
@@ -320,7 +321,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""

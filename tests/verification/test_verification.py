@@ -124,6 +124,7 @@ def _total(model: nn.Module, x: Tensor) -> Tensor:
     return total
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("x", "weight", "said"),
     [

@@ -181,7 +181,7 @@ LAYOUTS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_directions_of_every_layout(world: Processes, layout: str) -> None:
     mesh, preset, more, exact = LAYOUTS[layout]
@@ -247,6 +247,7 @@ def spoiled(stage: Any, here: bool) -> list[int]:
     return made
 
 
+@pytest.mark.exhaustive
 def test_a_scaler_and_clipping(world: Processes) -> None:
     world.run(scaled)
     world.run(overflows)
@@ -272,12 +273,14 @@ def all_directions(stage: nn.Module) -> bool:
     return all(bool((grad.abs() == 1).all()) for grad in grads)
 
 
+@pytest.mark.exhaustive
 def test_exact_steps_come_first_and_are_counted(world: Processes, tmp_path: Path) -> None:
     world.run(resumes, tmp_path / "saved")
     program = compiled("dp=4", "ddp")
     assert not of_sums(program.plan, program.mesh)
 
 
+@pytest.mark.exhaustive
 def test_directions_and_numbers_are_no_variants_of_one_step() -> None:
     """Among themselves they are."""
     votes = f'preset = "ddp"\nallow = ["compress"]\n{TABLE}'
@@ -334,7 +337,7 @@ MISTAKES = {  # in the text of a program -> what is wrong then
 }  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str) -> None:
     """By verify, and by the check of the text."""
@@ -346,6 +349,7 @@ def test_mistakes_are_found(mistake: str) -> None:
         audit(replace(edited, fixed=small().fixed))
 
 
+@pytest.mark.exhaustive
 def test_mistakes_are_found_by_processes() -> None:
     named = {"processes": True, "timeout": patience()}
     assert "rounded gradient" in verified(small(), **named)

@@ -199,6 +199,7 @@ def tokens() -> dict[str, Tensor]:
     return {"labels": ids, "input_ids": ids, "attention_mask": (ids > 2).long()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [dict, OrderedDict, Encoding])
 def test_a_dict_is_given_by_name(kind: Any) -> None:
     torch.manual_seed(2)
@@ -344,6 +345,7 @@ def setup():
 """
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_takes_a_dict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

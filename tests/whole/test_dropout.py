@@ -113,6 +113,7 @@ class Block(nn.Module):
         return nn.functional.dropout(self.down(self.up(x)), P)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_pipelines(schedule: str) -> None:
     """Every microbatch, stage and piece over dp has a mask of its own, copies over tp the same,
@@ -188,6 +189,7 @@ class Listed(nn.Module):
         return x
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("noise", [False, True])
 def test_a_random_weight_is_made_again_on_its_stage(noise: bool) -> None:
     model, batch = Listed(noise), (torch.randn(8, 8),)

@@ -99,6 +99,7 @@ def test_extras_are_the_single_device_values(mesh: str, plan: str, microbatches:
     assert "numbers" in str(audit(program))
 
 
+@pytest.mark.exhaustive
 def test_auto_plans_and_compiled_functions_have_extras_too() -> None:
     program = partc.compile(step(), "dp=2,tp=2")
     verify(program, classifier(), images(), classified).check(1e-12)
@@ -119,7 +120,7 @@ class Deep(nn.Module):
         return states[-1] @ self.table.weight.T, states
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("which", [[8], [1, 5], range(9)])
 def test_blocks_that_are_left_out_give_no_extra_twice(which: list[int]) -> None:
     def of_states(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
@@ -133,6 +134,7 @@ def test_blocks_that_are_left_out_give_no_extra_twice(which: list[int]) -> None:
     verify(program, model, (ids,), of_states).check(1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_says_what_comes_out_and_replays_to_the_same_text() -> None:
     made = [partc.compile(step(), "dp=2", plan=plan, microbatches=2) for plan in ("fsdp", "ddp")]
     notes = Plan.parse(made[0].plan).notes
@@ -145,6 +147,7 @@ def test_a_plan_says_what_comes_out_and_replays_to_the_same_text() -> None:
         assert (again.plan, again.sources) == (first.plan, first.sources)
 
 
+@pytest.mark.exhaustive
 def test_a_step_without_microbatches_may_compute_with_its_sums() -> None:
     def perplexity(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         loss = F.cross_entropy(model(images)[0], labels)
@@ -156,6 +159,7 @@ def test_a_step_without_microbatches_may_compute_with_its_sums() -> None:
         partc.compile(classifier(), "dp=2", images(), loss=perplexity, plan="ddp", microbatches=2)
 
 
+@pytest.mark.exhaustive
 def test_rows_that_are_not_in_a_row_come_out_in_the_batch_s_order() -> None:
     """With the sequence first, flat rows of one microbatch are spread over the whole."""
 
@@ -205,7 +209,7 @@ def steps_in_structure(folder: Path, batch: dict[str, Tensor]) -> None:
     assert loss.requires_grad == (stage.pipeline is None)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("at", [1, 3])
 def test_steps_give_the_structure_of_the_loss(world: Processes, tmp_path: Path, at: int) -> None:
@@ -219,6 +223,7 @@ def test_steps_give_the_structure_of_the_loss(world: Processes, tmp_path: Path, 
     world.run(steps_in_structure, tmp_path / "made", batch, num=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_pipelines_of_processes_give_extras(world: Processes) -> None:
     program = partc.compile(
@@ -303,7 +308,7 @@ def train_tagger(program: Program) -> list[float]:
 PINNED = 'preset = "{}"\n[inputs]\n"state.*" = {{ dp = 1 }}\n'
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("mesh", "plan"),
@@ -366,6 +371,7 @@ def as_a_number(model: nn.Module, images: Tensor, labels: Tensor) -> Any:
     return loss, {"loss": loss.item()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("loss", "message"),
     [

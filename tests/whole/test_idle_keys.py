@@ -202,7 +202,7 @@ def changes(laid: Laid, usual: Made, field: str, given: Any) -> tuple[bool, list
     return other.programs != usual.programs, [x for x in other.told if x.startswith(field)]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("laid", LAID, ids=str)
 def test_a_key_changes_the_programs_or_is_told(laid: Laid) -> None:
     usual, mesh = made(laid, laid.plan), Mesh.of(laid.mesh)
@@ -234,7 +234,7 @@ def test_a_key_changes_the_programs_or_is_told(laid: Laid) -> None:
     assert wrong == []
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("laid", LAID, ids=str)
 def test_a_printed_plan_has_no_idle_keys(laid: Laid) -> None:
     usual = made(laid, laid.plan)

@@ -112,6 +112,7 @@ def test_temporal_losses_have_a_length_for_each_sample() -> None:
         partc.compile(model, "dp=2", steps(), loss=loss, plan="ddp")
 
 
+@pytest.mark.exhaustive
 def test_each_microbatch_has_its_part() -> None:
     model = nn.Linear(FEATURES, CLASSES)
     program = partc.compile(model, "dp=2", batch(), loss=all_of, plan="ddp", microbatches=2)
@@ -119,6 +120,7 @@ def test_each_microbatch_has_its_part() -> None:
     verify(program, model, batch(), all_of).check(1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", WHOLE)
 def test_losses_without_a_rule_see_the_whole_batch(loss: object) -> None:
     """One has no gradient for what experiments draw: no cut may be believed for that."""
@@ -152,7 +154,7 @@ def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan", "schedule"),
     [("dp=2", "fsdp", "1f1b"), ("pp=2,dp=2", "fsdp", "1f1b"), ("pp=2", "ddp", "zb-v")],

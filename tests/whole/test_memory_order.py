@@ -137,6 +137,7 @@ def train_in_another_order() -> None:
             torch.testing.assert_close(grad.full_tensor(), wanted[name])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_weights_and_batches_in_any_order_train_alike(world: Processes) -> None:
     world.run(train_in_another_order)
@@ -220,6 +221,7 @@ ONCE_STRIDED = (
 )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_sums_over_ranks_take_what_a_kernel_leaves_strided() -> None:
     """The gradient of a pool is contiguous as a fake, and on the CPU is not."""
     drawn = DrawnImages(0, ONCE_STRIDED, [(16, 4)], [("tp=2", "megatron")])

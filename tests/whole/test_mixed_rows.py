@@ -84,6 +84,7 @@ def test_a_rank_gets_its_own_rows_of_what_is_computed_of_all(
             partc.verify(program, net, (x,), loss=loss).check()
 
 
+@pytest.mark.exhaustive
 def test_over_several_data_axes_and_beside_tensor_parallelism() -> None:
     torch.manual_seed(0)
     net = Mixes(scanned).double()

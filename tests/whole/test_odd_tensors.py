@@ -63,7 +63,7 @@ def agrees(model: nn.Module, mesh: str = "dp=2", plan: str = "ddp") -> str:
 
 
 # constants ---------------------------------------------------------------------------------------
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [("dp=2", "ddp"), ("dp=2", "fsdp"), ("tp=2", "megatron"), ("pp=2", "ddp"), ("dp=2", "auto")],
@@ -102,14 +102,14 @@ CONSTANTS: dict[str, tuple[Take, Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CONSTANTS)
 def test_what_follows_from_constants_that_are_not_dense_is_right(case: str) -> None:
     take, make = CONSTANTS[case]
     agrees(Graphs(take, make()))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["another one", "written to"])
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_step_sees_that_a_sparse_constant_has_changed(how: str, layout: torch.layout) -> None:

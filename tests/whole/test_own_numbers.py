@@ -53,7 +53,7 @@ def returned(program: Program) -> Any:
     return program.returns.built(dict.fromkeys(names, torch.zeros(())))[1]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [
@@ -138,6 +138,7 @@ def stepped() -> None:
         stage.eval()(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_other_shapes_and_modes_have_their_own_and_uneven_ones_are_refused(
     world: Processes,

@@ -48,13 +48,14 @@ LAYOUTS = {"data": ("dp=2", "ddp"), "sequence": ("dp=2,tp=2", "fsdp+megatron-sp"
 
 
 # stage graphs -------------------------------------------------------------------------------------
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", POINTS)
 def test_stage_graphs_equal_eager(name: str) -> None:
     """Encoders, decoders, images, tied and shifted windows; dp, tp and sequence at once."""
     assert zoo_error(name, "dp=2,tp=2", "fsdp+megatron-sp", split_backward=True) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_stage_graphs_with_whole_backwards_equal_eager() -> None:
     assert zoo_error("gpt2", "dp=2", "ddp", split_backward=False) < TOLERANCE
 
@@ -112,11 +113,12 @@ def test_with_data_and_tensor_parallelism(schedule: str) -> None:
     right(schedule, 3, mesh="pp=2,dp=2,tp=2", preset="fsdp+megatron-sp", tied=True)
 
 
+@pytest.mark.exhaustive
 def test_a_parameter_of_two_stages_of_a_rank_is_summed_once() -> None:
     right("zb-v", 3, mesh="pp=2,dp=2", preset="ddp", tied=True)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=1", "ddp"), ("dp=2", "ddp"), ("dp=2", "fsdp")])
 def test_one_stage_accumulates_gradients(mesh: str, preset: str) -> None:
     right("1f1b", 3, mesh=mesh, preset=preset)
@@ -139,7 +141,7 @@ class Gated(nn.Module):
         return y
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=2", "ddp"), ("pp=2,tp=2", "megatron")])
 def test_weights_that_no_block_reads_have_gradients_there(mesh: str, preset: str) -> None:
     """And a gradient that ends whole, but is made in pieces, is gathered with each microbatch."""
@@ -158,6 +160,7 @@ def test_weights_that_no_block_reads_have_gradients_there(mesh: str, preset: str
     verify(program, model, batch, loss).check(TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_gradients_share_a_transfer_up_to_the_plans_limit() -> None:
     case, plan = toy(), Plan(preset="ddp", bucket_mb=0.002)
     program = compiled(case, "dp=2", plan, "1f1b", 3)
@@ -180,7 +183,7 @@ class Embedded(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "preset"), [("tp=4", "megatron-sp"), ("dp=2,tp=4", "ddp+megatron-sp")]
 )
@@ -250,7 +253,7 @@ def test_tied_gradients_do_not_wait_for_each_other(
 
 
 # stages that lack something -----------------------------------------------------------------------
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     ("points", "frozen"),
@@ -271,6 +274,7 @@ def test_stages_without_gradients(
         assert ("self.saved = {}" in text) == ("self.saved[i]" in text)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_running_statistics_follow_the_microbatches(schedule: str) -> None:
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)]
@@ -281,7 +285,7 @@ def test_running_statistics_follow_the_microbatches(schedule: str) -> None:
     report.check(TOLERANCE)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "preset"), [("dp=2", "fsdp"), ("pp=2,tp=2", "megatron")])
 def test_a_penalty_of_weights_counts_once(mesh: str, preset: str) -> None:
     """All microbatches have it in common; the first one adds it to its loss and gradients."""

@@ -31,6 +31,7 @@ def test_published_flops_are_those_of_published_times() -> None:
     assert full.seconds / theirs.seconds == pytest.approx(1.297, abs=0.001)
 
 
+@pytest.mark.exhaustive
 def test_recomputing_less_is_faster_and_holds_more() -> None:
     """The recompute study's order, on its smallest model with fewer layers."""
     selective = row("Megatron-LM 22B selective")

@@ -172,7 +172,7 @@ def report(layout: str) -> Report:
     return verify(compiled(layout), net(), batch(), loss_of)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_reference_draws_the_numbers_of_the_pieces(layout: str) -> None:
     report(layout).check()

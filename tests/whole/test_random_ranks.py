@@ -87,7 +87,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron")])
 def test_a_checkpointed_region_draws_once(mesh: str, plan: str) -> None:
     model = Checkpointed()
@@ -111,6 +111,7 @@ class Shared(nn.Module):
         return x
 
 
+@pytest.mark.exhaustive
 def test_draws_between_blocks_belong_to_them_and_the_loop_stays() -> None:
     model = Shared()
     for mesh, plan, num in (("dp=2", "fsdp", 1), ("pp=2", "ddp", 2)):
@@ -183,7 +184,7 @@ def shapes(program: Program) -> Any:
     return program.fingerprint.tensors.items()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("mesh", "plan", "options"),

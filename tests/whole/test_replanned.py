@@ -56,7 +56,7 @@ def compiled(mesh: str, plan: str, model: nn.Module) -> Program:
     return partc.compile(model, mesh, BATCH, loss=loss_of, plan=plan)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan", "to", "axes"),
     [
@@ -84,6 +84,7 @@ def test_a_replanned_program_computes_the_models_step(
     partc.verify(made, model, BATCH, loss=loss_of).check()
 
 
+@pytest.mark.exhaustive
 def test_there_and_back_is_the_same_program(tmp_path: Path) -> None:
     model = model_of()
     first = compiled("dp=4", "fsdp", model)
@@ -101,6 +102,7 @@ def without_notes(program: Program) -> dict[str, object]:
     return {**texts, "plan": partc.Plan.parse(program.plan).changed(notes=())}
 
 
+@pytest.mark.exhaustive
 def test_what_somebody_wrote_into_the_plan_stays_where_it_divides() -> None:
     made = partc.replan(compiled("dp=4", OWN, model_of()), 3)
     plan = partc.Plan.parse(made.plan)
@@ -129,6 +131,7 @@ def test_an_entry_that_nothing_replaces_is_refused() -> None:
         partc.replan(first, 3)
 
 
+@pytest.mark.exhaustive
 def test_other_shapes_and_modes_come_with_it() -> None:
     first = compiled("dp=4", "fsdp", model_of())
     longer = tuple(torch.zeros(ROWS, 8, dtype=torch.long) for _ in BATCH)

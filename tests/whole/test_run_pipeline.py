@@ -150,6 +150,7 @@ def load_back(folder: Path, saved: Path) -> Found:
     return [], stage.full_state_dict()
 
 
+@pytest.mark.exhaustive
 def test_training_equals_one_device_and_moves_to_data_parallel_and_back(
     world: Processes, folder: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +215,7 @@ def torchrun(num: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_saved_pipeline_runs_by_itself(folder: Path) -> None:
     weights, script = str(folder / "weights.safetensors"), str(folder / "pp" / "run.py")
     done = torchrun(2, script, "--weights", weights, "--steps", "2")

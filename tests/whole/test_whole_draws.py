@@ -91,7 +91,7 @@ def compiled(layout: str) -> Program:
     return partc.compile(step(), mesh, plan=plan, random="single-device", **options)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_model_with_the_same_numbers_agrees(layout: str) -> None:
     program = compiled(layout)
@@ -120,6 +120,7 @@ def losses(layout: str) -> list[float]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_curves_of_layouts_are_equal(world: Processes) -> None:
     expected = world.run(losses, "one", num=1)[0]
@@ -129,7 +130,7 @@ def test_curves_of_layouts_are_equal(world: Processes) -> None:
             assert found == pytest.approx(expected, rel=1e-5), layout
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["megatron", "ddp"])
 def test_draws_of_every_op_are_whole(layout: str) -> None:
     """Also those that read values: what they read is gathered."""

@@ -114,7 +114,7 @@ def flat_weights(kind: str, plan: str) -> None:
     assert all(x is own[name] for x, name in zip(model.decaying, names, strict=True))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize(("kind", "plan"), [("LSTM", "fsdp"), ("GRU", "ddp"), ("RNN", "fsdp")])
 def test_recurrent_layers(kind: str, plan: str, world: Processes) -> None:

@@ -66,7 +66,7 @@ def alone(model: nn.Module) -> list[float]:
     return trained(model, step)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("norm", [weight_norm, spectral_norm, nn.Sequential])
 def test_a_kept_model_whose_weights_are_computed(norm: Callable[..., Any]) -> None:
     with one_rank():
@@ -86,6 +86,7 @@ def test_a_result_from_before_the_first_step_is_not_differentiated() -> None:
             before.backward()
 
 
+@pytest.mark.exhaustive
 def test_a_tuple_is_named_beside_a_graph() -> None:
     with one_rank():
         whole = made(nn.Sequential)
@@ -115,6 +116,7 @@ class Noisy:
         return object.__getattribute__(self, name)
 
 
+@pytest.mark.exhaustive
 def test_looking_for_who_keeps_a_parameter_wakes_no_warnings_of_others() -> None:
     with one_rank(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -139,6 +141,7 @@ class Child(nn.Module):
         return x
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_model_is_kept_by_a_variable_that_a_later_line_reads(is_read: bool) -> None:
     def first_step() -> None:

@@ -241,6 +241,7 @@ def saved_and_loaded(folder: Path) -> list[float]:
     return seen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_what_asks_for_the_stage_waits_for_it_by_name(world: Processes, tmp_path: Path) -> None:
     for seen in world.run(saved_and_loaded, tmp_path, num=2):
@@ -293,6 +294,7 @@ def kept(what: str) -> None:
     assert of_script is not None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_what_would_be_used_in_vain_behind_the_first_step_is_named(world: Processes) -> None:
     for what in (
@@ -315,6 +317,7 @@ def looped(what: str) -> None:
         model.step(*data()[:BATCH])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("what", ["a parameter", "a module"])
 def test_variables_that_no_later_line_reads_are_not_kept(what: str, world: Processes) -> None:

@@ -142,6 +142,7 @@ def saved_by_its_own_parameters(mesh: str, folder: Path) -> None:
     assert [n for n, _ in model.named_parameters()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 @pytest.mark.parametrize("run", [saved_as_peft_does, saved_by_its_own_parameters])
 def test_a_models_own_writer_has_all_of_its_tensors(

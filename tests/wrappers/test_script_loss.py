@@ -155,6 +155,7 @@ def uneven_rows() -> None:
         same_gradients(model, reference)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_ranks_with_other_numbers_of_rows_weigh_alike(world: Processes) -> None:
     world.run(uneven_rows, num=2)
@@ -296,7 +297,7 @@ def plays_alike(mesh: str, plan: str) -> None:
             assert torch.allclose(state[key], value, rtol=1e-11, atol=1e-12), key
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS[1:3])
 def test_a_model_learns_through_another(mesh: str, plan: str, world: Processes) -> None:
@@ -360,6 +361,7 @@ def test_plans_whose_parts_take_turns_need_the_loss(mesh: str, options: dict[str
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan", "norm"), [("dp=2", "fsdp", "local"), ("tp=2", "megatron", "global")]
 )
@@ -372,7 +374,7 @@ def test_statistics_are_written_before_the_step_waits(mesh: str, plan: str, norm
     partc.verify(program, model, given, loss=loss).check()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("batch", ["local", "global"])
 @pytest.mark.parametrize("plan", ["fsdp+megatron", "auto"])
 @pytest.mark.parametrize("name", MODELS)
@@ -399,6 +401,7 @@ def test_the_text_waits_for_the_script_once() -> None:
     assert not [word for word in ("copy_(running", "return") if word in behind]
 
 
+@pytest.mark.exhaustive
 def test_statistics_of_a_frozen_trunk_are_kept_until_they_are_written() -> None:
     """The blocks of its norms have no backward, and nothing else reads what they return."""
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ class MakesOne(nn.Linear):
         return super().forward(x) * self.extra
 
 
+@pytest.mark.exhaustive
 @one_rank()
 def test_a_parameter_that_forward_makes_is_refused_until_it_is_there() -> None:
     with pytest.raises(TraceError, match=r"extra.*the step makes this parameter.*in __init__"):

@@ -85,6 +85,7 @@ def in_pieces() -> None:
             optimizer.step()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_an_optimizer_in_pieces_of_torchs_own_is_refused(world: Processes) -> None:
     world.run(in_pieces, num=2)
