@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Mode = Literal["train", "eval"]
 Typed = tuple[tuple[int, ...], torch.dtype]
 NO_GRAD = "no_grad"  # in the place of a variant, where ranks tell each other what they run
+OTHER_LOSS = "other_loss_"  # before the number of a loss, in the same place
 WORDS = {"step": "step", "loss": "eval_step", "forward": "forward"}
 
 
@@ -69,14 +70,36 @@ class Wanted:
         typed = tuple((tuple(int(size) for size in shape), _dtype(name)) for shape, name in inputs)
         return cls(kind, mode, typed, replicated, form, autocast, variant)
 
+    @property
+    def is_without_grad(self) -> bool:
+        """Whether a rank told others that it runs this under ``torch.no_grad()``."""
+        return self.variant.endswith(NO_GRAD)
+
+    @property
+    def is_of_other_loss(self) -> bool:
+        """Whether a rank told others that it runs another loss than the stage's own."""
+        return self.variant.startswith(OTHER_LOSS)
+
     def __str__(self) -> str:
         """``step in train mode of (int64[8, 16], int64[8, 16])``."""
         inputs = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in self.inputs)
         alike = ", the same on every rank" if self.replicated else ""
         under = f" under autocast ({self.autocast})" if self.autocast else ""
-        by = f" by the variant {self.variant}" if self.variant else ""
-        by = " under torch.no_grad()" if self.variant == NO_GRAD else by
+        known = not self.variant or self.is_of_other_loss or self.is_without_grad
+        by = "" if known else f" by the variant {self.variant}"
+        if self.is_of_other_loss:
+            by = f" by loss {self.variant.removeprefix(OTHER_LOSS).partition('_')[0]} of the stage"
+        by += " under torch.no_grad()" if self.is_without_grad else ""
         return f"{WORDS[self.kind]} in {self.mode} mode of ({inputs}){alike}{under}{by}"
+
+
+def other_loss(number: int) -> str:
+    """What ranks tell each other of another loss, or form of arguments, over a stage's weights.
+
+    >>> other_loss(1)  # of the stage's own loss, the first, they tell nothing
+    'other_loss_2'
+    """
+    return f"{OTHER_LOSS}{number + 1}"
 
 
 def is_name(variant: object) -> bool:

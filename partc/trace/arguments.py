@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import BoundArguments, Signature
 from typing import Any
@@ -74,6 +74,24 @@ class Arguments:
     def names(self) -> list[str]:
         """The names of the tensors, in the order in which programs take them."""
         return [name for each in self.each for name in each.tree.names()]
+
+    @property
+    def form(self) -> Arguments:
+        """The same without what numbers are (``Tree.form``)."""
+        return Arguments(tuple(replace(each, tree=each.tree.form) for each in self.each))
+
+    def may_be(self, other: Arguments) -> bool:
+        """Whether a loss may be called with either (``Tree.may_be``)."""
+        pairs = zip(self.each, other.each, strict=False)
+        return len(self.each) == len(other.each) and all(a.tree.may_be(b.tree) for a, b in pairs)
+
+    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a step's arguments are as these describe them."""
+        try:
+            self.tensors(args, kwargs)
+        except (TypeError, TreeError):
+            return False
+        return True
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors in a step's arguments, in that order.

@@ -71,6 +71,29 @@ class Tree:
         for _, each in self.entries:
             yield from each.parts()
 
+    @property
+    def form(self) -> Tree:
+        """The same without what numbers are: of which values there are tensors, or nothing."""
+        number = self.kind == "value" and type(self.plain) in (int, float)
+        entries = tuple((key, each.form) for key, each in self.entries)
+        return dataclasses.replace(self, plain=0 if number else self.plain, entries=entries)
+
+    def may_be(self, other: Tree) -> bool:
+        """Whether a function may be called with either form: a part is left out, or None, or a word
+        differs. A list where a tensor was is rather a mistake.
+        """
+        if self._is_word or other._is_word:
+            return True
+        mine, theirs = dict(self.entries), dict(other.entries)
+        same = self.kind == other.kind and (self.kind == "dict" or {*mine} == {*theirs})
+        return same and all(mine[key].may_be(theirs[key]) for key in {*mine} & {*theirs})
+
+    @property
+    def _is_word(self) -> bool:
+        """Whether it is None, a truth or a string, or what is left out."""
+        plain = self.kind == "value" and type(self.plain) not in (int, float)
+        return plain or self.kind == "left out"
+
     # with tensors ----------------------------------------------------------------------------
     def tensors(self, value: Any, where: str) -> Iterator[Tensor]:
         """The tensors of a value that has to be as described, in order of ``names``.

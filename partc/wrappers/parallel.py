@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from partc.imported_again import check_not_imported_again
 from partc.plan.mesh import Mesh, MeshLike
 from partc.program import Program
 from partc.program.choices import check_fillers
+from partc.program.model.habits import tell_first
 from partc.program.model.other_wrappers import is_zero, of_zero
 from partc.program.ranks.handshake import check_world, world_size
 from partc.program.ranks.missing import said_if_waiting
 from partc.program.stage.runtime import Stage
 from partc.program.start import device_of, join
 from partc.recipe import Recipe
-from partc.trace.arguments import Given
+from partc.trace.arguments import Arguments, Given
 from partc.trace.no_model import check_model
 from partc.trace.trees import tensors_of
 from partc.whole_batch import axes_open
 from partc.wrappers.as_model import AsModel
+from partc.wrappers.forms import Forms
 from partc.wrappers.how import How
 from partc.wrappers.kept import Kept, attributes_of_copies, check_not_stepping, warn_of_dynamo
 from partc.wrappers.longest import check_names_of_pad, warn_of_pad
@@ -121,7 +124,7 @@ class Parallel(AsModel):
     def __init__(self, model: nn.Module, how: How, device: str | None) -> None:
         super().__init__(model, how, "cpu" if device is None else device)
         self._device = device
-        self._losses: dict[Any, Any] = {}  # by a loss of the script, what steps by it
+        self._losses: dict[Any, Forms] = {}  # by a loss of the script, what steps by it
         self._moved.append(_follow)
 
     # steps -----------------------------------------------------------------------------------
@@ -175,18 +178,40 @@ class Parallel(AsModel):
         return self._alone(stage.step(*args, **known, **scale))
 
     def _of_loss(self, loss: Any, args: Any, named: Any) -> Any:
-        """What steps by a loss: the stage itself, or a loss that shares its tensors."""
+        """What steps by a loss: the stage itself, or a program that shares its tensors.
+
+        There is one for each form of the arguments: ``model(x)`` and ``model(x, action)``.
+        """
         key = loss if loss is not None else self._differentiated(args, named)
-        if key not in self._losses:
+        forms = self._losses.setdefault(key, Forms())
+        found = forms.stepping(args, named)
+        if found is None:
             compiled = self._own_loss(key) if loss is None else loss
-            if self._stage is None:
-                self._losses[key] = self._begun(args, named, compiled)
-            else:
-                given = self._given(args, named, compiled)
-                program = self._as_now().also(given, loss=compiled)
-                self._know_batch(program)
-                self._losses[key] = self._stage.share(program)
-        return self._losses[key]
+            found = forms.refusing(self._form(args, named, compiled) if forms else None)
+        if found is None:
+            forms.check_room()
+            found = forms.add(*self._stepping(args, named, compiled))
+        return found
+
+    def _form(self, args: Any, named: Any, loss: Callable[..., Any]) -> Arguments | None:
+        """The form of a call's arguments; None of what the loss does not take."""
+        try:
+            return Given.of_call(self._whole, args, named, loss).arguments.form
+        except TraceError:
+            return None
+
+    def _stepping(self, args: Any, named: Any, loss: Callable[..., Any]) -> tuple[Any, Arguments]:
+        """What steps by a loss that has no program for these arguments, and what it takes."""
+        if self._stage is None:
+            stage = self._begun(args, named, loss)
+            return stage, self.program.arguments
+        self._stage.check_together("the first call with these arguments")
+        begun = perf_counter()
+        tell_first("partc compiles another loss of the model, or another form of its arguments")
+        program = self._as_now().also(self._given(args, named, loss), loss=loss)
+        tell_first("partc compiled it in %.1f s", perf_counter() - begun)
+        self._know_batch(program)
+        return self._stage.share(program), program.arguments
 
     def _differentiated(self, args: Any, named: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of inputs that wait for a gradient, where the script computes the loss."""

@@ -105,7 +105,7 @@ class Prepared(nn.Module):
         stage = self._trained(args, named)
         args, named = self._filled(args, named, self._how.loss)
         found = stage(*args, **named)
-        if self._how.loss is not None or isinstance(found, Tensor) or self.gives_out:
+        if self._how.loss is not None or isinstance(found, Tensor) or stage.gives_out:
             return found
         extras = {name: _without_gradient(x, name) for name, x in found[1].items()}
         return Outputs(loss=found[0], **extras)

@@ -207,10 +207,13 @@ def on_demand() -> tuple[list[str], str]:
 @pytest.mark.exhaustive
 def test_programs_are_made_when_first_needed_and_bounded(world: Processes) -> None:
     told, refused = world.run(on_demand, num=2)[0]
-    assert len(told) == 2
-    assert told[0].startswith("partc compiled a program in ")
-    assert "step in train mode of (int64[8, 5], int64[8, 5])" in told[0]
-    assert "eval_step in eval mode" in told[1]
+    begun, ended = told[::2], told[1::2]
+    assert "partc compiles a program" in begun[0]
+    assert "step in train mode of (int64[8, 5], int64[8, 5])" in begun[0]
+    assert "eval_step in eval mode" in begun[1]
+    assert [text.partition(" s ")[2] for text in ended] == [
+        f"(program {number} of at most 3 of this stage)" for number in (2, 3)
+    ]
     assert "the stage has 3 programs already" in refused
 
 

@@ -55,7 +55,7 @@ from partc.program.step.results import results_of
 from partc.program.step.script_backward import Halfway
 from partc.program.step.step_loss import evaluated
 from partc.program.step.uneven_rows import Results
-from partc.program.wanted import NO_GRAD, Mode, Wanted
+from partc.program.wanted import NO_GRAD, Mode, Wanted, other_loss
 from partc.trace.record import Kind
 from partc.trace.returns import EXTRA, gradient_of
 
@@ -76,9 +76,12 @@ class Family:
     """The programs of one loss on this rank, and the choice between them."""
 
     def __init__(
-        self, first: Member, mesh: DeviceMesh | None, choices: Choices, guard: Guard
-    ) -> None:
+        self, first: Member, mesh: DeviceMesh | None, choices: Choices, guard: Guard,
+        number: int = 0,
+    ) -> None:  # fmt: skip
+        """``number``: of a stage's losses, which all ranks number alike."""
         self.first, self.choices, self.guard = first, choices, guard
+        self._told = other_loss(number) if number else ""
         self.state, self._tensors, self._mesh = guard.state, guard.tensors, mesh
         program = first.program
         self.programs = {each.wanted: each for each in (program, *program.others)}
@@ -236,10 +239,11 @@ class Family:
 
     def _said(self, wanted: Wanted) -> Wanted:
         """What other ranks are told: a call under ``no_grad`` is no half of a step, whose other
-        half is a backward of all ranks.
+        half is a backward of all ranks; and another loss may take a batch of the same shapes.
         """
         alone = wanted.kind == "step" and self.gives_out and not torch.is_grad_enabled()
-        return replace(wanted, variant=NO_GRAD) if alone and not wanted.variant else wanted
+        told = "_".join(filter(None, (self._told, NO_GRAD if alone else "")))
+        return replace(wanted, variant=told) if told and not wanted.variant else wanted
 
     def _stepped(self, kind: Kind) -> int:
         """By which numbers optimizers have stepped, which are alike on all ranks but for those of
@@ -314,11 +318,12 @@ class Family:
         if len(self.programs) >= self.choices.most_programs:
             raise too_many(wanted, self.choices.most_programs)
         begun = perf_counter()
+        tell_first("partc compiles a program for another batch or call: %s", wanted)
         with torch.inference_mode(False):  # where scripts evaluate; the trace needs a graph
             program = recipe.program(wanted, self.first.program)
         tell_first(
-            "partc compiled a program in %.1f s: %s (%d of at most %d of this stage)",
-            perf_counter() - begun, wanted, len(self.programs) + 1, self.choices.most_programs,
+            "partc compiled it in %.1f s (program %d of at most %d of this stage)",
+            perf_counter() - begun, len(self.programs) + 1, self.choices.most_programs,
         )  # fmt: skip
         return program
 

@@ -118,7 +118,8 @@ class SeveralPrograms(nn.Module):
             if name not in self._shown:
                 raise untrained(name)
             self._shown[name].train()
-        self._families.append(Family(member, self._device_mesh, own.choices, own.guard))
+        number = len(self._families)
+        self._families.append(Family(member, self._device_mesh, own.choices, own.guard, number))
         return SharedProgram(self, self._families[-1])
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
@@ -274,6 +275,11 @@ class SharedProgram:
         """One training step by this loss, as ``Stage.step``."""
         scale = self._family.scale_in(named)
         return self._stage._stepped(self._family, inputs, named, scale)
+
+    @property
+    def gives_out(self) -> bool:
+        """Whether its steps give what the model returns, of which the script computes the loss."""
+        return self._family.gives_out
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """In train mode the loss, ready for ``.backward()``; in eval mode the model's result."""

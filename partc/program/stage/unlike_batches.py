@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from partc.program.choices import IGNORED, pad_of
-from partc.program.wanted import NO_GRAD, Wanted
+from partc.program.wanted import Wanted
 
 OF_OWN_ROWS = (
     "Where numbers of rows differ, as in a last batch, give every rank as many "
@@ -48,8 +48,13 @@ def of_other_calls(each: Sequence[Wanted]) -> str:
         )
     if differ(lambda one: one.autocast):
         return "Enter torch.autocast on all ranks, or on none, and not behind `if rank == 0`."
-    if differ(lambda one: one.variant == NO_GRAD):
+    if differ(lambda one: one.is_without_grad):
         return "Enter torch.no_grad() on all ranks, or on none."
+    if differ(lambda one: one.variant):
+        return (
+            "Make the same call on all ranks: which loss it is, and which arguments are given, "
+            "None or left out, decides what is computed."
+        )
     if differ(lambda one: [dtype for _, dtype in one.inputs]):
         return "Give the inputs the same dtypes on all ranks."
     if differ(lambda one: (one.form, [len(shape) for shape, _ in one.inputs])):
