@@ -8,12 +8,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TypeVar
 
 from torch import fx
 
 from partc.cost.bytes import packed_bytes, put_in_bytes, transfers, unpacked_bytes
+from partc.cost.gather_order import ahead, whole_bytes
 from partc.cost.roofline import call_of, dtype_of
 from partc.cost.sites import Site, Sites
 from partc.cost.step_events import (
@@ -42,6 +43,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.blocks import outermost_block
+from partc.graph.given_back import is_given_back
 from partc.graph.moves import gathers_param, kind_of, wire_of
 
 T = TypeVar("T")
@@ -84,7 +86,23 @@ def _by_method(calls: Iterable[fx.Node]) -> list[Method]:
         runs.append((block, mine))
         if block and is_backward(mine[-1]):
             backwards[block] = mine
-    return _behind_loops(runs)
+    return [*_gathered_ahead(_behind_loops(runs))]
+
+
+def _gathered_ahead(runs: list[Method]) -> Iterator[Method]:
+    """The runs with gathers outside of blocks where a program starts them.
+
+    What stands behind the wait for a script's loss is a run by itself: nothing that it gathers
+    starts before.
+    """
+    most = max(whole_bytes(calls) for _, calls in runs) if runs else 0
+    for block, calls in runs:
+        if block:
+            yield block, calls
+            continue
+        here = [*ahead(calls, most)]
+        behind = next((i for i, node in enumerate(here) if is_given_back(node)), 0)
+        yield from (("", part) for part in (here[:behind], here[behind:]) if part)
 
 
 def _behind_loops(runs: list[Method]) -> list[Method]:
@@ -243,9 +261,7 @@ class _Recorder:
 
     def _run(self, each: _Calls) -> tuple[Run, list[Site]]:
         """The run of some calls, and the site of each event: gathers first, closing last."""
-        gathers = [n for n in each.calls if self.apart and _is_start(n) and gathers_param(n)]
-        if each.label:  # a block's method starts those of one weight each first
-            gathers.sort(key=lambda n: len(tensor_args(n)) > 1)
+        gathers = _first_gathers(each) if self.apart else []
         rest = [n for n in each.calls if n not in gathers]
         parts = [[*self._events(n)] for n in (gathers, rest, self._all_of(each)[len(each.calls) :])]
         first, then, last = (tuple(event for event, _ in part) for part in parts)
@@ -281,6 +297,14 @@ class _Recorder:
     def _move(self, node: fx.Node) -> Move | None:
         """The transfer that a call starts; None where another call's transfer counts its bytes."""
         return self.joined[node] if node in self.joined else _move_of(node)
+
+
+def _first_gathers(each: _Calls) -> list[fx.Node]:
+    """The gathers that start before a run: a block's, and those with which other calls begin."""
+    if not each.label:
+        return [*takewhile(gathers_param, each.calls)]
+    gathers = filter(gathers_param, each.calls)  # a block's method starts those of one weight first
+    return sorted(gathers, key=lambda n: len(tensor_args(n)) > 1)
 
 
 def _number(table: dict[T, int], entry: T) -> int:

@@ -1,10 +1,9 @@
 """Predict the time of a step by walking its StepEvents with a ``Clock``.
 
 The clock has one stream that computes and one stream of transfers per mesh axis. The walk starts
-and awaits transfers where a program does (``codegen/bodies/step.py``): a block's parameters are
-gathered while the block before it runs, those of several blocks between two loops over blocks, and
-a block's gradient reduction is awaited after the backward of the next block. Equal blocks that the
-graph leaves out are walked as often as they run.
+and awaits transfers where a program does (``codegen/bodies/step.py``): gathers of parameters where
+``gather_places`` has them, and a block's gradient reduction after the backward of the next block.
+Equal blocks that the graph leaves out are walked as often as they run.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from partc.cost.gather_places import gather_places
 from partc.cost.record_events import record_phases
 from partc.cost.roofline import Clock, Spent
 from partc.cost.sites import NOWHERE, Site
@@ -23,7 +23,6 @@ from partc.cost.step_events import (
     Event,
     Execution,
     Move,
-    Run,
     StepEvents,
 )
 from partc.cost.storage import Replay
@@ -31,7 +30,6 @@ from partc.graph import Graph, Phase
 from partc.plan.mesh import Mesh
 
 PHASES = ("forward", "backward", "gradients")  # the last: waits for reductions after the backward
-_NOTHING = Execution("", Run((), (), False))
 _UnderWay = dict[str, tuple[Move, float]]  # a transfer's mark -> the transfer, when it ends
 
 
@@ -93,35 +91,34 @@ class _Walk:
     def __init__(self, step: StepEvents, clock: Clock) -> None:
         self.step, self.clock = step, clock
         self.under_way: _UnderWay = {}
+        self.begun = 0  # how many runs have begun their gathers
+        self.ahead: deque[_UnderWay] = deque()  # the gathers of following runs, by run
 
     def through(
         self, runs: Sequence[Execution], forward: Spent, backward: Spent, prefetch: int = 1
     ) -> list[_Reduced]:
         """Execute runs one behind the other; return what waits for gradients still under way.
 
-        Gathers of following runs are started before a run: of ``prefetch`` ones between two blocks.
+        Gathers of following runs start where ``gather_places`` has them.
         """
         reduced: list[_Reduced] = []
-        ahead: deque[_UnderWay] = deque()  # the gathers of following runs, by run
-        # an empty run in front, during which the first block's parameters are gathered
-        for number, ran in enumerate([_NOTHING, *runs]):
+        for ran, begun in zip(runs, gather_places(runs, self.step.calls, prefetch), strict=True):
             block, here, _ = ran
             closes = bool(block) and here.is_backward
             before, reduced = reduced, []
-            self.under_way |= ahead.popleft() if ahead else {}
-            between = not block and number > 1
-            begun = number + len(ahead)
-            for following in runs[begun : number + (prefetch if between else 1)]:
-                at = backward if closes else forward
-                ahead.append({e.mark: self.start(e, at, site) for e, site in following.gathers()})
+            self.gather(runs[: begun.first], backward if closes else forward)
+            self.under_way |= self.ahead.popleft()
             self.clock.block = block
             begin_s = self.clock.now
-            for event, site in ran.events():
+            for place, (event, site) in enumerate(ran.events()):
                 at = backward if event.phase in ("B", "W") else forward
+                if place == begun.place:
+                    self.gather(runs[: begun.then], at)
                 if event.code == LAST:
                     reduced.append(_Reduced(event, site, self.start(event, at, site)))
                 else:
                     self.run(event, at, site)
+            self.gather(runs[: begun.then], backward if closes else forward)
             reduced += [
                 _Reduced(event, site, self.under_way.pop(event.mark, None))
                 for event, site in ran.closing()
@@ -133,6 +130,13 @@ class _Walk:
             else:
                 reduced = [*before, *reduced]
         return reduced
+
+    def gather(self, runs: Sequence[Execution], spent: Spent) -> None:
+        """Start the gathers of those of the runs that have not begun theirs."""
+        for ran in runs[self.begun :]:
+            starts = ran.gathers()
+            self.ahead.append({e.mark: self.start(e, spent, site) for e, site in starts})
+            self.begun += 1
 
     def run(self, event: Event, spent: Spent, site: Site = NOWHERE) -> None:
         """Execute a call, a start or a wait; a wait for a transfer never started does nothing."""
