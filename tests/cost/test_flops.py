@@ -25,7 +25,7 @@ def run(graph: Graph, case: Case) -> None:
     run_graph(graph, params, dict(case.model.named_buffers()), inputs)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llama", "t5", "resnet", "deepseek_v3"])
 def test_as_torch_counts(name: str) -> None:
     case = MODELS[name]()

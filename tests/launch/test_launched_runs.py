@@ -168,6 +168,7 @@ def compare(found: Mapping[int, float], expected: Mapping[int, float]) -> None:
     assert {n: (found[n], e) for n, e in expected.items() if abs(found[n] - e) > most} == {}
 
 
+@pytest.mark.exhaustive
 def test_a_node_says_why_it_cannot_begin(folder: Path) -> None:
     (folder / "train.py").unlink()
     blocked = folder / "checkpoints"

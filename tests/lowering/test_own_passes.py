@@ -116,6 +116,7 @@ def test_it_is_listed_runs_and_may_be_left_out(package: Package) -> None:
     assert "mul.Tensor(" in dumped.read_text()
 
 
+@pytest.mark.exhaustive
 def test_passes_behind_one_pass_run_as_they_were_registered(package: Package) -> None:
     last = NOTE.format(name="last").replace("insert_collectives", "first")
     package.made_of(last, NOTE.format(name="first"), NOTE.format(name="second"))

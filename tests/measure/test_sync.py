@@ -34,6 +34,7 @@ def test_every_scheme_that_partc_knows_is_a_variant() -> None:
     assert parsed(["--mbit", "50"]).variants == list(variants())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("names", "islands"),

@@ -39,6 +39,7 @@ def test_the_picture_in_the_docs(program: partc.Program, request: pytest.Fixture
     assert ElementTree.fromstring(made).tag.endswith("svg")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("of", ["memory", "mesh"])
 def test_other_pictures_in_the_docs(
     of: str, program: partc.Program, request: pytest.FixtureRequest

@@ -250,6 +250,7 @@ def test_called_later(later):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_test_that_takes_the_fixture_and_never_calls_it_fails(tmp_path: Path) -> None:
     write(tmp_path, "conftest.py", FILES["conftest.py"])
     write(tmp_path, "test_uncalled.py", UNCALLED)

@@ -42,6 +42,7 @@ def test_recomputing_less_is_faster_and_holds_more() -> None:
     assert slow.own_bytes < fast.own_bytes < kept.own_bytes
 
 
+@pytest.mark.exhaustive
 def test_a_compiler_that_fuses_saves_time() -> None:
     eager = replace(
         row("torchtitan 8B on 8"), dims=replace(row("torchtitan 8B on 8").dims, layers=6)
