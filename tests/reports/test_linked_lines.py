@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
 from partc.cost.roofline import COMPUTE, Box
 from partc.cost.sites import NOWHERE, Site
 from partc.dryrun.program_trace import CALL, START, Done, ProgramTrace
@@ -80,6 +85,50 @@ def test_transfers_in_another_order_have_their_lines() -> None:
     linked = linked_step(boxes, [], ProgramTrace(tuple(done), 0, 0, (), {"dp": 2}))
     assert [bar.line for bar in linked.bars] == [5, 7, 3]
     assert not linked.orders_agree
+
+
+class Hourglass(nn.Module):
+    """Weights stand before, between and behind two lists of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle = nn.Embedding(32, 64), nn.Linear(64, 64)
+        self.downs, self.ups = (
+            nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))
+            for _ in range(2)
+        )
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for down in self.downs:
+            x = x + down(x)
+        x = self.middle(x)
+        for up in self.ups:
+            x = x + up(x)
+        found: Tensor = self.head(self.norm(x))
+        return found.logsumexp(-1).mean()
+
+
+def hourglass() -> Program:
+    return partc.compile(Hourglass(), "dp=2", torch.zeros(8, 4, dtype=torch.long), plan="fsdp")
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize(
+    "make",
+    [
+        hourglass,
+        lambda: other_programs()["distilbert dp=2 fsdp"](),
+        lambda: other_programs()["opt dp=4 fsdp"](),
+        lambda: other_programs()["gpt2 dp=2 zero1"](),
+    ],
+    ids=["hourglass", "distilbert", "opt", "gpt2"],
+)
+def test_gathers_between_loops_are_predicted_where_lines_start_them(
+    make: Callable[[], Program],
+) -> None:
+    assert timeline_of(make(), "gathers").orders_agree
 
 
 @pytest.mark.exhaustive
