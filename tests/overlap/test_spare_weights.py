@@ -83,7 +83,8 @@ def test_the_first_layer_gathers_nothing_in_its_backward(kind: str, layout: str)
     mesh, options = LAYOUTS[layout]
     program, (model, batch) = compiled(kind, mesh, "fsdp", **options)
     source = program.source(rank=0)
-    assert "empty((" in call(source, FIRST[kind][2])
+    assert "empty" in call(source, FIRST[kind][2])  # there, or before the first microbatch
+    assert "empty((" in source
     starts = re.findall(r"gather_weights\([^)]*self\.first_weight", source)
     assert len(starts) == 1, source  # in the forward
     partc.verify(program, model, batch, loss=loss_of, timeout=patience()).check()

@@ -90,7 +90,8 @@ def test_an_agent_acts_and_learns(mesh: str, plan: str, world: Processes) -> Non
 def loss_of(model: nn.Module, x: Tensor, target: Tensor | None = None) -> Tensor:
     _, chosen, value = model(x)
     wanted = chosen.detach() if target is None else target
-    return F.mse_loss(value, wanted) - chosen.mean()
+    found: Tensor = F.mse_loss(value, wanted) - chosen.mean()
+    return found
 
 
 @one_rank()
@@ -102,7 +103,8 @@ def test_a_loss_is_called_with_and_without_an_argument() -> None:
     for form in ((x,), (x, target), (x, None)):
         assert torch.allclose(model.step(*form), loss_of(reference, *form), atol=1e-6)
         loss_of(reference, *form).backward()
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+    pairs: Any = zip(model.named_parameters(), reference.parameters(), strict=True)
+    for (name, ours), theirs in pairs:
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-6), name
 
 
