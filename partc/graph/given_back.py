@@ -42,14 +42,16 @@ def given_out(graph: Graph) -> dict[str, fx.Node]:
 
 
 def hold_back(graph: Graph) -> Graph:
-    """Let a step wait for the script once the new values of buffers are there.
+    """Let a step wait for the script once the new values of buffers are there, and all results.
 
-    They are written before, since other steps may run meanwhile. ``before`` of the op names them.
+    Buffers are written before, since other steps may run meanwhile; results without a gradient,
+    such as the classes of a detector, are given out with the others. ``before`` of the op names
+    them.
     """
     for node in filter(is_given_back, graph.calls()):
-        new = dict.fromkeys(graph.outputs.buffers.values())
-        behind = _behind(node)
-        before = [x for x in new if x.op != "placeholder" and x not in behind]
+        new = dict.fromkeys([*graph.outputs.buffers.values(), *given_out(graph).values()])
+        behind, there = _behind(node), node.args[0]
+        before = [x for x in new if x.op != "placeholder" and x not in (*behind, *there)]
         needed = _needed(before)
         for each in [n for n in graph.calls() if n in needed and n > node]:
             node.prepend(each)
@@ -60,7 +62,8 @@ def hold_back(graph: Graph) -> Graph:
 def written_before(graph: Graph) -> list[fx.Node]:
     """The new values of buffers that a step writes before it waits for the script."""
     waiting: list[Any] = [node for node in graph.calls() if is_given_back(node)]
-    return [x for node in waiting for x in node.args[1]]
+    buffers = {*graph.outputs.buffers.values()}
+    return [x for node in waiting for x in node.args[1] if x in buffers]
 
 
 def start_behind(graph: Graph) -> Graph:

@@ -314,6 +314,30 @@ def test_gradients_of_inputs_are_verified() -> None:
     assert any('return {"d_input": ' in text for text in program.sources.values())
 
 
+class Judge(nn.Module):
+    """Gives back what it is given, and classes of a rank's rows, beside a result that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = self.layer(x).log_softmax(-1)
+        return action, scores.argmax(-1) + action, scores.gather(-1, action[:, None])
+
+
+@pytest.mark.parametrize("batch", ["global", "local"])
+@pytest.mark.parametrize(("mesh", "plan"), LAYOUTS[:3])
+def test_results_without_a_gradient_are_given_out_with_the_others(
+    mesh: str, plan: str, batch: str
+) -> None:
+    """Of the whole batch they are gathered, before the step waits for the script."""
+    model, given = Judge(), (torch.randn(ROWS, 12), torch.randint(5, (ROWS,)))
+    loss = partc.ScriptLoss(model)
+    program = partc.compile(model, mesh, given, loss=loss, plan=plan, batch=batch)
+    partc.verify(program, model, given, loss=loss).check()
+
+
 @one_rank()
 def test_an_input_that_was_compiled_without_a_gradient_is_refused() -> None:
     model = dropped(0.0)
