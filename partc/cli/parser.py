@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn
 
 from partc.errors import visible
@@ -35,6 +36,7 @@ class Parser(argparse.ArgumentParser):
                 self._tell_of_dashes(args, line[0], unknown[0])
             self._tell_of_value(unknown[0])
             self._tell_of_list(unknown[0])
+            self._tell_of_folder(unknown[0])
             self.error(f"there is no option or argument {unknown[0]!r}")
         return found, unknown
 
@@ -98,6 +100,14 @@ class Parser(argparse.ArgumentParser):
             rest = takewhile(lambda each: not each.startswith("-"), self.given[at - 1 :])
             said = f"{option} takes its names in one word, and {word!r} is another"
             self.refuse(f"{said}. Write {option} {','.join(rest)}.")
+
+    def _tell_of_folder(self, word: str) -> None:
+        """End where a folder stands behind that of the one program that a command takes."""
+        if not word.startswith("-") and Path(word).is_dir():
+            self.refuse(
+                f"it takes one program, and {word!r} is another folder. Two programs are compared "
+                "by `partc diff ONE OTHER`, several by `partc compare FOLDER ...`."
+            )
 
     def _is_strange(self, word: str) -> bool:
         """Whether a word is an option that the command has not, nor any that begins so."""

@@ -76,5 +76,6 @@ def _check_one(args: argparse.Namespace) -> None:
         raise UsageError(
             where="partc replan", what="there is neither --devices nor --mesh"
             if args.devices is None else "--devices and --mesh are both given",
-            why="one of them says for how many ranks it compiles", do="Write --devices 3.",
+            why="one of them says for how many ranks it compiles",
+            do=f"Write --devices {args.devices or 3}, or --mesh {args.mesh or 'dp=3'}.",
         )  # fmt: skip

@@ -50,8 +50,8 @@ def hold_back(graph: Graph) -> Graph:
     """
     for node in filter(is_given_back, graph.calls()):
         new = dict.fromkeys([*graph.outputs.buffers.values(), *given_out(graph).values()])
-        behind, there = _behind(node), node.args[0]
-        before = [x for x in new if x.op != "placeholder" and x not in (*behind, *there)]
+        there = {*_behind(node), *node.all_input_nodes}
+        before = [x for x in new if x.op != "placeholder" and x not in there]
         needed = _needed(before)
         for each in [n for n in graph.calls() if n in needed and n > node]:
             node.prepend(each)

@@ -60,6 +60,11 @@ def _check_no_plan(table: Mapping[str, Any], where: str) -> None:
     if not word:
         return
     axes = table.get("mesh")
+    if word == "mesh" and {*table} <= {"mesh", "axes", "machine", *TOPOLOGY_KEYS}:
+        raise refusal(
+            where, "[mesh] is no table of a mesh.toml", "axes stand under [axes] there, and under "
+            "[mesh] in a plan.toml", "Write [axes] in the place of [mesh].",
+        )  # fmt: skip
     sizes = axes.items() if isinstance(axes, Mapping) and axes else [("dp", 2)]
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes)
     raise refusal(

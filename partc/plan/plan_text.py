@@ -30,6 +30,12 @@ PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out
 OF_MESH = ("axes", "machine", "devices", "levels", "dp", "tp", "pp")  # keys of a mesh.toml alone
 
 
+def _plain_quotes(text: str) -> str:
+    """What to do about typographic quotation marks, which look much like those of TOML."""
+    odd = next((each for each in "\u201c\u201d\u201e\u2018\u2019" if each in text), "")
+    return f"Write plain quotation marks, \" or ', in the place of {odd}." if odd else ""
+
+
 def read_fields(text: str, where: str) -> dict[str, Any]:
     """The arguments of ``Plan`` that a plan's text gives; keys that are missing are left out.
 
@@ -44,8 +50,8 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
         from partc.plan.ports.given import no_json  # which reads plans itself
 
         raise no_json(text, where) or plan_error(
-            where, "this is not TOML", str(error)
-        ) from None  # fmt: skip
+            where, "this is not TOML", str(error), _plain_quotes(text)
+        ) from None
     unknown = sorted(set(table) - FIELDS)  # misspelt: the search would decide instead
     if unknown and unknown[0] in RENAMED:
         old, new = unknown[0], RENAMED[unknown[0]]

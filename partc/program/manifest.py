@@ -245,7 +245,9 @@ def _instead(folder: Path) -> str:
                 "Name the folder of a program; weights are for a stage: "
                 "stage.load_full(torch.load(path, weights_only=True)), or the path of safetensors."
             )
-        return f"Name the folder, not a file in it: {folder.parent}."
+        if (folder.parent / NAME).is_file():
+            return f"Name the folder, not a file in it: {folder.parent}."
+        return "Name the folder that program.save(), or `partc compile --out`, wrote."
     if checkpoints := if_checkpoints(folder):
         return checkpoints
     if next(folder.glob("*.safetensors"), None) or next(folder.glob("stage*.py"), None):

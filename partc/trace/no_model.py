@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import Tensor, device, dtype, jit, nn
 from torch.distributed.tensor import DTensor
 from torch.jit._trace import TopLevelTracedModule
@@ -37,6 +38,13 @@ def check_model(model: Any, where: str = "compile") -> None:
         )
     if isinstance(model, TopLevelTracedModule):  # one straight line of torch's own calls
         return
+    if torch.get_default_device().type == "meta":
+        raise TraceError(
+            where=where, what="torch's default device is meta",
+            why="what the model makes in its forward, and partc beside it, would have no values",
+            do='Make the model alone on it, with torch.device("meta"): model = ...; and end it '
+            "before: torch.set_default_device(None).",
+        )  # fmt: skip
     if "_modules" not in vars(model):
         raise TraceError(
             where=where, what=f"{what} without parameters and modules",

@@ -13,7 +13,7 @@ from partc.lowering import partition
 from partc.metrics import Meter
 from partc.verification.report import Report
 from partc.wrong_calls import known_arguments
-from tests.mistakes.things import Mistake, Net, batch_of, check, loss_of, program
+from tests.mistakes.things import Mistake, Net, batch_of, check, compiled, loss_of, program
 
 anything: Any = partc  # to a type checker these are no mistakes
 
@@ -51,9 +51,15 @@ MISTAKES: dict[str, Mistake] = {
         program(), Net(), batch_of(), loss_of).check("1e-9"), ("'1e-9'", "Give a number")),
     "a batch without values": (lambda: verified(
         inputs=tuple(x.to("meta") for x in batch_of())), ("input 0", "meta", "random ones")),
+    "a default device": (lambda: on_meta(), ("default device is meta", "set_default_device(None)")),
     "weights without values": (
         lambda: verified(model=meta()), ("Net.down.bias", "meta", "random ones")),
 }  # fmt: skip
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return compiled()
 
 
 def meta() -> nn.Module:

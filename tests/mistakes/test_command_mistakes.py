@@ -27,6 +27,12 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "an option": ((*COMPILE, "--plann", "ddp"), ("'--plann'", "Did you mean '--plan'")),
     "run": (("run", "BUILD"), ("'run'", "torchrun --nproc-per-node 2 FOLDER/run.py")),
     "bytes": ((*COMPILE, "--memory-bytes", "80GB"), ("'80GB'", "Write 80000000000")),
+    "a second program": (("report", "BUILD", "."), ("takes one program", "partc diff ONE OTHER")),
+    "two ways": (
+        ("replan", "BUILD", "--devices", "2", "--mesh", "dp=4", "--out", "OUT"),
+        ("Write --devices 2, or --mesh dp=4.",),
+    ),
+    "a file of no program": (("diff", "BUILD", __file__), ("that program.save(), or",)),
     "json": (("check", "BUILD", "--jsno"), ("'--jsno'", "Did you mean '--json'")),
     "no mesh": (COMPILE[:2], ("--mesh", "partc compile --help")),
     "a number": ((*COMPILE, "--microbatches", "two"), ("'two' is no whole number",)),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import partc
 from tests.mistakes.things import Mistake, check, compiled, program
@@ -40,6 +41,8 @@ MISTAKES: dict[str, Mistake] = {
                  "plan='preset = \"fsdp\"'"),
     "a dict": plan({"preset": "fsdp", "microbatches": 2}, "plan is a dict",
                    "'preset = \"fsdp\"\\nmicrobatches = 2'"),
+    "a plan of torch's": plan({"up": ColwiseParallel()}, "parallelize_plan", 'plan="megatron"'),
+    "other quotation marks": plan("preset = \u201cfsdp\u201d", "plain quotation marks"),
     "a dict of tables": plan({"params": {"up.weight": {"dp": 0}}}, "Write these keys as TOML"),
     "misspelt keys": plan({"presett": "fsdp"}, "presett: Did you mean 'preset'", "as TOML"),
     "other keys": plan({"a": 1}, "a plan is TOML", 'partc.Plan(preset="fsdp"'),
@@ -90,6 +93,12 @@ def test_a_number_says_its_range(name: str) -> None:
     given, words = NUMBERS[name]
     make: Callable[[], Any] = lambda: partc.Plan.parse(f"{name} = {json.dumps(given)}")  # noqa: E731
     check((make, (name.partition(".")[0], words)))
+
+
+def test_axes_under_mesh_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text("[mesh]\ndp = 2\n")
+    check((lambda: compiled(mesh=path), ("[mesh] is no table of a mesh.toml", "Write [axes]")))
 
 
 def test_a_plan_file_of_json_is_told(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_who_differs_is_named(world: Processes, plan: str, how: str) -> None:
         if not how:
             assert said == "alike"
             continue
-        whats = {"nesterov": "hyperparameter", "never": "number of steps"}
+        whats = {"nesterov": "hyperparameter, or class,", "never": "number of steps"}
         what = whats.get(how, "learning rate")
         assert f"step: rank 1: another {what} of the optimizer than rank 0 (" in said
         assert "Make the optimizer alike on all ranks" in said

@@ -24,6 +24,13 @@ MOST = 4  # keys that are named
 
 def no_dict(given: Mapping[Any, Any]) -> PlanError:
     """The refusal of a dict that stands for a plan."""
+    if any(hasattr(each, "_apply") and hasattr(each, "src_data_rank") for each in given.values()):
+        return PlanError(
+            where="compile", what="plan is a parallelize_plan of torch's tensor parallelism",
+            why=f"{_WHY}; along tp partc knows itself which weights are cut by columns or rows",
+            do='Write plan="megatron", with tp in the mesh; a weight of your own choice is a line '
+            'of the plan: [params] "0.weight" = { tp = 0 }.',
+        )  # fmt: skip
     return _refusal("compile", "plan is a dict", given)
 
 

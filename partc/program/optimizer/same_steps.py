@@ -25,7 +25,7 @@ from partc.program.optimizer.beside import ALONE, TOGETHER, Beside, is_of_stage
 from partc.program.optimizer.same_optimizer import HOW, plain_values
 from partc.program.tensors.own_writes import OWN_WRITES
 
-NAMES = ("learning rate of the optimizer", "hyperparameter of the optimizer")
+NAMES = ("learning rate of the optimizer", "hyperparameter, or class, of the optimizer")
 STEPS = "number of steps of the optimizer"  # where ranks have none
 # Optimizers that have stepped since they were last compared, and how gradients were then, by the
 # id of the parameter.
