@@ -125,7 +125,7 @@ def stepped(plan: str, how: str) -> str:
 def test_another_rate_of_an_optimizer_by_hand(world: Processes, how: str) -> None:
     for said in world.run(stepped, "fsdp", how, num=2):
         assert "step: rank 1: another factor of writes to sharded parameters" in said
-        assert "(a learning rate) than rank 0" in said
+        assert "(a learning rate, a norm to clip to) than rank 0" in said
         assert "takes the same lr on all ranks" in said
 
 

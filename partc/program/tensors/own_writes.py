@@ -19,7 +19,9 @@ from partc.program.tensors.op_facts import Op
 
 OF_COPIES = "number of writes to parameters or gradients"
 OF_PIECES = "number of writes to sharded parameters or their gradients"
-OF_FACTORS = "factor of writes to sharded parameters or their gradients (a learning rate)"
+OF_FACTORS = (
+    "factor of writes to sharded parameters or their gradients (a learning rate, a norm to clip to)"
+)
 NAMES = (OF_PIECES, "number of calls of optimizer.load_state_dict", OF_COPIES, OF_FACTORS)
 MOST = 2**62
 
