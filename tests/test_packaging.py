@@ -209,6 +209,7 @@ def test_wheel_compiles_saves_loads_and_verifies(python: Path, wheel: Path, tmp_
     assert (tmp_path / "build" / "run.py").exists()
 
 
+@pytest.mark.exhaustive
 def test_wheel_has_the_command(python: Path, tmp_path: Path) -> None:
     told = ran([str(python.with_name("partc")), "explain", "PTC030"], tmp_path)
     assert told.stdout.startswith("PTC030: sharding")

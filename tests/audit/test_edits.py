@@ -101,6 +101,7 @@ def test_comments_docstrings_and_what_runs_can_judge_are_free(kind: str) -> None
     check_fixed(edited(whole, "return loss\n", "loss = loss * 1\n        return loss\n"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "old", "new", "said"),
     [
@@ -163,6 +164,7 @@ class Normed(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.exhaustive
 def test_the_true_reason_for_no_numbers_is_given(tmp_path: Path) -> None:
     with_pieces = partc.compile(Normed(), "dp=2", (torch.randn(8, 4),), plan="ddp", microbatches=2)
     with_pieces.save(tmp_path)

@@ -197,6 +197,7 @@ def test_short_stacks_stay_whole() -> None:
     assert folds(Tower(depth=4)) == ()
 
 
+@pytest.mark.exhaustive
 def test_pins_tell_blocks_apart() -> None:
     model, x = Tower(), torch.randn(4, 8)
     plan = 'preset = "ddp"\n[params]\n"blocks.4.0.weight" = { dp = 0 }\n[gather]\ndp = "use"\n'

@@ -155,7 +155,7 @@ def test_compiled_graph_passes() -> None:
     check(copy_of(compiled()))
 
 
-@pytest.mark.rows(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mistake", [m for m in STATIC if m != "gradient of another parameter"])
 def test_mistakes_in_a_compiled_graph(mistake: str) -> None:
     """One mistake of each kind, in the middle of the step."""

@@ -372,6 +372,7 @@ def test_modules_of_partc_are_there_when_asked_for() -> None:
     assert done.stdout.split() == ["Meter", "False"]
 
 
+@pytest.mark.exhaustive
 def test_a_configuration_becomes_a_small_model_without_values() -> None:
     target = find_model("hf:llama", Sizes(batch=2, seq=8, layers=1))
     assert all(param.is_meta for param in target.model.parameters())

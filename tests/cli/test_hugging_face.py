@@ -54,6 +54,7 @@ def test_pictures_beside_text(tmp_path: Path) -> None:
     assert [*target.for_inference().inputs] == [*shapes]
 
 
+@pytest.mark.exhaustive
 def test_a_type_without_a_loss_is_told(tmp_path: Path) -> None:
     part = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "patch_size": 4}
     target = find_model(saved(tmp_path, "clip_vision_model", **part, image_size=8), SMALL)
@@ -101,6 +102,7 @@ def test_what_python_draws_is_set_to_0_and_told() -> None:
     assert _settle(config) == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "what"),
     [

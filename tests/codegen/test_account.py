@@ -52,7 +52,7 @@ def test_a_step_of_one_stage(mesh: str, preset: str, backend: Literal["gloo", "n
     assert_agrees(Noted(step(), mesh, plan=plan))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=2", "ddp"), ("pp=2,dp=2", "fsdp")])
 def test_pipelines(mesh: str, preset: str, schedule: str) -> None:

@@ -73,7 +73,7 @@ def test_cut_statistics_are_gathered_before_they_are_written() -> None:
     assert "running_mean.copy_(" in text
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan", "options"),
     [

@@ -212,6 +212,7 @@ def test_calls_that_make_no_loop(name: str, layout: str) -> None:
     partc.verify(program, model, batch(STEPS), loss=loss_of).check(1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_calls_the_model_twice() -> None:
     def both(model: nn.Module, ids: Tensor) -> Tensor:
         apart: Tensor = model(ids) - model(ids.flip(1)).detach()

@@ -31,6 +31,7 @@ def test_no_line_waits_for_what_the_line_before_starts() -> None:
         assert started is None or not following.strip().startswith(f"{started[1]}.wait()"), line
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("call", ["all_gather", "reduce_scatter"])
 def test_one_call_starts_and_waits(call: str) -> None:
     """Its comment says that it is exposed, and no handle is kept, so that none is dropped."""

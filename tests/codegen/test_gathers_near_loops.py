@@ -82,6 +82,7 @@ def test_a_gather_starts_where_a_block_of_work_is_left(sources: dict[str, str]) 
     assert "early" not in between[at]
 
 
+@pytest.mark.exhaustive
 def test_a_comment_says_why_a_gather_is_early(sources: dict[str, str]) -> None:
     between = lines_before(sources["small"], "first_saved.append", "in zip(self.second")
     at = next(i for i, line in enumerate(between) if "self.second[0].gather()" in line)

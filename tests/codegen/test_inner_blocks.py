@@ -48,6 +48,7 @@ def test_blocks_of_two_lists_share_a_class() -> None:
     assert "reduced.finish()" in waits[1]
 
 
+@pytest.mark.exhaustive
 def test_blocks_inside_and_outside_of_others_share_a_class() -> None:
     source = checked("resnet", "dp=2", "ddp")
     assert source.count("\nclass BatchNorm2d(") == 1

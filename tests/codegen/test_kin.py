@@ -89,6 +89,7 @@ def instances(source: str) -> list[str]:
     return re.findall(rf"self\.(\w+) = {found[1]}\(", source)
 
 
+@pytest.mark.exhaustive
 def test_modules_of_several_sizes_share_a_class() -> None:
     assert instances(checked(Net())) == NAMES
 

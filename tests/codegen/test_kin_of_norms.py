@@ -68,7 +68,7 @@ def loss_of(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_norms_share_a_class_whatever_is_in_their_buckets(plan: str) -> None:
     model = Network()

@@ -29,7 +29,7 @@ def lines(mesh: str, plan: str) -> dict[str, int]:
     return {name: len(text.splitlines()) for name, text in program.sources.items()}
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan", "limit"),
     [("tp=8", "megatron", 280), ("dp=8,tp=8", "fsdp+megatron", 340)],

@@ -70,6 +70,7 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
     return torch.as_tensor(model(x).square().mean())
 
 
+@pytest.mark.exhaustive
 def test_blocks_are_looked_for_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once more for each of the blocks that cannot be a loop; there are dozens of them."""
     looked, look = list[int](), blocks._loops

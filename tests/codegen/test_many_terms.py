@@ -37,7 +37,7 @@ def short_stack() -> Iterator[None]:
     sys.setrecursionlimit(before)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["sum", "stack"])
 @pytest.mark.usefixtures("short_stack")
 def test_each_term_takes_no_room_of_the_stack(way: str) -> None:

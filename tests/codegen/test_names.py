@@ -102,6 +102,7 @@ def test_a_product_is_called_as_its_weight() -> None:
     assert {f"{name}_weight" for name in products} == {*products.values()}
 
 
+@pytest.mark.exhaustive
 def test_what_functions_of_the_model_call_their_values_names_no_value_of_its_callers() -> None:
     """Both calls of ``rotate_half`` are named after what is rotated, not after ``x1`` in it."""
     source = compiled("llama", "fsdp+sp").source()

@@ -88,7 +88,7 @@ class Gained(nn.Module):
         return y
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
 def test_names_of_a_stage_may_be_those_of_a_model(kind: str) -> None:
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ def free_names(layout: str) -> list[str]:
     return sorted(name for name in {*own_names(plain)} if not hasattr(Net([], []), name))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("layout", "as_gains"),
     [

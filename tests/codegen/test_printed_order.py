@@ -52,7 +52,7 @@ def test_what_is_printed_is_what_was_checked() -> None:
     check_printed(*printed())
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", WRONG)
 def test_another_order_is_refused(how: str) -> None:
     checked, items = printed()

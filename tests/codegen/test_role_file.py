@@ -54,6 +54,7 @@ def test_all_roles_share_one_file_that_has_what_they_import() -> None:
     assert taken[0] != taken[1]  # a role imports what it calls alone
 
 
+@pytest.mark.exhaustive
 def test_the_file_has_nothing_that_no_role_calls() -> None:
     """Each function is imported by a role, or called by another one of the file."""
     text = pipeline().sources[NAME]

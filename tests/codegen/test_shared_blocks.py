@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +59,7 @@ def classes(program: partc.Program) -> list[str]:
     return [text.partition('."""')[0] for text in texts]
 
 
+@pytest.mark.exhaustive
 def test_blocks_of_two_lists() -> None:
     model = Net()
     program = partc.compile(model, "dp=2", (X,), loss=loss_of, plan="fsdp")
@@ -67,6 +69,7 @@ def test_blocks_of_two_lists() -> None:
     partc.verify(program, model, (X,), loss=loss_of).check()
 
 
+@pytest.mark.exhaustive
 def test_stages_of_one_rank_have_the_functions_that_either_needs() -> None:
     model = Net()
     program = partc.compile(

@@ -60,7 +60,7 @@ def test_a_list_may_have_a_name_of_a_pipelines_programs(name: str) -> None:
     check(Net(name), "pp=2", {"plan": "ddp", "microbatches": 2})
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num", [2, 5])
 def test_a_list_that_runs_twice_behind_another_layer(num: int) -> None:
     class Twice(nn.Module):

@@ -28,7 +28,7 @@ def test_names_dels_and_functions_count(golden: Callable[..., None]) -> None:
     golden("\n".join(f"{h.num_bytes:6} B  {h}" for h in ran.holders))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "mesh", "plan"),
     [

@@ -53,6 +53,7 @@ def peaks_here(folder: Path, inputs: tuple[Tensor, ...], rest_s: float) -> list[
     return [peak_bytes(changes) for changes in seen if sum(changes) == 0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "mesh", "plan"),
     [
@@ -73,7 +74,7 @@ def test_peak_of_ranks(world: Processes, name: str, mesh: str, plan: str, tmp_pa
         assert predicted == pytest.approx(min(peaks), rel=TOLERANCE)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_peak_of_pipeline_ranks(world: Processes, schedule: str, tmp_path: Path) -> None:
     from partc.api import compile as compile_program

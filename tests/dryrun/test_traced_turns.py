@@ -13,6 +13,7 @@ from partc.dryrun.program_trace import Done, ProgramTrace, program_trace
 from tests.reports.report_programs import Net, loss_of
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan", "schedule"),
     [("pp=2,dp=2", "fsdp", "1f1b"), ("pp=2,tp=2", "megatron", "interleaved-1f1b"),

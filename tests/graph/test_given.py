@@ -58,7 +58,7 @@ def masked_step() -> partc.Traced:
     return partc.Traced(mistral(), (torch.randint(24, (8, 16)),), own_loss)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "plan", "microbatches"),
     [("dp=2", "ddp", 1), ("dp=2,tp=2", "fsdp+megatron-sp", 1), ("dp=2", "fsdp", 2)],

@@ -171,6 +171,7 @@ def test_a_loss_that_is_no_number_is_shown_and_stops_nothing(tmp_path: Path) -> 
     assert curve([1.0, float("nan"), 2.0], 3) == " !#"
 
 
+@pytest.mark.exhaustive
 def test_the_page_fetches_nothing_and_runs_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "<b>"
     write(folder, 0)

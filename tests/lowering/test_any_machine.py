@@ -112,7 +112,7 @@ def decided(program: Program, keys: tuple[str, ...]) -> list[object]:
     return [getattr(plan, key) for key in keys]
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_decides_for_all_machines(name: str) -> None:
     case, at = CASES[name], [*CASES].index(name)

@@ -41,7 +41,7 @@ def compiled(folder: Path, mesh: str, plan: str) -> list[str]:
     return seen
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
 def test_one_rank_compiles_and_the_others_read(
     world: Processes, tmp_path: Path, mesh: str, plan: str

@@ -36,6 +36,7 @@ if dist.get_rank() == 0:
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(network.missing()), reason=f"no {network.missing()}")
 def test_links_change_while_commands_run(tmp_path: Path) -> None:
     with Network(2, Link(1000.0)) as hosts:

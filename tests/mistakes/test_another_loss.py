@@ -72,6 +72,7 @@ def test_another_loss_is_refused(saved: Path, loss: Any, what: str) -> None:
         given(saved, loss)
 
 
+@pytest.mark.exhaustive
 def test_the_same_loss_in_other_words_is_taken(saved: Path) -> None:
     def other(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         loss: Tensor = nn.CrossEntropyLoss(label_smoothing=0.1)(net(x), y)

@@ -180,6 +180,7 @@ def test_verify_refuses_islands_that_meet_otherwise(old: str, new: str) -> None:
         report.check()
 
 
+@pytest.mark.exhaustive
 def test_verify_finds_them_right() -> None:
     report = verify(compiled("island=2", OUTER), model(), (X,), loss=loss).check()
     assert {"meeting of islands", "gradient of islands"} <= set(report.kinds())

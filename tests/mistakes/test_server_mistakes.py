@@ -135,7 +135,7 @@ def test_check_refuses_every_edit() -> None:
             audit(everywhere(program, old, new))
 
 
-@pytest.mark.rows(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -67,7 +67,7 @@ def test_of_pieces(world: Processes, name: str) -> None:
         assert "none alone, behind `if rank == 0`" in said
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WRITES)
 def test_of_copies(world: Processes, name: str) -> None:
     for said in world.run(trained, "ddp", name, num=2):

@@ -45,6 +45,7 @@ def test_a_program_sends_messages_where_copies_count() -> None:
     assert SENDS not in helpers_of(quick.sources)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("machine", ["dgx-h100", "cpu"])
 def test_it_is_gloo_that_copies(machine: str) -> None:
     assert (SENDS in helpers_of(compiled(on(machine)).sources)) == (machine == "cpu")

@@ -51,7 +51,7 @@ def seconds(program: Program) -> float:
     return found
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_parts_where_they_end_the_step_earlier(plan: str) -> None:
     """Not where a bucket takes no time, nor where the network is never done with the one before."""

@@ -33,7 +33,7 @@ def in_levels(program: Program) -> bool:
     return any(each["kind"] == "all_gather" for each in program.cost.as_json()["traffic"])
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("inside", "across", "inner", "outer"),
     [(FAST, SLOW, "dp_shard", "dp_replicate"), (SLOW, FAST, "dp_replicate", "dp_shard")],
@@ -54,6 +54,7 @@ def test_the_slow_axis_carries_half(inside: float, across: float, inner: str, ou
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
+@pytest.mark.exhaustive
 def test_beside_tensor_parallelism() -> None:
     """A gradient that tp cuts by rows is cut further."""
     case = llama()
@@ -70,7 +71,7 @@ def test_small_sums_stay_as_they_are() -> None:
     assert not in_levels(program)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", ["dp_replicate=2,dp_shard=2", "pp=2,dp_replicate=2,dp_shard=2"])
 def test_what_microbatches_add_up(axes: str) -> None:
     """Once per step, in stages and without; the tied embedding is one of two of them."""

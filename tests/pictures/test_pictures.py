@@ -75,6 +75,7 @@ def test_pictures_of_a_pipeline(of: str) -> None:
     check_inside(picture(pipeline(), of).svg)
 
 
+@pytest.mark.exhaustive
 def test_the_peak_in_the_picture_is_that_of_the_cost() -> None:
     program = compiled("megatron")
     peak, holders = peak_memory(program.cost.as_json())
@@ -83,6 +84,7 @@ def test_the_peak_in_the_picture_is_that_of_the_cost() -> None:
     assert amount(holders[0][1], "B") in svg
 
 
+@pytest.mark.exhaustive
 def test_a_pipelines_bars_are_those_of_its_time_line() -> None:
     """Every action and message is drawn; red is as long as ranks wait for messages."""
     line = pipeline_timeline(pipeline())

@@ -223,6 +223,7 @@ def same_pieces(of: Program) -> list[str]:
     return [str(each.message) for each in seen if "DistributedSampler" in str(each.message)]
 
 
+@pytest.mark.exhaustive
 def test_a_missing_sampler_is_named(world: Processes) -> None:
     for said in world.run(same_pieces, program("fsdp+tp", "local")):
         assert len(said) == 1

@@ -170,6 +170,7 @@ def data_refused(path: Path) -> None:
     assert copy.deepcopy(one).follower is None  # type: ignore[attr-defined]
 
 
+@pytest.mark.exhaustive
 def test_memory_of_two_parameters_is_refused(world: Processes, programs: list[Path]) -> None:
     world.run(data_refused, programs[0], num=2)
 
@@ -339,7 +340,7 @@ def gone_on(path: Path, model: nn.Module, state: dict[str, Any], batch: tuple[Te
         torch.testing.assert_close(whole(ours_), theirs_.detach())
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_states_of_one_process_load_by_position(
     world: Processes, tmp_path: Path, plan: str

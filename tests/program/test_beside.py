@@ -96,5 +96,6 @@ def alike() -> None:
             torch.testing.assert_close(trained(model, slice(None), alone=alone), expected)
 
 
+@pytest.mark.exhaustive
 def test_a_criterion_whose_ranks_train_alike_is_right(world: Processes) -> None:
     world.run(alike, num=2)

@@ -65,6 +65,7 @@ def without_loader(folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_ranks_with_other_weights_are_not_saved(world: Processes, tmp_path: Path) -> None:
     world.run(apart, tmp_path, num=2)

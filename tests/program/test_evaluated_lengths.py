@@ -61,7 +61,7 @@ def loaded(folder: Path) -> list[int]:
     return evaluate(begun(partc.load(folder), language()))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fsdp"])
 def test_all_lengths_are_evaluated(world: Processes, tmp_path: Path, layout: str) -> None:
     """Loaded programs cannot compile."""

@@ -152,6 +152,7 @@ def strange(run: Path) -> None:
     rewrite(run / "step-00000001", lambda fields: fields["model"]["names"].append("other"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("damage", "kind", "told"),
     [

@@ -260,6 +260,7 @@ UNCOUNTED: dict[str, Callable[[Tensor, Any], object]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [4, 4096])
 @pytest.mark.parametrize("write", UNCOUNTED)
 def test_writes_that_torch_does_not_count_stop_the_step(alone: None, write: str, size: int) -> None:
@@ -286,7 +287,7 @@ MADE_UP: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-@pytest.mark.rows(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [Options, Namespace, SimpleNamespace])
 @pytest.mark.parametrize("read", MADE_UP)
 def test_numbers_that_are_read_by_names_that_a_script_makes_up(
@@ -424,6 +425,7 @@ def steps_with_hooks() -> None:
         torch.testing.assert_close(whole[name], tensor)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_ranks_train_with_hooks_as_one_device_does() -> None:
     with Processes(2, timeout=patience()) as world:

@@ -282,6 +282,7 @@ def reads() -> tuple[list[list[int]], str]:
     return found[:2], "".join(str(each.message) for each in told)
 
 
+@pytest.mark.exhaustive
 def test_each_island_reads_rows_of_its_own(world: Processes) -> None:
     found = world.run(reads)
     for rank, (rows, told) in enumerate(found):

@@ -187,7 +187,7 @@ def reseeded(own: str) -> None:
         train(stage, optimizer, range(2))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("own", ["period = 4", 'period = 4\nouter = "nesterov"'])
 def test_islands_meet_where_the_count_begins(world: Processes, own: str) -> None:
     world.run(reseeded, own)

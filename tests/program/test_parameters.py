@@ -142,6 +142,7 @@ def clipped_and_counted(path: Path) -> None:
         dist.broadcast(next(stage.parameters()), 0)
 
 
+@pytest.mark.exhaustive
 def test_torchs_clip_grad_norm_is_over_all_shards(world: Processes, sharded: Path) -> None:
     world.run(clipped_and_counted, sharded)
 

@@ -117,7 +117,7 @@ def joined(pieces: list[list[list[int]]]) -> list[list[int]]:
     return [sorted(chain(*step)) for step in zip(*pieces, strict=True)]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "workers"), [("dp=2,tp=4", (1, 0)), ("dp=8", (0, 1)), ("dp=4,tp=2", (1, 2))]
 )

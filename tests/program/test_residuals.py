@@ -146,6 +146,7 @@ def sum_left(folder: Path) -> list[float]:
     return [float(x) for x in left_over(stage)]
 
 
+@pytest.mark.exhaustive
 def test_training_resumes(world: Processes, tmp_path: Path) -> None:
     world.run(resumes, tmp_path)
     before = world.run(sum_left, tmp_path)[0]
@@ -153,7 +154,7 @@ def test_training_resumes(world: Processes, tmp_path: Path) -> None:
         assert "least_mb was 0" in told
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "own",
     [

@@ -92,6 +92,7 @@ def train_both() -> None:
     copy.deepcopy(model).load_state_dict(whole)
 
 
+@pytest.mark.exhaustive
 def test_training_follows_the_single_device_model(world: Processes) -> None:
     world.run(train_both)
 
@@ -243,7 +244,7 @@ def load_checkpoint(dp: int, tp: int, folder: Path) -> None:
         close(tensor, expected[name], name, exact=True)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [((1, 2), [(2, 2), (1, 3)]), ((2, 2), [(4, 1), (1, 2), (1, 1)])],

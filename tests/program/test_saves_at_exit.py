@@ -45,7 +45,7 @@ def alone(script: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "end"), [*((1, end) for end in ENDS), (2, ""), (2, "destroy_process_group()")]
 )

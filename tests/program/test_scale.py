@@ -99,7 +99,7 @@ def all_of_them(path: Path) -> None:
     gradients_are_dropped(path)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
 def test_gradients_are_scaled_as_on_one_device(
     world: Processes, tmp_path: Path, mesh: str, plan: str

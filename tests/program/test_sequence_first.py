@@ -99,7 +99,7 @@ def evaluated(batch: str, plan: str, loss: Any) -> None:
         close(found, own(reference(z), batch, sizes), f"{rows} rows of {steps} steps")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("batch", "loss"), [("local", by_another_name), ("global", loss_of)])
 def test_the_batch_of_a_forward_is_found(world: Processes, batch: str, loss: Any) -> None:
     world.run(evaluated, batch, "fsdp", loss, num=2)

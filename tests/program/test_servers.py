@@ -249,6 +249,7 @@ def evaluates() -> None:
         torch.testing.assert_close(mine, param, atol=1e-12, rtol=0)
 
 
+@pytest.mark.exhaustive
 def test_all_islands_evaluate_what_servers_have(world: Processes) -> None:
     world.run(evaluates)
 
@@ -320,6 +321,7 @@ def counted(servers: str) -> tuple[int, int]:
     return sent, loads[stage.coords["island"]].sent_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("servers", [ONE, TWO, PEERS])
 def test_bytes_are_those_predicted(world: Processes, servers: str) -> None:
     for sent, predicted in world.run(counted, servers):

@@ -411,6 +411,7 @@ def test_islands_of_several_ranks_have_one_worker(
     world.run(of_islands, store.port, mesh, preset, num=2)
 
 
+@pytest.mark.exhaustive
 def test_a_program_without_a_server_has_no_worker(world: Processes) -> None:
     world.run(alone, num=2)
 

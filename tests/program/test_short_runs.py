@@ -205,6 +205,7 @@ def of_columns() -> None:
         model.step(mine)
 
 
+@pytest.mark.exhaustive
 def test_sequence_first_batches_of_other_lengths_on_each_rank(world: Processes) -> None:
     world.run(of_columns, num=2)
 
@@ -244,7 +245,7 @@ def of_its_own_loss(accelerated: bool) -> int:
     return len(compiled)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_a_model_s_own_loss_takes_its_inputs_by_place_and_by_name(
     accelerated: bool, world: Processes

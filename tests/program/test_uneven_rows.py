@@ -34,6 +34,7 @@ def uneven(mesh: str, plan: str) -> None:
         close(extras["logits"], expected, "extras of the loss in eval mode")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_ranks_with_other_numbers_of_rows_compute_all_of_them(world: Processes) -> None:
     world.run(uneven, "dp=2,tp=2", "fsdp+megatron")

@@ -99,6 +99,7 @@ def of_islands() -> None:
     uneven.module().step(*batch((16, 8)[island], island))
 
 
+@pytest.mark.exhaustive
 def test_data_ranks_are_told_what_works(world: Processes) -> None:
     world.run(of_data_ranks, num=2)
 

@@ -127,7 +127,7 @@ def close_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(ours, value, rtol=2e-4, atol=2e-6, msg=f"{number} {field}")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan", "kinds"), LAYOUTS, ids=["fsdp+megatron", "zero1", "pp"])
 def test_states_go_to_one_process_and_back(
     world: Processes, tmp_path: Path, mesh: str, plan: str, kinds: tuple[str, ...]

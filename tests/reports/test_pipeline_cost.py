@@ -83,7 +83,7 @@ def test_queues_that_would_mix_microbatches_are_refused() -> None:
         check_queues(mixed)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
 def test_programs_carry_the_bounds_of_the_lowering(schedule: str) -> None:
     program = llama(schedule)

@@ -86,6 +86,7 @@ def test_the_short_explanation_begins_with_the_verdict() -> None:
     assert any(line.startswith("who holds memory") for line in lines)
 
 
+@pytest.mark.exhaustive
 def test_explain_is_short_unless_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def always(strategy: Strategy) -> Claims:
     return lambda node, num: [strategy]
 
 
+@pytest.mark.rows(200)
 @pytest.mark.parametrize("name", CASES)
 def test_rule_holds_on_its_cases(name: str) -> None:
     cases = CASES[name]

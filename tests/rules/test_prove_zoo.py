@@ -31,7 +31,7 @@ def form(call: Signature) -> str:
     return SIZE.sub(word, str(call))
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_of_a_training_step(name: str) -> None:
     case = FAMILIES[name].case(name)

@@ -106,6 +106,7 @@ def test_stages_in_a_v_and_split_backwards_replay_from_rows() -> None:
     assert (again.plan, again.sources) == (program.plan, program.sources)
 
 
+@pytest.mark.exhaustive
 def test_only_a_schedule_of_ones_own_stands_in_the_plan_row_by_row() -> None:
     ours = compiled(toy(), "pp=2", Plan(preset="ddp", stages=POINTS), "gpipe", 3)
     assert Plan.parse(ours.plan).order == ""

@@ -30,6 +30,7 @@ def program_of(path: Path, text: str, **changed: object) -> Program:
     return partc.compile(case.step, "pp=2", plan=plan)
 
 
+@pytest.mark.exhaustive
 def test_it_runs_and_its_plan_replays_without_the_file(tmp_path: Path) -> None:
     case = toy()
     program = program_of(tmp_path / "mine.csv", OWN)
@@ -54,6 +55,7 @@ def test_a_plans_file_names_one_beside_it_and_another_schedule_replaces_it(tmp_p
     assert Plan.parse(named.plan).order == ""
 
 
+@pytest.mark.exhaustive
 def test_stages_are_chosen_for_it(tmp_path: Path) -> None:
     """Three stages, of which the second rank runs one."""
     text = "0F0,2F0,2B0,0B0,0F1,2F1,2B1,0B1\n1F0,1B0,1F1,1B1\n"

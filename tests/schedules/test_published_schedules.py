@@ -41,6 +41,7 @@ def idle_in_span(line: Timeline) -> float:
 # --- published formulas
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("times", [EQUAL, (2, 3, 1), (1, 1, 2)])
 def test_gpipe_and_1f1b(times: Times) -> None:
     for p, m in SIZES:

@@ -80,6 +80,7 @@ def slower(graph: Graph, times: int) -> Candidate:
     return found.ranked[0].candidate
 
 
+@pytest.mark.exhaustive
 def test_one_device_takes_turns_and_recomputes_as_its_memory_asks(small: Graph) -> None:
     least = best(small, "dgx-h100", 1, memory_bytes=1 << 40).ranked[0].estimate.peak_bytes
     found = [

@@ -110,6 +110,7 @@ def test_an_open_mesh_gets_tensor_ranks_that_no_preset_has_a_use_for() -> None:
     assert told(program, "shardings over tp=2: searched")
 
 
+@pytest.mark.exhaustive
 def test_the_axes_of_a_plan_are_those_of_an_open_mesh() -> None:
     plan = 'preset = "auto"\n[mesh]\ndp = 2\ntp = 4\n'
     program = large_soup(Mesh.load("dgx-h100", 8), plan=plan)

@@ -83,6 +83,7 @@ def same(found: float, optimum: float) -> bool:
     return found == optimum or abs(found - optimum) <= CLOSE * max(1.0, abs(optimum))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=300, deadline=None)
 @given(small_problems)
 def test_elimination_finds_the_optimum(problem: Problem) -> None:

@@ -61,7 +61,7 @@ def scaling_model(word: str) -> ScalingModel:
     return found
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_the_page_and_the_search_predict_one_time(name: str) -> None:
     one = CASES[name]

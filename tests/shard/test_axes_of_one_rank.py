@@ -55,7 +55,7 @@ def computes(source: str) -> str:
     return source[source.index("\nMESH = ") :].partition("\n")[2].partition("\n")[2]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "bare", "plan", "microbatches"),
     [

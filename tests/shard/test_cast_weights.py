@@ -171,6 +171,7 @@ def test_views_and_casts_upwards_save_no_whole_weight() -> None:
     assert not [b for b in saved if b.num_bytes in whole]
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_cast_before_ranks_add_them() -> None:
     """Also where a transpose or a cat stands behind the cast; of a bf16 parameter behind it."""
     graph = local("dp=4", "fsdp", ByHand(), own_loss)

@@ -105,6 +105,7 @@ def softmax(rows: int) -> Counts:
     return Counter({("all_reduce", rows * F32): 2, SCALAR: 1})
 
 
+@pytest.mark.exhaustive
 def test_megatron_sums_two_activations_each_way() -> None:
     activation = ("all_reduce", BATCH * SEQ * HIDDEN * F32)
     assert counted("tp=4", "megatron", "tp") == {

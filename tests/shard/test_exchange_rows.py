@@ -132,7 +132,7 @@ def test_slips_are_refused(text: str) -> None:
         compiled(Model(), "dp=2", plan=f'[values]\n"table:embedding" = {{ dp = "{text}" }}')
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "axes", "options"),
     [
@@ -168,7 +168,7 @@ def test_no_table_is_summed() -> None:
     assert (again.plan, again.sources) == (program.plan, program.sources)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -183,7 +183,7 @@ def test_tables_are_summed_where_a_start_takes_longer_or_the_user_says_so(
     assert '"whole, whole -> whole"' not in compiled(model, "dp=2", plan=plan).plan
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", [{"mesh": "dp=2"}, {"mesh": "dp=2", "microbatches": 2}])
 def test_tables_of_few_rows_beside_them_are_summed_and_the_plan_replays(
     mesh: dict[str, Any],

@@ -156,6 +156,7 @@ def test_weighted_classes_keep_the_two_calls(mesh: str, plan: str) -> None:
     partc.verify(program, model, batch(), loss=loss).check()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "ddp"), ("tp=2", "megatron")])
 def test_smoothed_labels_keep_the_two_calls(mesh: str, plan: str) -> None:
     def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ class Chain(nn.Module):
         return out
 
 
+@pytest.mark.exhaustive
 def test_a_weight_is_cut_by_what_a_long_chain_ends_in() -> None:
     step = partc.Traced(Chain(330), (torch.zeros(2, 4),))
     program = partc.compile(step, "tp=2", plan="megatron")

@@ -57,6 +57,7 @@ def test_sequence_first_models_are_not(takes: str) -> None:
     assert not told(plan)
 
 
+@pytest.mark.exhaustive
 def test_a_pin_is_taken_at_its_word() -> None:
     plan = Plan.parse('preset = "ddp"\n[inputs]\n"x" = { batch = 1 }\n')
     assert not told(compiled(Reads("mean"), torch.randn(4, 5, 8), plan=plan))

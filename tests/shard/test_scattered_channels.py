@@ -59,6 +59,7 @@ def test_a_weight_is_stored_as_it_is_used(name: str) -> None:
     assert f"{attribute}.chunk(" not in program.source(0)
 
 
+@pytest.mark.exhaustive
 def test_a_sum_that_is_not_scattered_leaves_the_norm_whole() -> None:
     assert '"norm2.weight" = {}' in compiled("tp=2", "megatron").plan
 

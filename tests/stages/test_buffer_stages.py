@@ -144,6 +144,7 @@ def test_averages_of_microbatches_are_refused_by_their_buffer() -> None:
         partc.compile(Averages(), "dp=2", BATCH, loss=loss_of, plan="ddp", microbatches=2)
 
 
+@pytest.mark.exhaustive
 def test_what_has_no_one_value_is_refused() -> None:
     class First(Averages):
         def forward(self, x: Tensor) -> Tensor:

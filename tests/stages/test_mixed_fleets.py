@@ -92,6 +92,7 @@ def test_ranks_that_work_with_all_are_as_fast_as_the_slowest() -> None:
     assert seconds(both) == pytest.approx(seconds(slow), rel=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_memory_is_that_of_each_stages_devices() -> None:
     graph = step().graph(fold=True)
     free = cut(graph, fleet(FAST, SLOW))

@@ -93,7 +93,7 @@ def num_lines(kind: type[nn.Module], num: int, mesh: Any, plan: str, **options: 
     return program.source().count("\n")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "mesh", "plan"),
     [
@@ -105,7 +105,7 @@ def test_deeper_models_are_as_long(kind: type[nn.Module], mesh: Any, plan: str) 
     assert abs(num_lines(kind, FEW, mesh, plan) - num_lines(kind, MANY, mesh, plan)) <= WRAPPED
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [Residual, Pairs])
 def test_stages_of_deeper_models_are_as_long(kind: type[nn.Module]) -> None:
     """Of these blocks none can be left out before the model is traced."""
@@ -140,7 +140,7 @@ class Skips(nn.Module):
         return x
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "options"), [({}, {}), ("pp=2", {"microbatches": 2})])
 def test_blocks_that_others_read_are_as_long(mesh: Any, options: dict[str, Any]) -> None:
     """In a pipeline each of them is sent to the next stage."""

@@ -107,6 +107,7 @@ def test_old_names_and_functions_of_their_own_cast_too() -> None:
     assert dtypes(loss, "linear") == {BF16}
 
 
+@pytest.mark.exhaustive
 def test_a_step_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     loss, model = in_autocast(dtype=BF16), Checkpointed()
     made = partc.compile(model, "dp=2", (batch(),), loss=loss, plan="fsdp")

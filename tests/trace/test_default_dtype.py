@@ -48,7 +48,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, 4, WIDTH), torch.arange(ROWS)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("dp=2,tp=2", "ddp+megatron")])
 def test_programs_compute_as_the_model_does(mesh: str, plan: str) -> None:
     model = Unnamed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from transformers import SegformerConfig, SegformerForSemanticSegmentation
@@ -22,6 +23,7 @@ def fresh() -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.exhaustive
 def test_hooks_of_a_first_call_are_no_change_of_the_step(tmp_path: Path) -> None:
     torch.manual_seed(0)
     batch = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(6, (4, 32, 32))}

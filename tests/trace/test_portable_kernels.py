@@ -27,6 +27,7 @@ class Padded(nn.Module):
         return result
 
 
+@pytest.mark.exhaustive
 def test_encoder_in_eval_mode_computes_what_it_does_with_gradients() -> None:
     model, x = Padded().eval(), torch.randn(4, 6, 8)
     mask = torch.arange(6).expand(4, 6) > torch.tensor([[3], [5], [4], [2]])

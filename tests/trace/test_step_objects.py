@@ -124,6 +124,7 @@ def counted_on_a_weight(model: Any, y: Tensor) -> Any:
     return y
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("forward", "where", "what"),
     [

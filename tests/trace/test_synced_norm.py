@@ -64,6 +64,7 @@ def trained() -> None:
     close(model(X), reference(X), "results in eval mode")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_a_converted_model_trains_as_one_process(world: Processes) -> None:
     world.run(trained, num=2)

@@ -42,7 +42,7 @@ def test_family_equals_eager(name: str) -> None:
         assert torch.equal(tensor, before[key]) or key in changed  # eager moved it, not the trace
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_family_with_dropout_equals_eager(name: str) -> None:
     names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")

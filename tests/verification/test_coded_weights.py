@@ -357,6 +357,7 @@ def scales() -> None:
     torch.testing.assert_close(float(stage.clip_grad_norm_(1e-3)), float(norm), rtol=1e-5, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_a_scaler_and_clipping(world: Processes) -> None:
     world.run(scales)
 
@@ -387,6 +388,7 @@ def wrong(old: str, new: str) -> None:
         audit(replace(edited, fixed=compiled().fixed))
 
 
+@pytest.mark.exhaustive
 def test_the_owner_has_what_was_sent() -> None:
     """Rank 0 keeps its own shard as it was."""
     keeps = "        self.own = shards\n        self.done = dist"

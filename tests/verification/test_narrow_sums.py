@@ -385,6 +385,7 @@ def test_buffers_of_their_own() -> None:
         check(graph)
 
 
+@pytest.mark.exhaustive
 def test_directions_are_read_by_nobody() -> None:
     """What adds them up has neither a sum nor a direction."""
     graph = local_graph(f'{PLAN}"majority-sign"')

@@ -296,6 +296,7 @@ def scales() -> None:
     torch.testing.assert_close(float(norm), float(grads.norm()), rtol=1e-6, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_a_scaler_and_clipping(world: Processes) -> None:
     world.run(scales)
 

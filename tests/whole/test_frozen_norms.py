@@ -108,7 +108,7 @@ def train(mesh: str, plan: str) -> int:
     return sum(bool(shard.cuts) for name, (shard, _) in stage.pieces().items() if "conv" in name)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS)
 def test_a_network_with_frozen_norms_trains_as_in_one_process(
     world: Processes, mesh: str, plan: str

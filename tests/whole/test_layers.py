@@ -120,7 +120,7 @@ def loss_of(model: nn.Module, x: Tensor, classes: Tensor) -> Tensor:
     return F.cross_entropy(model(x), classes)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAYERS)
 def test_microbatches_compute_what_the_model_does(name: str) -> None:
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ def kinds(shape: tuple[int, ...], model: nn.Module) -> Any:
     return x, [partc.ScriptLoss(model), loss_of, None]
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("model", "shape"),

@@ -67,6 +67,7 @@ def test_results_of_a_forward_are_the_ranks_own_rows() -> None:
     assert program.results == {"result": (("dp", 0, 1),)}
 
 
+@pytest.mark.exhaustive
 def test_rows_that_the_model_cuts_over_another_axis_too_come_back_as_they_were_given() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -31,7 +31,7 @@ ONCE_WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ONCE_WRONG)
 def test_what_once_was_wrong(name: str) -> None:
     ONCE_WRONG[name].check()

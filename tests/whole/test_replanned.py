@@ -111,6 +111,7 @@ def test_what_somebody_wrote_into_the_plan_stays_where_it_divides() -> None:
     assert plan.stored("layers.1.0.weight")["dp"].dim == 1  # the preset would take dim 0
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_divide_is_left_to_the_preset_and_told() -> None:
     model = model_of()
     batch = tuple(x.repeat(5, 1) for x in BATCH)

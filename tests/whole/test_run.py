@@ -44,6 +44,7 @@ def program(mesh: str, plan: str) -> Program:
     return compile_program(case().model, mesh, case().inputs, loss=case().loss, plan=plan)
 
 
+@pytest.mark.exhaustive
 def test_processes_give_what_the_model_gives() -> None:
     made = program("dp=2,tp=2", "fsdp+megatron")
     report = verify(

@@ -180,6 +180,7 @@ def train_here(folder: Path, inputs: Inputs) -> Found:
     return found, whole
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_only_hold_stages_train_alike(world: Processes, folder: Path) -> None:
     for found in world.run(train_here, folder / "pp", case().inputs, num=2):
         compare(found, 3)

@@ -26,6 +26,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_a_second_start_goes_on(tmp_path: Path) -> None:
     with Processes(2, timeout=patience()) as ranks:
         ranks.run(train, str(tmp_path))

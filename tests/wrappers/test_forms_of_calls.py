@@ -118,6 +118,7 @@ class Scaled(nn.Module):
         return found
 
 
+@pytest.mark.exhaustive
 @one_rank()
 @pytest.mark.parametrize(
     ("args", "said"),
@@ -165,6 +166,7 @@ def a_new_form(model: Any, rank: int) -> Any:
     return model(x) if rank else model(x, torch.zeros(4, dtype=torch.int64))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("calls", "said"),

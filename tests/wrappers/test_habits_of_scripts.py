@@ -121,7 +121,7 @@ def test_recurrent_layers(kind: str, plan: str, world: Processes) -> None:
     world.run(flat_weights, kind, plan, num=2)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_parametrized_layers(plan: str, world: Processes) -> None:
@@ -199,6 +199,7 @@ def penalty(plan: str) -> None:
     check(trained(model, step), wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_a_penalty_on_weights_added_to_the_loss(plan: str, world: Processes) -> None:
@@ -259,7 +260,7 @@ def own_modes(plan: str) -> None:
     check(in_both_modes(own, lambda: own.step(X)), wanted)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_a_model_with_a_train_of_its_own(plan: str, world: Processes) -> None:
@@ -395,7 +396,7 @@ def evaluated_first(mesh: str, loads: bool) -> None:
             ours.step(), theirs.step()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_model_is_evaluated_before_a_search_has_chosen_its_axes(

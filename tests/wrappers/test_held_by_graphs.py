@@ -76,6 +76,7 @@ def test_a_kept_model_whose_weights_are_computed(norm: Callable[..., Any]) -> No
         assert kept is not model
 
 
+@pytest.mark.exhaustive
 def test_a_result_from_before_the_first_step_is_not_differentiated() -> None:
     with one_rank():
         whole = made(nn.Sequential)

@@ -23,6 +23,7 @@ for x in DataLoader(torch.ones(8, 8), 4, num_workers=1, multiprocessing_context=
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 @pytest.mark.parametrize(("first", "call"), [("group", "init_process_group"), ("", "parallelize")])
 def test_lines_that_a_worker_runs_again_are_refused(tmp_path: Path, first: str, call: str) -> None:

@@ -73,6 +73,7 @@ def unfreezing(mesh: str, later: bool) -> dict[str, Any]:
     return unfrozen(mesh, later)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_a_part_that_is_frozen_at_first(world: Processes) -> None:
     """Frozen behind the compile it is that of one process; else a warning and a refusal say so."""

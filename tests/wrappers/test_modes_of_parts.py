@@ -58,6 +58,7 @@ def parts() -> None:
     check(epochs(model, by_backward(model)), wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_parts_keep_the_mode_that_the_script_gave_them(world: Processes) -> None:
     world.run(parts, num=2)

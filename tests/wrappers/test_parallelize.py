@@ -340,6 +340,7 @@ def closure_and_model() -> None:
         again.step(*batch)
 
 
+@pytest.mark.exhaustive
 def test_torch_compile_of_a_parallel_model_is_told() -> None:
     """It copies what stands for the model into its functions, which keep no model all the same."""
     model: Any = partc.parallelize(Tagger(), "dp=1", loss=loss_of, plan="ddp", batch="global")
@@ -371,11 +372,13 @@ def kept_lstm() -> None:
         whole.load_state_dict(nn.LSTM(4, 8).state_dict())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_a_kept_model_of_lists_stays_one_of_plain_tensors(world: Processes) -> None:
     world.run(kept_lstm, num=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_a_closure_is_refused_and_a_model_that_is_kept_warned_of(world: Processes) -> None:
     world.run(closure_and_model, num=2)

@@ -175,6 +175,7 @@ def parts_of_a_pipeline(folder: Path) -> None:
     assert not any(p.requires_grad for part in away.modules() for p in part.parameters())
 
 
+@pytest.mark.exhaustive
 def test_a_part_names_what_other_ranks_have(world: Processes, tmp_path: Path) -> None:
     world.run(parts_of_a_pipeline, tmp_path, num=2)
 

@@ -141,6 +141,7 @@ def test_a_trainer_trains_evaluates_saves_and_resumes_as_in_one_process(
         assert later[3] == mine[3]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gloo
 def test_a_loss_of_a_subclass_is_compiled(world: Processes, tmp_path: Path) -> None:
     (alone,) = world.run(train, "", "", tmp_path / "alone", True, num=1)
