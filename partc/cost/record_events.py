@@ -62,7 +62,7 @@ def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> StepEvents:
     """The events of a whole step without pipeline stages; each run is labelled by its block."""
     found = _by_method(node for node in graph.calls() if not _finishes(node))
     runs = [_Calls(block, mine, graph.times(mine[0])) for block, mine in found]
-    recorder = _Recorder(ran, lambda node: "B" if is_backward(node) else "F", apart=True)
+    recorder = _Recorder(ran, lambda node: "B" if is_backward(node) else "F")
     return replace(recorder.step(runs), prefetch=prefetch)
 
 
@@ -148,7 +148,7 @@ def record_phases(graph: Graph, ran: Replay) -> StepEvents:
         calls = [n for n in graph.calls() if value(n).phase == phase and n not in behind]
         runs += [_Calls(block, mine, graph.times(mine[0])) for block, mine in _by_method(calls)]
     return _Recorder(
-        ran, lambda node: value(node).phase, apart=True, added=added, joined=_joined(graph),
+        ran, lambda node: value(node).phase, added=added, joined=_joined(graph),
         closing=closing,
     ).step(runs)  # fmt: skip
 
@@ -215,13 +215,12 @@ def _reading(product: Call) -> Call:
 class _Recorder:
     """Gives equal calls, transfers and runs one number each, and builds the StepEvents of them.
 
-    With ``apart`` a run lists its gathers of parameters apart from its other events, and a transfer
-    that finishes gradients is recorded without its wait.
+    A run lists the gathers that start before it apart from its other events, and a transfer that
+    finishes gradients is recorded without its wait.
     """
 
     ran: Replay
     phase: Callable[[fx.Node], str]
-    apart: bool
     calls: dict[Call, int] = field(default_factory=dict)
     moves: dict[Move, int] = field(default_factory=dict)
     runs: dict[Run, int] = field(default_factory=dict)
@@ -261,7 +260,7 @@ class _Recorder:
 
     def _run(self, each: _Calls) -> tuple[Run, list[Site]]:
         """The run of some calls, and the site of each event: gathers first, closing last."""
-        gathers = _first_gathers(each) if self.apart else []
+        gathers = _first_gathers(each)
         rest = [n for n in each.calls if n not in gathers]
         parts = [[*self._events(n)] for n in (gathers, rest, self._all_of(each)[len(each.calls) :])]
         first, then, last = (tuple(event for event, _ in part) for part in parts)
@@ -277,7 +276,7 @@ class _Recorder:
     def _events_of(self, node: fx.Node) -> Iterator[Event]:
         phase = self.phase(node)
         if _is_start(node):
-            code = LAST if self.apart and _ends_step(node) else START
+            code = LAST if _ends_step(node) else START
             if moved := self._move(node):
                 yield Event(phase, code, _number(self.moves, moved), self.marks[node])
         elif node.target is collectives.wait:
