@@ -121,11 +121,6 @@ class Prepared(nn.Module):
         found = stage.eval_step(*args, **named)
         return found[0] if self._how.loss is None and isinstance(found, tuple) else found
 
-    @property
-    def gives_out(self) -> bool:
-        """Whether steps give what the model returns, of which the script computes the loss."""
-        return self._stage is not None and self._stage.gives_out
-
     # compiled --------------------------------------------------------------------------------
     def _trained(self, args: Any, named: Any) -> Any:
         """The stage, which is made of the first step's arguments."""
